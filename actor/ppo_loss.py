@@ -1,0 +1,139 @@
+"""The actor's loss: log-probs of the sampled tokens, entropy, and the clipped surrogate of PPO.
+Given logits `[B, S, V]`, or per-token tensors `[B, S-1]` in which position t scores token t+1.
+Returns sums over a micro-batch divided by the tokens of the whole minibatch: no split changes the loss.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from actor.advantages import masked_sum, require_same_shape
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()
+) -> Tensor:
+    """Log-prob of token t+1 at position t, under the distribution that it was sampled from.
+
+        z_t = logits_t / temperature, z_t[banned] = -inf
+        logprob_t = z_t[tokens_{t+1}] - logsumexp(z_t)
+
+    Equals log_softmax and gather, without the `[B, S, V]` result of log_softmax; half precision is computed
+    in float32. Where token t+1 is banned the result is -inf: sampling cannot have drawn it, so it belongs to a
+    prompt or to padding, outside the mask, and everything in `actor.advantages` and here accepts it there.
+
+    Args:
+        logits: `[B, S, V]`; position t predicts token t+1, the last position is unused.
+        tokens: `[B, S]`, integer ids in [0, V), padding included.
+        temperature: the sampling temperature, > 0.
+        banned_token_ids: ids that sampling never draws, at any position.
+
+    Returns: `[B, S-1]` in nats.
+    Raises: ValueError if temperature <= 0, a banned id is not in [0, V), all are banned, or a shape is wrong.
+    Source: reference section 6.
+    """
+    if logits.ndim != 3 or tokens.shape != logits.shape[:2]:
+        shapes = f"{tuple(logits.shape)} and {tuple(tokens.shape)}"
+        raise ValueError(f"expected logits [B, S, V] and tokens [B, S], got {shapes}")
+    scaled = _sampling_logits(logits, temperature, banned_token_ids)
+    target = scaled.gather(-1, tokens[:, 1:, None].long()).squeeze(-1)
+    return target - scaled.logsumexp(-1)
+
+
+def entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()) -> Tensor:
+    """Entropy H_t = -sum_v p_t(v) log p_t(v) of the distribution that token t+1 was sampled from.
+
+    A banned token has p = 0 and adds 0. Takes several tensors `[B, S-1, V]`: call it for a bonus, or under
+    `torch.no_grad()`.
+
+    Args:
+        logits: `[B, S, V]`; position t predicts token t+1, the last position is unused.
+        temperature: the sampling temperature, > 0.
+        banned_token_ids: ids that sampling never draws, at any position.
+
+    Returns: `[B, S-1]` in nats (ln V for a uniform distribution over V symbols).
+    Raises: ValueError as `token_logprobs`.
+    Source: reference sections 6 and 8.
+    """
+    if logits.ndim != 3:
+        raise ValueError(f"expected logits [B, S, V], got {tuple(logits.shape)}")
+    logp = _sampling_logits(logits, temperature, banned_token_ids).log_softmax(-1)
+    # p log p is 0 at p = 0, where the plain product would be 0 * -inf.
+    return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
+
+
+def ppo_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    num_tokens: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate of a micro-batch, as its share of the loss of the whole minibatch.
+
+        rho_t = exp(logprobs_t - old_logprobs_t)
+        loss = sum_t mask_t * max(-A_t * rho_t, -A_t * clamp(rho_t, 1 - low, 1 + high)) / num_tokens
+
+    The losses (and so the gradients) of all micro-batches add up to the masked mean over the minibatch,
+    whatever the split. A sample that did not end teaches nothing: pass `mask * is_end[:, None]` and count
+    num_tokens in that.
+
+    Args:
+        logprobs: `[B, S-1]`, log-prob of token t+1 under the policy in training.
+        old_logprobs, advantages: `[B, S-1]`, of token t+1 when it was sampled; without gradient.
+        mask: `[B, S-1]`, 1 where position t scores a token to learn from.
+        clip_ratio_low, clip_ratio_high: low and high, >= 0.
+        num_tokens: ones in the mask of the whole minibatch, over all micro-batches and ranks. 0 goes only
+            with an empty mask, and gives loss 0 with zero gradient.
+
+    Returns: (loss, stats): a scalar, and detached sums over the mask, which the caller adds up and divides by
+        num_tokens: `clip_fraction` (tokens whose gradient the clip removed), `approx_kl` (k3 of
+        KL(old || new)), `ppo_ratio`, `ppo_ratio_clamped`.
+    Raises: ValueError if a clip ratio or num_tokens is negative, num_tokens is 0 but the mask is not, or shapes differ.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; reference section 6.
+    """
+    require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    for name, scalar in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+        if not scalar >= 0:
+            raise ValueError(f"{name} must be >= 0, got {scalar}")
+    if not num_tokens >= 0 or (num_tokens == 0 and bool(mask.any())):
+        raise ValueError(f"num_tokens must count the ones in the mask of the minibatch, got {num_tokens}")
+    # Filled before exp: outside the mask -inf - -inf would put NaN into the gradients of the model.
+    log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0.0)
+    ratio = log_ratio.exp()
+    clamped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    free, clipped = -advantages * ratio, -advantages * clamped
+    loss = masked_sum(torch.maximum(free, clipped), mask) / max(num_tokens, 1)
+    return loss, _policy_stats(log_ratio.detach(), clamped.detach(), (clipped > free).detach(), mask)
+
+
+def _policy_stats(log_ratio: Tensor, clamped: Tensor, is_clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    return {
+        "clip_fraction": masked_sum(is_clipped.to(log_ratio.dtype), mask),
+        "approx_kl": masked_sum(torch.expm1(log_ratio) - log_ratio, mask),
+        "ppo_ratio": masked_sum(log_ratio.exp(), mask),
+        "ppo_ratio_clamped": masked_sum(clamped, mask),
+    }
+
+
+def _sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequence[int]) -> Tensor:
+    """`[B, S-1, V]` logits of the tokens 1..S-1 under the sampling distribution, not normalised."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be a positive number, got {temperature}")
+    num_symbols = logits.shape[-1]
+    banned = sorted(set(banned_token_ids))
+    if banned and not (banned[0] >= 0 and banned[-1] < num_symbols and len(banned) < num_symbols):
+        raise ValueError(f"banned_token_ids must be some, not all, of [0, {num_symbols}), got {banned}")
+    scaled = logits[:, :-1]
+    if scaled.dtype in (torch.float16, torch.bfloat16):
+        scaled = scaled.float()
+    if temperature != 1:
+        scaled = scaled / temperature
+    if banned:
+        scaled = scaled.index_fill(-1, torch.tensor(banned, device=logits.device), -math.inf)
+    return scaled

@@ -1,0 +1,1 @@
+from python_backend.critic import TritonPythonModel  # noqa: F401

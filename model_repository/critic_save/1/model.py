@@ -1,0 +1,1 @@
+from python_backend.critic_save import TritonPythonModel  # noqa: F401

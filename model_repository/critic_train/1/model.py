@@ -1,0 +1,1 @@
+from python_backend.critic_train import TritonPythonModel  # noqa: F401

@@ -1,0 +1,1 @@
+from python_backend.reward import TritonPythonModel  # noqa: F401

@@ -1,0 +1,313 @@
+"""The wire contract: model names, tensors, dtypes and shapes, and the checks of every request.
+Given: the numpy arrays of one request. Returns: validated frozen requests, or a `ContractError` naming field and value.
+numpy only: whoever crosses a process boundary imports this, and nothing heavier.
+
+`B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+REWARD_MODEL = "reward_model"
+CRITIC = "critic"
+CRITIC_INFER = "critic_infer"
+CRITIC_TRAIN = "critic_train"
+CRITIC_SAVE = "critic_save"
+
+TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
+SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
+SENTENCES = "sentences"  # BYTES [B, 1], UTF-8; wins over tokens
+METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
+REWARDS = "rewards"  # FP32 [B, 1]
+VALUES = "values"  # FP32 [B, S]
+WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
+
+RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
+PREV_VALUES = "prev_values"  # as returns
+MASK = "mask"  # as returns
+RUN_ID = "run_id"  # BYTES [1], optional
+STEP = "step"  # INT64 [1], optional
+LOSS_MEAN = "loss_mean"  # FP32 [1]
+
+DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint
+REWIND_TO = "rewind_to"  # INT64 [1], optional; critic_save: make this step the critic's last
+STATUS = "status"  # INT64 [1], 0: done
+
+TRAINING_KEY_HEADER = "x-triton-training-key"
+DEFAULT_RUN_ID = "default"
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class ContractError(ValueError):
+    """A request breaks the contract; the message names the field and the value."""
+
+
+class StepConflict(ContractError):
+    """A training step that cannot follow the last one; the message names the last one and the way out."""
+
+
+@dataclass(frozen=True)
+class ScoringRows:
+    """Rows to score: `tokens[i]` is int64 `[length_i]`, unpadded; `width` is the S that the answer is padded to."""
+
+    tokens: list[np.ndarray]
+    width: int
+
+
+@dataclass(frozen=True)
+class TrainPayload:
+    """One training payload, unpadded and packed row after row.
+
+    `tokens` int64 `[T]`; `lengths` int64 `[N]`, summing to T; `returns`, `prev_values`, `mask` float32 `[T-N]`:
+    entry t of a row belongs to the value at its token t, for all tokens of the row but the last.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    returns: np.ndarray
+    prev_values: np.ndarray
+    mask: np.ndarray
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields by their wire names (`sequence_lengths` for `lengths`)."""
+        return {
+            TOKENS: self.tokens,
+            SEQUENCE_LENGTHS: self.lengths,
+            RETURNS: self.returns,
+            PREV_VALUES: self.prev_values,
+            MASK: self.mask,
+        }
+
+    def digest(self) -> str:
+        """sha256 over names, dtypes, shapes and bytes: the content's identity, however it was padded on the wire."""
+        state = hashlib.sha256()
+        for name, array in sorted(self.arrays().items()):
+            state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens."""
+
+    vocab_size: int
+    max_length: int | None = None
+
+
+def scoring_rows(tokens: np.ndarray | None, lengths: np.ndarray | None, limits: Limits) -> ScoringRows:
+    """Check one scoring request and cut its rows to their lengths.
+
+    Args:
+        tokens: INT64 or INT32 `[B, S]`.
+        lengths: INT64 `[B, 1]` (or `[B]`); None: every row has S tokens.
+        limits: of the model that serves.
+
+    Raises:
+        ContractError: wrong dtype or shape, an empty or too long row, a token outside the vocabulary.
+    """
+    if tokens is None:
+        raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
+    _expect_integers(TOKENS, tokens)
+    if tokens.ndim != 2:
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
+    rows, width = tokens.shape
+    sizes = np.full(rows, width, np.int64) if lengths is None else _row_lengths(lengths, rows, width)
+    cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
+    for i, row in enumerate(cut):
+        check_row(row, i, limits)
+    return ScoringRows(cut, width)
+
+
+def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
+    """Raise ContractError if token row `row` `[length]` is empty, too long or holds ids outside the vocabulary."""
+    if row.size == 0:
+        raise ContractError(f"{SEQUENCE_LENGTHS}[{index}]: 0, an empty sequence cannot be scored")
+    if limits.max_length is not None and row.size > limits.max_length:
+        raise ContractError(f"{TOKENS}[{index}]: {row.size} tokens, the model has {limits.max_length} positions")
+    bad = np.flatnonzero((row < 0) | (row >= limits.vocab_size))
+    if bad.size:
+        position = int(bad[0])
+        raise ContractError(
+            f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
+        )
+
+
+def train_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> TrainPayload:
+    """Check a training payload, padded `[N, S]` or packed `[1, T]`, and pack it.
+
+    Padded rows without `sequence_lengths` end at the token after their last masked position: what lies behind it
+    cannot reach a causal critic's loss. A row whose mask is all 0 keeps one position and trains nothing.
+
+    Raises:
+        ContractError: a field is missing, has the wrong dtype or shape, or holds NaN, infinity or a bad token.
+    """
+    tokens, lengths = arrays.get(TOKENS), arrays.get(SEQUENCE_LENGTHS)
+    if tokens is None:
+        raise ContractError(f"{TOKENS}: missing")
+    _expect_integers(TOKENS, tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [N, S], or [1, T] with {SEQUENCE_LENGTHS}")
+    bad = np.flatnonzero((tokens < 0) | (tokens >= limits.vocab_size))
+    if bad.size:
+        at = np.unravel_index(int(bad[0]), tokens.shape)
+        raise ContractError(
+            f"{TOKENS}[{int(at[0])}, {int(at[1])}]: {int(tokens[at])} is outside the vocabulary "
+            f"[0, {limits.vocab_size})"
+        )
+    if _is_packed(tokens, lengths):
+        payload = _packed(tokens, np.asarray(lengths), arrays)
+    else:
+        payload = _padded(tokens, lengths, arrays)
+    if limits.max_length is not None and payload.lengths.max() > limits.max_length:
+        row = int(payload.lengths.argmax())
+        raise ContractError(
+            f"{TOKENS}[{row}]: {int(payload.lengths[row])} tokens, the model has {limits.max_length} positions"
+        )
+    if not payload.mask.any():
+        raise ContractError(f"{MASK}: all 0, there is nothing to train")
+    return payload
+
+
+def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
+    """`(run_id, step)` of a training request; either may be absent. Raises ContractError."""
+    return optional_text(RUN_ID, run_id), optional_count(STEP, step, minimum=1)
+
+
+def optional_text(name: str, array: np.ndarray | None) -> str | None:
+    """The run id in a BYTES `[1]` tensor, or None."""
+    if array is None or array.size == 0:
+        return None
+    text = _decode(name, array.reshape(-1)[0])
+    if not RUN_ID_PATTERN.fullmatch(text):
+        raise ContractError(
+            f"{name}: {text[:80]!r}, use 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        )
+    return text
+
+
+def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int | None:
+    """The number in an integer `[1]` tensor, or None. Raises ContractError below `minimum`."""
+    if array is None or array.size == 0:
+        return None
+    _expect_integers(name, array)
+    value = int(array.reshape(-1)[0])
+    if value < minimum:
+        raise ContractError(f"{name}: {value}, must be at least {minimum}")
+    return value
+
+
+def sentence_texts(sentences: np.ndarray) -> list[str]:
+    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError if one is no UTF-8 or the shape is wrong."""
+    if sentences.ndim != 2 or sentences.shape[1] != 1:
+        raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
+    return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
+
+
+def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:
+    """The JSON object of each row, `{}` where none was sent. Raises ContractError."""
+    if metadata is None:
+        return [{} for _ in range(rows)]
+    if metadata.shape != (rows, 1):
+        raise ContractError(f"{METADATA}: shape {list(metadata.shape)}, must be [{rows}, 1]")
+    parsed = []
+    for i, item in enumerate(metadata[:, 0]):
+        text = _decode(f"{METADATA}[{i}]", item)
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ContractError(f"{METADATA}[{i}]: {text[:80]!r} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise ContractError(f"{METADATA}[{i}]: {text[:80]!r}, must be a JSON object")
+        parsed.append(value)
+    return parsed
+
+
+def _decode(name: str, item: Any) -> str:
+    try:
+        return item.decode("utf-8") if isinstance(item, bytes) else str(item)
+    except UnicodeDecodeError as error:
+        raise ContractError(f"{name}: not UTF-8: {error}") from error
+
+
+def _expect_integers(name: str, array: np.ndarray) -> None:
+    if array.dtype not in (np.int64, np.int32):
+        raise ContractError(f"{name}: dtype {array.dtype}, must be int64 or int32")
+
+
+def _row_lengths(lengths: np.ndarray, rows: int, width: int) -> np.ndarray:
+    _expect_integers(SEQUENCE_LENGTHS, lengths)
+    if lengths.shape not in ((rows, 1), (rows,)):
+        raise ContractError(f"{SEQUENCE_LENGTHS}: shape {list(lengths.shape)}, must be [{rows}, 1]")
+    sizes = lengths.reshape(-1).astype(np.int64)
+    bad = np.flatnonzero((sizes < 1) | (sizes > width))
+    if bad.size:
+        row = int(bad[0])
+        raise ContractError(
+            f"{SEQUENCE_LENGTHS}[{row}]: {int(sizes[row])}, must be between 1 and the {width} tokens sent"
+        )
+    return sizes
+
+
+def _is_packed(tokens: np.ndarray, lengths: np.ndarray | None) -> bool:
+    return tokens.shape[0] == 1 and lengths is not None and lengths.size > 1
+
+
+def _packed(tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray | None]) -> TrainPayload:
+    _expect_integers(SEQUENCE_LENGTHS, lengths)
+    sizes = lengths.reshape(-1).astype(np.int64)
+    if (sizes < 1).any():
+        row = int(np.argmax(sizes < 1))
+        raise ContractError(f"{SEQUENCE_LENGTHS}[{row}]: {int(sizes[row])}, must be at least 1")
+    if sizes.sum() != tokens.shape[1]:
+        raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {tokens.shape[1]}")
+    shape = (1, tokens.shape[1] - len(sizes))
+    fields = [_targets(name, arrays.get(name), shape).reshape(-1) for name in (RETURNS, PREV_VALUES, MASK)]
+    return TrainPayload(tokens.reshape(-1).astype(np.int64), sizes, *fields)
+
+
+def _padded(tokens: np.ndarray, lengths: np.ndarray | None, arrays: Mapping[str, np.ndarray | None]) -> TrainPayload:
+    rows, width = tokens.shape
+    if width < 2:
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, a row needs at least 2 tokens to be trained on")
+    fields = [_targets(name, arrays.get(name), (rows, width - 1)) for name in (RETURNS, PREV_VALUES, MASK)]
+    mask = fields[2]
+    if lengths is None:
+        last = np.where(mask.any(axis=1), width - 2 - np.argmax(mask[:, ::-1] != 0, axis=1), 0)
+        sizes = last.astype(np.int64) + 2
+    else:
+        sizes = _row_lengths(lengths, rows, width)
+        outside = np.flatnonzero((mask != 0) & (np.arange(width - 1)[None] >= sizes[:, None] - 1))
+        if outside.size:
+            row, column = (int(i) for i in np.unravel_index(int(outside[0]), mask.shape))
+            raise ContractError(
+                f"{MASK}[{row}, {column}]: {mask[row, column]:g}, but the sequence has {sizes[row]} tokens"
+            )
+    packed_tokens = np.concatenate([tokens[i, : sizes[i]] for i in range(rows)]).astype(np.int64)
+    packed = [np.concatenate([field[i, : sizes[i] - 1] for i in range(rows)]) for field in fields]
+    return TrainPayload(packed_tokens, sizes, *packed)
+
+
+def _targets(name: str, array: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
+    if array is None:
+        raise ContractError(f"{name}: missing")
+    if array.dtype != np.float32:
+        raise ContractError(f"{name}: dtype {array.dtype}, must be float32")
+    if array.shape != shape:
+        raise ContractError(f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS})")
+    bad = np.flatnonzero(~np.isfinite(array))
+    if bad.size:
+        row, column = (int(i) for i in np.unravel_index(int(bad[0]), shape))
+        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]}, must be finite")
+    if name == MASK and (array < 0).any():
+        row, column = (int(i) for i in np.unravel_index(int(np.argmax(array < 0)), shape))
+        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]:g}, must not be negative")
+    return array

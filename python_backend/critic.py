@@ -1,0 +1,134 @@
+"""The critic inside tritonserver: serves the version that CURRENT names and changes it in place.
+Given: `tokens` (+ `sequence_lengths`) or `sentences`. Returns: `values` FP32 [B, S], padded with 0 to the request's S,
+and `weights_version` INT64 [B, 1]: one version per request.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from python_backend.contract import VALUES, WEIGHTS_VERSION, ScoringRows
+from python_backend.modeling import CriticModel, load_critic
+from python_backend.reward import SentenceReader, with_max_length
+from python_backend.serving import (
+    Call,
+    Parameters,
+    Scoring,
+    ScoringModel,
+    log,
+    log_error,
+    refuse_numpy_2,
+    set_threads,
+)
+from python_backend.weights import FIRST_VERSION, ServingRecord, WeightsStore
+
+TOUCH_INTERVAL_S = 2.0
+
+
+@dataclass(frozen=True)
+class Version:
+    """A critic and the number of its weights."""
+
+    number: int
+    critic: CriticModel
+
+
+class TritonPythonModel(ScoringModel):
+    """Scores rows by the current version; a watcher thread brings the next, taken up between micro-batches."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load: a Triton reload comes in here, in a fresh process."""
+        refuse_numpy_2()
+        parameters = Parameters(args)
+        self.set_up(parameters)
+        set_threads(parameters.number("threads"))
+        self._store = WeightsStore(parameters.path("store"))
+        number = self._store.current()
+        if number is None:
+            raise RuntimeError(f"the weights store {self._store.root} is empty; {FIRST_VERSION}")
+        folder = self._store.folder(number)
+        critic = load_critic(folder, device=parameters.text("device"), dtype=parameters.text("dtype"))
+        self._version = Version(number, critic)
+        self.limits = with_max_length(critic.limits, parameters.optional("max_length"))
+        self._reader = SentenceReader(parameters.path("checkpoint"), self.limits)
+        self._instance = args["model_instance_name"]
+        self._acknowledge(previous=None)
+        self._poll_s = parameters.number("poll_interval_ms") / 1000
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
+        if parameters.text("reload") == "swap":
+            self._watcher.start()
+        log(f"{parameters.model}: serving weights version {number}")
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload."""
+        self._stop.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        self._store.withdraw(self._instance, os.getpid())
+
+    def current_model(self) -> Version:
+        return self._version
+
+    def read(self, call: Call) -> ScoringRows:
+        return self._reader.read(call)
+
+    def forward(self, model: Version, rows: list[np.ndarray]) -> list[np.ndarray]:
+        return model.critic.values(rows)
+
+    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
+        values = np.zeros((len(scoring.outputs), scoring.rows.width), np.float32)
+        for i, output in enumerate(scoring.outputs):
+            assert output is not None
+            values[i, : output.size] = output
+        versions = np.full((len(scoring.outputs), 1), scoring.model.number, np.int64)
+        return {VALUES: values, WEIGHTS_VERSION: versions}
+
+    def _watch(self) -> None:
+        refused: int | None = None
+        touched = time.monotonic()
+        while not self._stop.wait(self._poll_s):
+            try:
+                number = self._store.current()
+                if number is not None and number not in (self._version.number, refused):
+                    refused = self._swap(number)
+                if time.monotonic() - touched > TOUCH_INTERVAL_S:
+                    touched = time.monotonic()
+                    self._store.touch(self._instance, os.getpid())
+            except Exception as error:  # process edge: a watcher that died would freeze the version for ever
+                log_error(f"weights watcher: {type(error).__name__}: {error}")
+                time.sleep(1.0)
+
+    def _swap(self, number: int) -> int | None:
+        """Rebind the served version; return `number` if it cannot be served."""
+        start, previous = time.monotonic(), self._version
+        try:
+            critic = previous.critic.with_weights(self._store.folder(number))
+        except Exception as error:  # whatever is wrong with it, the old version serves on and the sidecar is told
+            log_error(f"weights version {number} refused: {error}")
+            self._acknowledge(previous=previous.number, rejected=number, error=str(error))
+            return number
+        self._version = Version(number, critic)
+        self._acknowledge(previous=previous.number, swap_ms=(time.monotonic() - start) * 1000)
+        return None
+
+    def _acknowledge(
+        self,
+        *,
+        previous: int | None,
+        swap_ms: float | None = None,
+        rejected: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        record = ServingRecord(
+            self._instance, socket.gethostname(), os.getpid(), self._version.number, previous, time.time(),
+            swap_ms, rejected, error,
+        )  # fmt: skip
+        self._store.acknowledge(record)

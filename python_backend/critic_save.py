@@ -1,0 +1,40 @@
+"""critic_save inside tritonserver: asks the sidecar for a checkpoint, or for a rewind to an earlier step.
+Given: `dummy_var` INT64 [1], optional `run_id`, optional `rewind_to` INT64 [1]. Returns: `status` INT64 [1], 0 when it
+is on disk, and the `weights_version` INT64 [1] that is served then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from python_backend.contract import (
+    DUMMY_VAR,
+    REWIND_TO,
+    RUN_ID,
+    STATUS,
+    WEIGHTS_VERSION,
+    optional_count,
+    optional_text,
+)
+from python_backend.journal import Entry, Result
+from python_backend.serving import Call, JournalModel
+
+
+class TritonPythonModel(JournalModel):
+    """Journals saves and rewinds, so that they are done in order with the trainings."""
+
+    def accept(self, call: Call) -> Entry:
+        optional_count(DUMMY_VAR, call.array(DUMMY_VAR), minimum=0)
+        run_id = optional_text(RUN_ID, call.array(RUN_ID))
+        target = optional_count(REWIND_TO, call.array(REWIND_TO), minimum=0)
+        if target is None:
+            return self.journal.accept_save(run_id=run_id)
+        return self.journal.accept_rewind(run_id=run_id, target=target)
+
+    def reply(self, result: Result) -> Mapping[str, np.ndarray]:
+        return {
+            STATUS: np.zeros(1, np.int64),
+            WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
+        }

@@ -1,0 +1,55 @@
+"""critic_train inside tritonserver: accepts training payloads into the journal.
+Given: `tokens` INT64 [N, S], `returns`, `prev_values`, `mask` FP32 [N, S-1], optional `sequence_lengths`, `run_id`,
+`step`. Returns: `loss_mean` FP32 [1] and `weights_version` INT64 [1] once every instance serves the outcome.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from python_backend.contract import (
+    LOSS_MEAN,
+    MASK,
+    PREV_VALUES,
+    RETURNS,
+    RUN_ID,
+    SEQUENCE_LENGTHS,
+    STEP,
+    TOKENS,
+    WEIGHTS_VERSION,
+    Limits,
+    step_identity,
+    train_payload,
+)
+from python_backend.journal import Entry, Result
+from python_backend.serving import Call, JournalModel
+from python_backend.weights import CONFIG_FILE, FIRST_VERSION, WeightsStore
+
+
+class TritonPythonModel(JournalModel):
+    """Validates and journals; never computes, never blocks the next caller."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        super().initialize(args)
+        store = WeightsStore(self.parameters.path("store"))
+        number = store.current()
+        if number is None:
+            raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
+        config = json.loads((store.folder(number) / CONFIG_FILE).read_text())
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
+        self._limits = Limits(int(config["vocab_size"]), int(positions) if positions else None)
+
+    def accept(self, call: Call) -> Entry:
+        names = (TOKENS, SEQUENCE_LENGTHS, RETURNS, PREV_VALUES, MASK)
+        payload = train_payload({name: call.array(name) for name in names}, self._limits)
+        run_id, step = step_identity(call.array(RUN_ID), call.array(STEP))
+        return self.journal.accept_training(payload, run_id=run_id, step=step)
+
+    def reply(self, result: Result) -> Mapping[str, np.ndarray]:
+        return {
+            LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
+            WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
+        }

@@ -1,0 +1,362 @@
+"""The functions of `actor.advantages` against hand-worked numbers, public vectors and obvious loops.
+Given nothing but tensors made here, in float64 where a tolerance would hide a mistake.
+Public vectors are quoted as numbers, with the file that published them beside each.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actor import advantages as adv
+
+close = torch.testing.assert_close
+property_test = settings(max_examples=40, deadline=None)
+sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 4), "width": st.integers(1, 7)}
+
+
+def f64(rows: list) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def rollout(seed: int, batch: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """values, token_rewards and a mask with gaps, each `[B, S-1]`."""
+    generator = torch.Generator().manual_seed(seed)
+    values, rewards, uniform = torch.rand(3, batch, width, generator=generator, dtype=torch.float64)
+    return 4 * values - 2, 4 * rewards - 2, (uniform < 0.7).double()
+
+
+def gae_by_definition(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """A_t as the sum over l of (gamma lam)^l delta_{t+l}: no recursion, one scalar at a time."""
+    num_rows, width = values.shape
+    result = torch.zeros_like(values)
+    for row in range(num_rows):
+        v = [float(values[row, t] * mask[row, t]) for t in range(width)] + [0.0]
+        r = [float(rewards[row, t] * mask[row, t]) for t in range(width)]
+        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(width)]
+        for t in range(width):
+            result[row, t] = sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, width))
+    return result
+
+
+# response_mask
+
+
+def test_mask_starts_before_the_first_response_token_and_covers_the_eos():
+    # Row 0: tokens p p r r(EOS) pad; position 1 scores token 2, position 2 scores token 3. Row 1: full length.
+    mask = adv.response_mask(torch.tensor([2, 1, 3]), torch.tensor([4, 5, 3]), 5)
+    assert mask.tolist() == [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+    assert mask.dtype == torch.float32
+
+
+@property_test
+@given(pairs=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=4))
+def test_mask_has_one_position_for_each_response_token(pairs: list[tuple[int, int]]):
+    prompt_lengths = torch.tensor([prompt for prompt, _ in pairs])
+    lengths = prompt_lengths + torch.tensor([response for _, response in pairs])
+    mask = adv.response_mask(prompt_lengths, lengths, 20)
+    assert mask.sum(1).tolist() == (lengths - prompt_lengths).tolist()
+    for row, (prompt, response) in enumerate(pairs):
+        scored = {t + 1 for t in range(19) if mask[row, t]}
+        assert scored == set(range(prompt, prompt + response))
+
+
+@pytest.mark.parametrize(("prompt", "length", "num_tokens"), [(0, 3, 5), (4, 3, 5), (2, 6, 5)])
+def test_mask_refuses_impossible_lengths(prompt: int, length: int, num_tokens: int):
+    with pytest.raises(ValueError, match=f"{prompt}, {length}, {num_tokens} in row 1"):
+        adv.response_mask(torch.tensor([1, prompt]), torch.tensor([2, length]), num_tokens)
+
+
+def test_mask_refuses_wrong_shapes():
+    with pytest.raises(ValueError, match=r"must both be \[B\]"):
+        adv.response_mask(torch.tensor([[1]]), torch.tensor([[2]]), 5)
+
+
+# kl_estimate
+
+
+def test_kl_golden():
+    logprobs, ref = f64([[-1.0, -2.0, -3.0]]), f64([[-1.0, -3.0, -1.0]])  # d = 0, 1, -2
+    expected = {
+        "k1": [0.0, 1.0, -2.0],
+        "abs": [0.0, 1.0, 2.0],
+        "k2": [0.0, 0.5, 2.0],
+        "k3": [0.0, math.exp(-1), math.exp(2) - 3],
+    }
+    assert set(expected) == set(adv.KL_KINDS)
+    for kind, numbers in expected.items():
+        close(adv.kl_estimate(logprobs, ref, kind), f64([numbers]))
+
+
+def test_k1_and_k3_have_the_mean_of_the_true_kl():
+    p, q = f64([0.5, 0.3, 0.2]), f64([0.2, 0.2, 0.6])
+    exact = float((p * (p / q).log()).sum())
+    for kind in ("k1", "k3"):  # the expectation over the three symbols is exact: no sampling needed
+        estimates = adv.kl_estimate(p.log()[None], q.log()[None], kind)
+        assert float((p * estimates).sum()) == pytest.approx(exact, abs=1e-12)
+
+
+def test_kl_refuses_unknown_kinds_and_shapes():
+    with pytest.raises(ValueError, match=r"kind.*'k4'"):
+        adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 3), "k4")
+    with pytest.raises(ValueError, match="ref_logprobs"):
+        adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 2), "k1")
+
+
+# token_rewards
+
+
+def test_token_rewards_of_reference_section_8():
+    kl = torch.arange(14.0).reshape(2, 7)  # S = 8
+    result = adv.token_rewards(torch.tensor([1.0, 2.0]), kl, torch.tensor([5, 8]), kl_coef=0.1)
+    expected = -0.1 * kl
+    expected[0, 3] += 1.0  # 5 tokens: position 3 scores token 4, the last
+    expected[1, 6] += 2.0
+    close(result, expected)
+
+
+def test_token_rewards_by_hand():
+    result = adv.token_rewards(f64([5.0, 7.0]), f64([[1.0, -1.0, 2.0]] * 2), torch.tensor([4, 1]), kl_coef=0.5)
+    close(result, f64([[-0.5, 0.5, 4.0], [6.5, 0.5, -1.0]]))  # a single token: the index is clamped to 0
+
+
+def test_token_rewards_leave_their_arguments_alone():
+    kl = torch.zeros(1, 3)
+    adv.token_rewards(torch.ones(1), kl, torch.tensor([4]), kl_coef=0.0)
+    assert kl.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kl", "lengths", "kl_coef", "message"),
+    [
+        ([1.0], [[0.0]], [2], -0.1, "kl_coef.*-0.1"),
+        ([1.0], [[0.0]], [2], math.nan, "kl_coef.*nan"),
+        ([1.0], [[0.0, 0.0]], [4], 0.1, "lengths.*S = 3, got 4"),
+        ([[1.0]], [[0.0]], [2], 0.1, r"rewards.*\(1, 1\)"),
+        ([1.0], [[0.0]], [2, 2], 0.1, r"lengths.*\(2,\)"),
+        ([1.0], [[]], [1], 0.1, r"kl must.*\(1, 0\)"),
+    ],
+)
+def test_token_rewards_refuse(rewards: list, kl: list, lengths: list, kl_coef: float, message: str):
+    with pytest.raises(ValueError, match=message):
+        adv.token_rewards(torch.tensor(rewards), torch.tensor(kl), torch.tensor(lengths), kl_coef=kl_coef)
+
+
+# gae
+
+
+def test_gae_by_hand():
+    # deltas: 0 + .5*2 - 1 = 0; 0 + .5*4 - 2 = 0; 6 - 4 = 2. A: 2, .25*2 = .5, .25*.5 = .125
+    result, returns = adv.gae(
+        f64([[1.0, 2.0, 4.0]]), f64([[0.0, 0.0, 6.0]]), torch.ones(1, 3).double(), gamma=0.5, lam=0.5
+    )
+    close(result, f64([[0.125, 0.5, 2.0]]))
+    close(returns, f64([[1.125, 2.5, 6.0]]))
+
+
+def test_gae_of_reference_section_8():
+    values, rewards = f64([[0.0, 1.0, 2.0, 3.0]]), f64([[0.0, 0.0, 1.0, 0.0]])
+    result, returns = adv.gae(values, rewards, torch.ones_like(values), gamma=0.5, lam=0.0)
+    close(result, f64([[0.5, 0.0, 0.5, -3.0]]))
+    close(returns, result + values)
+
+
+@pytest.mark.parametrize(
+    ("lam", "first", "second"),
+    [
+        (1.0, [-1.45118, -4.4557, 2.5396, 0.5249, -0.49], [3.0, 2.0, 1.0, 0.0]),
+        (0.7, [-0.676979, -5.248167, 2.4846, 0.6704, -0.49], [2.2899, 1.73, 1.0, 0.0]),
+        (0.4, [0.56731, -6.042, 2.3431, 0.815, -0.49], [1.725, 1.46, 1.0, 0.0]),
+    ],
+)
+def test_gae_of_rlax(lam: float, first: list, second: list):
+    """google-deepmind/rlax, rlax/_src/multistep_test.py, TruncatedGeneralizedAdvantageEstimationTest.
+
+    Row 1 bootstraps from V = -1 after its last step: the same as 0.99 * -1 on its last reward. Row 2 has discount
+    0 after four steps: an episode of its own, and the one step behind it another.
+    """
+    values = f64([[1.0, 4.0, -3.0, -2.0, -1.0]])
+    rewards = f64([[0.0, 0.0, 1.0, 0.0, -0.5 - 0.99]])
+    result, _ = adv.gae(values, rewards, torch.ones_like(values), gamma=0.99, lam=lam)
+    close(result, f64([first]), atol=1e-3, rtol=0)  # rlax's own tolerance
+    episodes = f64([[-3.0, -2.0, -1.0, 0.0], [5.0, 0.0, 0.0, 0.0]])
+    rewards = f64([[0.0, 0.0, 0.0, 0.0], [1.0 - 0.9, 0.0, 0.0, 0.0]])
+    mask = f64([[1, 1, 1, 1], [1, 0, 0, 0]])
+    result, _ = adv.gae(episodes, rewards, mask, gamma=0.9, lam=lam)
+    close(result, f64([second, [-4.9, 0.0, 0.0, 0.0]]), atol=1e-3, rtol=0)
+
+
+def test_monte_carlo_returns_of_tianshou():
+    """thu-ml/tianshou, test/base/test_returns.py, test_episodic_returns: gamma 0.1, lambda 1, no critic."""
+    rewards = f64([[1.0, 2.0, 3.0], [4.0, 5.0, 0.0], [6.0, 7.0, 0.0], [3.0, 4.0, 5.0]])
+    mask = f64([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 1]])
+    _, returns = adv.gae(torch.zeros_like(rewards), rewards, mask, gamma=0.1, lam=1.0)
+    close(returns, f64([[1.23, 2.3, 3.0], [4.5, 5.0, 0.0], [6.7, 7.0, 0.0], [3.45, 4.5, 5.0]]))
+
+
+def test_gae_returns_of_tianshou():
+    """The same file, its critic case: gamma 0.99, lambda 0.95, three episodes of four steps.
+
+    Its array holds V of the next state. V of the first state is in no step's target: 0 here, any number would do.
+    """
+    values = f64([[0.0, 2.0, 3.0, 4.0], [0.0, 5.0, 6.0, 7.0], [0.0, 8.0, 9.0, 10.0]])
+    rewards = f64([[101.0, 102, 103, 200], [104, 105, 106, 201], [107, 108, 109, 202]])
+    published = [
+        [454.8344, 376.1143, 291.298, 200.0],
+        [464.5610, 383.1085, 295.387, 201.0],
+        [474.2876, 390.1027, 299.476, 202.0],
+    ]
+    _, returns = adv.gae(values, rewards, torch.ones_like(values), gamma=0.99, lam=0.95)
+    close(returns, f64(published), atol=1e-3, rtol=0)
+    # Its truncated episodes bootstrap from V = -1 and -2 after the last step.
+    rewards[:2, 3] += 0.99 * f64([-1.0, -2.0])
+    published[:2] = [[454.0109, 375.2386, 290.3669, 199.01], [462.9138, 381.3571, 293.5248, 199.02]]
+    _, returns = adv.gae(values, rewards, torch.ones_like(values), gamma=0.99, lam=0.95)
+    close(returns, f64(published), atol=1e-3, rtol=0)
+
+
+def test_gae_of_nemo_rl():
+    """NVIDIA-NeMo/RL, tests/unit/algorithms/test_ppo.py, test_gae_gamma_lambda_zero."""
+    values = f64([[1.0, 2.0, 3.0]])
+    result, _ = adv.gae(values, f64([[0.0, 0.0, 5.0]]), torch.ones_like(values), gamma=1.0, lam=0.0)
+    close(result, f64([[1.0, 1.0, 2.0]]))
+
+
+def test_gap_in_the_mask_is_a_step_of_zeros():
+    # V = 1, 0, 3; r = 0, 0, 5: deltas -1, 3, 2; A: 2, 3 + .5*2 = 4, -1 + .5*4 = 1
+    result, returns = adv.gae(f64([[1.0, 999.0, 3.0]]), f64([[0.0, 888.0, 5.0]]), f64([[1, 0, 1]]), gamma=1.0, lam=0.5)
+    close(result, f64([[1.0, 4.0, 2.0]]))
+    close(returns, f64([[2.0, 4.0, 5.0]]))
+
+
+@property_test
+@given(**sizes, gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_gae_is_the_discounted_sum_of_deltas(seed: int, batch: int, width: int, gamma: float, lam: float):
+    values, rewards, mask = rollout(seed, batch, width)
+    result, returns = adv.gae(values, rewards, mask, gamma=gamma, lam=lam)
+    close(result, gae_by_definition(values, rewards, mask, gamma, lam))
+    close(returns, result + values * mask)
+
+
+@property_test
+@given(**sizes)
+def test_lambda_1_gamma_1_is_the_return_minus_the_value(seed: int, batch: int, width: int):
+    values, rewards, mask = rollout(seed, batch, width)
+    result, returns = adv.gae(values, rewards, mask, gamma=1.0, lam=1.0)
+    to_go = torch.stack([(rewards * mask)[:, t:].sum(1) for t in range(width)], dim=1)
+    close(returns, to_go)
+    close(result, to_go - values * mask)
+
+
+@property_test
+@given(**sizes, junk=st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_content_outside_the_mask_never_matters(seed: int, batch: int, width: int, junk: float):
+    values, rewards, mask = rollout(seed, batch, width)
+    dirty_values, dirty_rewards = (x.masked_fill(mask == 0, junk) for x in (values, rewards))
+    clean = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
+    close(adv.gae(dirty_values, dirty_rewards, mask, gamma=0.9, lam=0.8), clean)
+    for function in (adv.masked_sum, adv.masked_mean, adv.masked_whiten):
+        close(function(dirty_values, mask), function(values, mask))
+    close(
+        adv.explained_variance(dirty_values, dirty_rewards, mask),
+        adv.explained_variance(values, rewards, mask),
+    )
+
+
+@property_test
+@given(**sizes)
+def test_permuting_samples_permutes_the_results(seed: int, batch: int, width: int):
+    values, rewards, mask = rollout(seed, batch, width)
+    order = torch.randperm(batch, generator=torch.Generator().manual_seed(seed))
+    result, returns = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
+    permuted = adv.gae(values[order], rewards[order], mask[order], gamma=0.9, lam=0.8)
+    close(permuted, (result[order], returns[order]))
+    close(adv.masked_whiten(values[order], mask[order]), adv.masked_whiten(values, mask)[order])
+    close(adv.masked_mean(values[order], mask[order]), adv.masked_mean(values, mask))
+
+
+@property_test
+@given(**sizes, extra=st.integers(1, 5))
+def test_padding_to_a_longer_width_never_matters(seed: int, batch: int, width: int, extra: int):
+    values, rewards, mask = rollout(seed, batch, width)
+    wide = [torch.nn.functional.pad(x, (0, extra)) for x in (values, rewards, mask)]
+    result, returns = adv.gae(values, rewards, mask, gamma=0.9, lam=0.8)
+    wide_result, wide_returns = adv.gae(*wide, gamma=0.9, lam=0.8)
+    close((wide_result[:, :width], wide_returns[:, :width]), (result, returns))
+
+
+@pytest.mark.parametrize("name", ["gamma", "lam"])
+@pytest.mark.parametrize("scalar", [-0.1, 1.1, math.nan])
+def test_gae_refuses_scalars(name: str, scalar: float):
+    ones = torch.ones(1, 2)
+    with pytest.raises(ValueError, match=f"{name}.*{scalar}"):
+        adv.gae(ones, ones, ones, **{"gamma": 1.0, "lam": 1.0, name: scalar})
+
+
+def test_gae_refuses_the_critics_full_width():
+    with pytest.raises(ValueError, match=r"'values': \(1, 4\)"):
+        adv.gae(torch.ones(1, 4), torch.ones(1, 3), torch.ones(1, 3), gamma=1.0, lam=1.0)
+    with pytest.raises(ValueError, match=r"\[B, S-1\]"):
+        adv.gae(torch.ones(3), torch.ones(3), torch.ones(3), gamma=1.0, lam=1.0)
+
+
+# masked statistics
+
+
+def test_masked_statistics_by_hand():
+    x, mask = f64([[1.0, 3.0, 100.0], [5.0, 100.0, 100.0]]), f64([[1, 1, 0], [1, 0, 0]])
+    assert adv.masked_sum(x, mask) == 9.0
+    assert adv.masked_mean(x, mask) == 3.0
+    step = 2 / math.sqrt(8 / 3 + 1e-8)  # uncorrected: (4 + 0 + 4) / 3
+    close(adv.masked_whiten(x, mask), f64([[-step, 0.0, 0.0], [step, 0.0, 0.0]]))
+
+
+def test_empty_mask_gives_zeros():
+    x, mask = f64([[1.0, math.nan, 3.0]]), f64([[0, 0, 0]])
+    assert adv.masked_mean(x, mask) == 0
+    assert adv.explained_variance(x, x, mask) == 0
+    assert adv.masked_whiten(x, mask).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_boolean_mask_is_a_mask():
+    x, mask = f64([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
+    assert adv.masked_mean(x, mask) == 2.0
+    close(adv.masked_whiten(x, mask), adv.masked_whiten(x, mask.double()))
+
+
+def test_constant_advantages_whiten_to_zero():
+    whitened = adv.masked_whiten(f64([[2.0, 2.0, 2.0]]), f64([[1, 1, 1]]))
+    assert whitened.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@property_test
+@given(**sizes)
+def test_whitening_equals_the_statistics_of_the_selected_tokens(seed: int, batch: int, width: int):
+    x, _, mask = rollout(seed, batch, width)
+    chosen = x[mask.bool()]
+    if len(chosen):
+        scale = math.sqrt(float(chosen.var(correction=0)) + 1e-8)
+        close(adv.masked_whiten(x, mask)[mask.bool()], (chosen - chosen.mean()) / scale)
+        assert adv.masked_mean(x, mask) == pytest.approx(float(chosen.mean()))
+
+
+def test_whitening_a_part_differs_from_whitening_the_whole():
+    x, mask = f64([[1.0, 2.0], [5.0, 9.0]]), torch.ones(2, 2).double()
+    assert not torch.allclose(adv.masked_whiten(x[:1], mask[:1]), adv.masked_whiten(x, mask)[:1])
+
+
+# explained_variance
+
+
+def test_explained_variance_by_hand():
+    returns, ones = f64([[1.0, 2.0, 3.0]]), f64([[1, 1, 1]])
+    assert adv.explained_variance(returns, returns, ones) == 1.0
+    assert adv.explained_variance(returns + 7, returns, ones) == 1.0
+    assert adv.explained_variance(f64([[4.0, 4.0, 4.0]]), returns, ones) == 0.0
+    assert adv.explained_variance(-returns, returns, ones) == -3.0  # the residual 2R has four times the variance
+    assert adv.explained_variance(returns, f64([[4.0, 4.0, 4.0]]), ones) == 0.0  # nothing to explain
+    # Residuals 0, 1, 0: 2/9 of 2/3.
+    close(adv.explained_variance(f64([[1.0, 1.0, 3.0]]), returns, ones), f64(2 / 3))

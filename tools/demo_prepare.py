@@ -1,0 +1,278 @@
+"""Prepares the demo: corpus -> tokenizer -> language model -> reward model, critic and prompts, in one folder.
+Given an output folder and a seed; `python -m tools.demo_prepare --out DIR --seed N [--quick]` does the same.
+Returns the paths and figures; a finished folder with the same fingerprint is returned at once.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.demo_corpus import Corpus, corpus_fingerprint, load_corpus
+from tools.demo_gold import gold_scorer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from tools.demo_models import Recipe
+
+Log = Callable[[str], None]
+MANIFEST = "prepared.json"
+NUM_VALIDATION_PROMPTS = 512
+_SOURCES = ("demo_corpus.py", "demo_gold.py", "demo_models.py", "demo_prepare.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparationFigures:
+    """What the preparation measured; accuracies and the perplexity are over held-out sentences."""
+
+    perplexity: float
+    pair_accuracy_real: float
+    pair_accuracy_samples: float
+    reward_mean: float
+    reward_std: float
+    num_train_sentences: int
+    num_train_prompts: int
+    num_validation_prompts: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDemo:
+    """Hugging Face folders and prompt files (one {"text", "prompt_id"} a line)."""
+
+    root: Path
+    policy: Path
+    reward: Path
+    critic: Path
+    prompts: Path
+    validation: Path
+    figures: PreparationFigures
+
+
+def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> PreparedDemo:
+    """Returns the prepared demo in `out_dir`, built only where it is not there yet.
+
+    Built in a sibling folder and renamed at the end: what has a manifest is complete. Raises ValueError when
+    `out_dir` holds something else than a preparation.
+    """
+    out_dir = Path(out_dir).absolute()
+    fingerprint = _fingerprint(seed, quick)
+    ready = _load(out_dir, fingerprint)
+    if ready is not None:
+        log(f"prepared before: {out_dir}")
+        return ready
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file():
+        raise ValueError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
+    _remove_abandoned(out_dir)
+    building = out_dir.with_name(f".{out_dir.name}.building-{os.getpid()}")
+    building.mkdir(parents=True)
+    try:
+        figures = _build(building, seed, quick, log)
+        manifest = {"fingerprint": fingerprint, "figures": asdict(figures)}
+        (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _move_into_place(building, out_dir)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return _prepared(out_dir, figures)
+
+
+def _fingerprint(seed: int, quick: bool) -> dict[str, Any]:
+    """Everything that the result depends on; the sources' hash covers the recipe's constants."""
+    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in _SOURCES)
+    return {
+        "seed": seed,
+        "quick": quick,
+        "corpus": corpus_fingerprint(),
+        "sources": hashlib.sha256(sources).hexdigest(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "vaderSentiment")},
+    }
+
+
+def _load(out_dir: Path, fingerprint: dict[str, Any]) -> PreparedDemo | None:
+    manifest_path = out_dir / MANIFEST
+    if not manifest_path.is_file():
+        return None
+    manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+    if manifest["fingerprint"] != fingerprint:
+        return None
+    return _prepared(out_dir, PreparationFigures(**manifest["figures"]))
+
+
+def _prepared(root: Path, figures: PreparationFigures) -> PreparedDemo:
+    return PreparedDemo(
+        root=root,
+        policy=root / "policy",
+        reward=root / "reward",
+        critic=root / "critic",
+        prompts=root / "prompts.jsonl",
+        validation=root / "validation.jsonl",
+        figures=figures,
+    )
+
+
+def _remove_abandoned(out_dir: Path) -> None:
+    """Removes what killed preparations of this folder left; another one that still runs keeps its own."""
+    for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid == str(os.getpid()) or not _is_running(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's process, but a live one
+    return True
+
+
+def _move_into_place(building: Path, out_dir: Path) -> None:
+    """Renames; an older preparation steps aside first, since a rename cannot replace a full folder."""
+    if out_dir.exists():
+        aside = building.with_name(building.name.replace(".building-", ".replaced-"))
+        out_dir.rename(aside)
+        building.rename(out_dir)
+        shutil.rmtree(aside)
+    else:
+        building.rename(out_dir)
+
+
+def _build(root: Path, seed: int, quick: bool, log: Log) -> PreparationFigures:
+    import torch
+
+    from tools.demo_models import FULL, QUICK
+
+    recipe = QUICK if quick else FULL
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(recipe.num_threads, len(os.sched_getaffinity(0))))
+    try:
+        return _train_and_save(root, recipe, seed, log)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> PreparationFigures:
+    """The whole story, top to bottom."""
+    from tools import demo_models as m
+
+    start = time.monotonic()
+    corpus = _limited(load_corpus(), recipe.max_sentences)
+    log(f"corpus: {len(corpus.train)} sentences, {len(corpus.held_out)} held out")
+    tokenizer = m.train_tokenizer(corpus.train, vocab_size=recipe.vocab_size)
+    train_rows, held_out_rows = (_encode(tokenizer, part) for part in (corpus.train, corpus.held_out))
+
+    policy = m.train_language_model(train_rows, recipe, seed=seed, log=log)
+    perplexity = m.perplexity(policy, held_out_rows)
+    log(f"language model: held-out perplexity {perplexity:.1f}")
+    m.save_checkpoint(policy, tokenizer, root / "policy")
+    m.save_checkpoint(m.start_critic(policy), tokenizer, root / "critic")
+
+    prompts = _prompts(tokenizer, train_rows, recipe.prompt_tokens)
+    unseen = _prompts(tokenizer, held_out_rows, recipe.prompt_tokens, known=set(prompts))
+    validation = dict(list(unseen.items())[:NUM_VALIDATION_PROMPTS])
+    _write_prompts(root / "prompts.jsonl", "train", list(prompts))
+    _write_prompts(root / "validation.jsonl", "validation", list(validation))
+
+    texts = _RewardTexts(policy, tokenizer, recipe)
+    rows = texts.real(train_rows) + texts.samples(prompts, recipe.num_samples, seed=seed)
+    reward = m.train_reward_model(policy, rows, texts.gold(rows), recipe, seed=seed, log=log)
+    held_out = texts.real(held_out_rows)
+    held_out_samples = texts.samples(validation, len(validation), seed=seed + 1)
+    accuracies = [
+        m.pair_accuracy(m.score_rows(reward, part), texts.gold(part), margin=recipe.pair_margin)
+        for part in (held_out, held_out_samples)
+    ]
+    initial = m.score_rows(reward, texts.samples(prompts, recipe.num_standardization, seed=seed + 2))
+    mean, std = initial.mean().item(), initial.std().item()
+    reward.config.reward_standardization = {"mean": mean, "std": std}
+    m.save_checkpoint(reward, tokenizer, root / "reward")
+    figures = PreparationFigures(
+        perplexity=perplexity,
+        pair_accuracy_real=accuracies[0],
+        pair_accuracy_samples=accuracies[1],
+        reward_mean=mean,
+        reward_std=std,
+        num_train_sentences=len(train_rows),
+        num_train_prompts=len(prompts),
+        num_validation_prompts=len(validation),
+        seconds=time.monotonic() - start,
+    )
+    log(f"reward model: pairs right {accuracies[0]:.3f} (real) {accuracies[1]:.3f} (samples), in all {figures.seconds:.0f} s")
+    return figures
+
+
+@dataclass(frozen=True)
+class _RewardTexts:
+    """Rows as PPO's rollouts have them: a prompt and at most `new_tokens` more."""
+
+    policy: "LlamaForCausalLM"
+    tokenizer: "PreTrainedTokenizerFast"
+    recipe: "Recipe"
+
+    def real(self, rows: Sequence[list[int]]) -> list[list[int]]:
+        return [row[: self.recipe.prompt_tokens + self.recipe.new_tokens] for row in rows]
+
+    def samples(self, prompts: dict[str, list[int]], number: int, *, seed: int) -> list[list[int]]:
+        """`number` continuations of prompts drawn with replacement."""
+        from tools.demo_models import sample
+
+        drawn = random.Random(seed).choices(list(prompts.values()), k=number)
+        return sample(self.policy, drawn, new_tokens=self.recipe.new_tokens, seed=seed)
+
+    def gold(self, rows: Sequence[list[int]]) -> list[float]:
+        score = gold_scorer()
+        return [score(text) for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+
+def _limited(corpus: Corpus, max_sentences: int | None) -> Corpus:
+    return corpus if max_sentences is None else replace(corpus, train=corpus.train[:max_sentences])
+
+
+def _encode(tokenizer: "PreTrainedTokenizerFast", sentences: Sequence[str]) -> list[list[int]]:
+    """Token ids, EOS last."""
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(sentences))["input_ids"]]
+
+
+def _prompts(
+    tokenizer: "PreTrainedTokenizerFast",
+    rows: Sequence[list[int]],
+    num_tokens: int,
+    known: Collection[str] = frozenset(),
+) -> dict[str, list[int]]:
+    """The text and token ids of each sentence's beginning, once each; those that end the sentence, that are
+    `known`, or whose text is tokenized otherwise (cut inside a word) are dropped."""
+    starts = [row[:num_tokens] for row in rows if len(row) > num_tokens + 2]
+    texts = tokenizer.batch_decode(starts)
+    again = tokenizer(texts)["input_ids"]
+    same = zip(texts, starts, again, strict=True)
+    return {text: start for text, start, ids in same if ids == start and text not in known}
+
+
+def _write_prompts(path: Path, name: str, texts: Sequence[str]) -> None:
+    lines = (json.dumps({"text": text, "prompt_id": f"{name}-{i:05d}"}) for i, text in enumerate(texts))
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the demo's policy, reward model and critic.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a tiny version in seconds; it hardly learns")
+    arguments = parser.parse_args()
+    prepared = prepare(arguments.out, arguments.seed, arguments.quick)
+    print(json.dumps(asdict(prepared.figures), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Renders the model repository: every config.pbtxt from templates and the one YAML, parsed by Triton's protobuf.
+Given: a configuration. Returns: a folder that plain `tritonserver --model-repository` reads; `--check` tells drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
+from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
+DEFAULT_REPOSITORY = ROOT / "model_repository"
+MODULES = {
+    REWARD_MODEL: "python_backend.reward",
+    CRITIC: "python_backend.critic",
+    CRITIC_TRAIN: "python_backend.critic_train",
+    CRITIC_SAVE: "python_backend.critic_save",
+}
+SEQUENCE_INPUTS = frozenset({"tokens"})
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A file of the repository that differs from its rendering."""
+
+    path: Path
+    diff: str
+
+
+def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str, str]:
+    """`{model: config.pbtxt}`, each valid for Triton's protobuf and for the rules it cannot know.
+
+    Args:
+        resolve_paths: write absolute paths (a run's own repository) instead of those in the YAML (the committed one).
+
+    Raises:
+        ConfigError: a rendering breaks a rule; the message names model, field and value.
+    """
+    place = Path.absolute if resolve_paths else Path
+    weights = str(place(config.run.weights_dir))
+    journal = {
+        "journal": str(place(config.run.journal_dir)),
+        "store": weights,
+        "run_id": config.run.identity,
+        "heartbeat_timeout_s": f"{config.trainer.heartbeat_timeout_s:g}",
+        "training_key_sha256": _training_key_hash(config.server.training_key_env),
+    }
+    critic_parameters = {
+        **_scoring_parameters(config.critic, place),
+        "store": weights,
+        "reload": config.critic.reload,
+        "poll_interval_ms": str(config.critic.poll_interval_ms),
+    }
+    reward_parameters = {
+        **_scoring_parameters(config.reward, place),
+        "standardization": _standardization(config.reward),
+    }
+    batch = min(config.reward.max_batch_size, config.critic.max_batch_size)
+    texts = {
+        REWARD_MODEL: _render_scoring(REWARD_MODEL, config.reward, reward_parameters),
+        CRITIC: _render_scoring(CRITIC, config.critic, critic_parameters),
+        CRITIC_INFER: _render("ensemble.pbtxt.j2", max_batch_size=batch),
+        CRITIC_TRAIN: _render("journal.pbtxt.j2", name=CRITIC_TRAIN, parameters=journal),
+        CRITIC_SAVE: _render("journal.pbtxt.j2", name=CRITIC_SAVE, parameters=journal),
+    }
+    check_rules({model: parse_config(model, text) for model, text in texts.items()})
+    return texts
+
+
+def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
+    """Write the repository into `out`; files that are up to date keep their time. Returns the files written."""
+    written = []
+    for path, text in _files(config, out, resolve_paths).items():
+        if not path.is_file() or path.read_text() != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            written.append(path)
+    return written
+
+
+def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Drift]:
+    """Where `out` differs from what would be rendered."""
+    drifts = []
+    for path, text in _files(config, out, resolve_paths).items():
+        found = path.read_text() if path.is_file() else ""
+        if found != text:
+            lines = difflib.unified_diff(found.splitlines(), text.splitlines(), "on disk", "rendered", lineterm="", n=1)
+            drifts.append(Drift(path, "\n".join(lines)))
+    return drifts
+
+
+def parse_config(model: str, text: str) -> Any:
+    """The ModelConfig message of a config.pbtxt. Raises ConfigError if Triton could not read it."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    try:
+        return text_format.Parse(text, model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise ConfigError(f"{model}/config.pbtxt is not what Triton reads: {error}") from error
+
+
+def check_rules(configs: Mapping[str, Any]) -> None:
+    """What the protobuf cannot know: names, ragged inputs, batch sizes, the ensemble's wiring. Raises ConfigError."""
+    for model, config in configs.items():
+        if config.name != model:
+            raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}")
+        if model in (REWARD_MODEL, CRITIC):
+            _check_scoring(model, config)
+    for step in configs[CRITIC_INFER].ensemble_scheduling.step:
+        _check_step(configs, step)
+
+
+def _check_scoring(model: str, config: Any) -> None:
+    for tensor in config.input:
+        if tensor.name in SEQUENCE_INPUTS and not tensor.allow_ragged_batch:
+            raise ConfigError(f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
+                              "of different lengths never share a batch")  # fmt: skip
+    if not config.HasField("dynamic_batching"):
+        raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing")
+    too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]
+    if too_large:
+        raise ConfigError(
+            f"{model}: preferred_batch_size {too_large[0]} exceeds max_batch_size {config.max_batch_size}"
+        )
+
+
+def _check_step(configs: Mapping[str, Any], step: Any) -> None:
+    inputs = {tensor.name: tensor for tensor in configs[step.model_name].input}
+    outputs = {tensor.name: tensor for tensor in configs[step.model_name].output}
+    whole = configs[CRITIC_INFER]
+    ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
+    for mapping, theirs in ((step.input_map, inputs), (step.output_map, outputs)):
+        for key, value in mapping.items():
+            known = theirs.get(key)
+            if known is None or (known.data_type, list(known.dims)) != (ours[value].data_type, list(ours[value].dims)):
+                raise ConfigError(f"{CRITIC_INFER}/config.pbtxt: tensor {key} does not fit {step.model_name}")
+
+
+def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]:
+    files = {}
+    for model, text in render_configs(config, resolve_paths=resolve_paths).items():
+        files[out / model / "config.pbtxt"] = text
+        if model in MODULES:
+            files[out / model / "1" / "model.py"] = f"from {MODULES[model]} import TritonPythonModel  # noqa: F401\n"
+        else:  # an ensemble has no code, but Triton wants its version folder
+            files[out / model / "1" / ".gitkeep"] = ""
+    return files
+
+
+def _render_scoring(name: str, model: ModelSection, parameters: Mapping[str, str]) -> str:
+    kind, _, index = model.device.partition(":")
+    preferred = model.preferred_batch_size
+    return _render(
+        "scoring.pbtxt.j2",
+        name=name,
+        model=model,
+        preferred=[preferred] if isinstance(preferred, int) else preferred,
+        kind="KIND_CPU" if kind == "cpu" else "KIND_GPU",
+        gpus=[index] if index else [],
+        parameters=parameters,
+    )
+
+
+def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
+    return {
+        "checkpoint": str(place(model.checkpoint)),
+        "device": model.device,
+        "dtype": model.dtype,
+        "threads": str(model.threads),
+        "token_budget": str(model.token_budget),
+        "micro_batch_rows": str(model.micro_batch_rows),
+        "max_length": str(model.max_length or ""),
+        "tokenizer_fingerprint": _tokenizer_fingerprint(model.checkpoint),
+    }
+
+
+def _tokenizer_fingerprint(folder: Path) -> str:
+    if not (folder / "config.json").is_file():  # the committed rendering knows no checkpoint
+        return ""
+    from python_backend.tokenization import fingerprint, load_tokenizer
+
+    try:
+        return fingerprint(load_tokenizer(folder.absolute()))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _standardization(reward: RewardSection) -> str:
+    setting = reward.standardization
+    return setting if isinstance(setting, str) else json.dumps(setting.model_dump())
+
+
+def _training_key_hash(variable: str | None) -> str:
+    if variable is None:
+        return ""
+    key = os.environ.get(variable)
+    if not key:
+        raise ConfigError(f"server.training_key_env names {variable}, but that environment variable is not set")
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _render(template: str, **values: Any) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("tools"), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
+    environment.filters["quoted"] = lambda text: json.dumps(str(text), ensure_ascii=False)
+    return environment.get_template(template).render(**values)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python tools/render_configs.py [--config YAML] [--out DIR] [--check] [section.key=value …]`."""
+    parser = argparse.ArgumentParser(prog="render_configs", description="Render the model repository.")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="default: configs/default.yaml")
+    parser.add_argument("--out", type=Path, help="default: model_repository, or the run's own with --config")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(argv)
+    committed = args.config.resolve() == DEFAULT_CONFIG
+    try:
+        config = load_config(args.config, args.overrides)
+        out = args.out or (DEFAULT_REPOSITORY if committed else config.run.repository_dir)
+        if args.check:
+            drifts = check_repository(config, out, resolve_paths=not committed)
+            for drift in drifts:
+                print(f"{drift.path} is not up to date:\n{drift.diff}", file=sys.stderr)
+            print(f"{out}: {'render it again' if drifts else 'up to date'}")
+            return 1 if drifts else 0
+        written = render_repository(config, out, resolve_paths=not committed)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{out}: {len(written)} files written, the others were up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""`python -m trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
+Returns: 0 after SIGINT or SIGTERM, with a checkpoint written; 2 with one sentence for whatever stands in the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from python_backend.config import ConfigError, RunConfig, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, then follow the journal until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="The critic sidecar.")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--init-only", action="store_true", help="make weights version 0 and exit")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config, args.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return _run(config, stop, init_only=args.init_only)
+
+
+def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
+    import torch  # deferred: --help and a wrong key answer at once
+
+    from python_backend.journal import JournalLocked
+    from python_backend.modeling import CheckpointError
+    from python_backend.weights import WeightsError, WeightsStore
+    from trainer.control_plane import ControlPlaneError
+    from trainer.publish import initialise_store
+    from trainer.sidecar import Sidecar, StoppedWaiting
+
+    torch.set_num_threads(config.trainer.threads)
+    try:
+        if init_only:
+            initialise_store(WeightsStore(config.run.weights_dir), config.critic.checkpoint, run_id=config.run.identity)
+        else:
+            Sidecar(config).run(stop)
+    except (JournalLocked, CheckpointError, WeightsError, ControlPlaneError, StoppedWaiting, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One critic update: clipped value loss over token-budget micro-batches, AdamW with a warm-up and cosine schedule.
+Given: a critic and training payloads, in order. Returns: the loss and what the optimizer did.
+Same payloads, same start, same threads: the same bits on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from python_backend.batching import plan_micro_batches
+from python_backend.config import TrainerSection
+from python_backend.contract import TrainPayload
+from python_backend.modeling import CriticModel, collate
+from trainer.value_loss import clipped_value_loss
+
+MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence of a payload: tokens `[L]`; returns, prev_values, mask `[L-1]`."""
+
+    tokens: np.ndarray
+    returns: np.ndarray
+    prev_values: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one payload did; the means are token-weighted."""
+
+    loss_mean: float
+    grad_norm: float  # mean over the optimizer steps
+    lr: float  # of the last one
+    optimizer_steps: int
+    skipped_steps: int  # gradients that were not finite
+    seconds: float
+
+
+class CriticUpdate:
+    """A critic with its optimizer."""
+
+    def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
+        self.critic = critic
+        self.optimizer_step = 0
+        self._settings = settings
+        self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        others = [p for p in self.parameters.values() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas)
+
+    def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
+        """Train on one payload: `epochs` passes, global batches in the order received.
+
+        Args:
+            payload: checked by the contract.
+            progress: called with the number of micro-batches done.
+
+        Raises:
+            FloatingPointError: no optimizer step had a finite gradient; the weights are as before.
+        """
+        start = time.monotonic()
+        rows = list(split_rows(payload))
+        size = self._settings.global_batch_size
+        batches = [rows[i : i + size] for i in range(0, len(rows), size)] * self._settings.epochs
+        loss_sum = token_sum = 0.0
+        norms: list[float] = []
+        done = skipped = 0
+        for batch in batches:
+            num_tokens = float(sum(row.mask.sum() for row in batch))
+            if num_tokens == 0:
+                continue
+            loss = 0.0
+            for micro_batch in self._micro_batches(batch):
+                loss += self._accumulate(micro_batch, num_tokens)
+                done += 1
+                progress(done)
+            norm = self._step()
+            if norm is None:
+                skipped += 1
+                continue
+            norms.append(norm)
+            loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
+        if not norms:
+            raise FloatingPointError(
+                "the critic's gradients are not finite: no step was taken, the weights are as before"
+            )
+        return UpdateReport(
+            loss_sum / token_sum,
+            float(np.mean(norms)),
+            self.learning_rate(self.optimizer_step - 1),
+            len(norms),
+            skipped,
+            time.monotonic() - start,
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up to `lr`, cosine to `min_lr`, then constant; `step` counts optimizer steps from 0."""
+        s = self._settings
+        if step < s.warmup_steps:
+            return s.lr * (step + 1) / s.warmup_steps
+        decay_steps = max(1, s.max_steps - s.warmup_steps - s.constant_steps)
+        share = min(1.0, (step - s.warmup_steps) / decay_steps)
+        return s.min_lr + (s.lr - s.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+
+    def _micro_batches(self, batch: list[Row]) -> Iterator[list[Row]]:
+        lengths = [row.tokens.size for row in batch]
+        for indices in plan_micro_batches(lengths, token_budget=self._settings.token_budget, max_rows=MAX_ROWS):
+            yield [batch[i] for i in indices]
+
+    def _accumulate(self, rows: list[Row], num_tokens: float) -> float:
+        ids, attention, _ = collate([row.tokens for row in rows], self.critic.model.device)
+        values = self.critic.forward(ids, attention)[:, :-1]
+        prev_values, returns, mask = (
+            _padded([getattr(row, name) for row in rows], ids.shape[1] - 1).to(ids.device)
+            for name in ("prev_values", "returns", "mask")
+        )
+        loss = clipped_value_loss(
+            values, prev_values, returns, mask, clip_value=self._settings.clip_value, num_tokens=num_tokens
+        )
+        loss.backward()
+        return float(loss.detach())
+
+    def _step(self) -> float | None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.grad_clip)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(self.optimizer_step)
+            self.optimizer.step()
+            self.optimizer_step += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm) if finite else None
+
+
+def split_rows(payload: TrainPayload) -> Iterator[Row]:
+    """The payload's sequences, in order."""
+    token = target = 0
+    for length in payload.lengths.tolist():
+        tokens = slice(token, token + length)
+        targets = slice(target, target + length - 1)
+        yield Row(payload.tokens[tokens], payload.returns[targets], payload.prev_values[targets], payload.mask[targets])
+        token, target = token + length, target + length - 1
+
+
+def _padded(arrays: list[np.ndarray], width: int) -> torch.Tensor:
+    out = torch.zeros((len(arrays), width))
+    for i, array in enumerate(arrays):
+        out[i, : array.size] = torch.from_numpy(array)
+    return out

@@ -1,0 +1,164 @@
+"""From trained weights to served weights: write a version, verify it, move CURRENT, wait until it is served.
+Given: the weights store and a critic. Returns: the version served and how long each part took.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from python_backend.contract import CRITIC
+from python_backend.modeling import CheckpointError, CriticModel, load_critic, save_critic
+from python_backend.weights import WeightsError, WeightsStore
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+logger = logging.getLogger(__name__)
+CANARY_TOKENS = 16
+CANARY_TOLERANCE = 1e-5
+RECOVERY_PAUSE_S = 5.0
+
+
+class VersionRejected(RuntimeError):
+    """A version did not pass, here or at an instance; the old one serves on."""
+
+
+@dataclass(frozen=True)
+class Reload:
+    """How a version came into service."""
+
+    version: int
+    reload: str  # "swap" or "triton"
+    publish_ms: float = 0.0  # writing the version
+    verify_ms: float = 0.0
+    reload_ms: float = 0.0  # from moving CURRENT (or calling load) to every instance serving it
+
+
+class Publisher:
+    """Publishes versions of one critic and brings them into service."""
+
+    def __init__(
+        self, store: WeightsStore, *, run_id: str, epoch: int, grpc_url: str, reload: str, timeout_s: float, keep: int
+    ) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._epoch = epoch
+        self._grpc_url = grpc_url
+        self._reload = reload
+        self._timeout_s = timeout_s
+        self._keep = keep
+
+    def publish(
+        self, critic: CriticModel, *, step: int, beat: Callable[[str], None], parent: int | None = None
+    ) -> Reload:
+        """Write, verify and serve the critic's weights.
+
+        Args:
+            critic: holds the trained weights.
+            step: critic updates that made them.
+            beat: called with a word on what is waited for.
+            parent: version they come from; default: the newest one of an earlier step.
+
+        Raises:
+            VersionRejected: verification or an instance refused; CURRENT names the version before.
+            OSError: the disk refuses; nothing was published.
+        """
+        start = time.monotonic()
+        parent = self._parent(step) if parent is None else parent
+        manifest = self._store.add(
+            lambda folder: save_critic(critic, folder), run_id=self._run_id, step=step, parent=parent, epoch=self._epoch
+        )
+        written = time.monotonic()
+        self.verify(manifest.version, critic)
+        verified = time.monotonic()
+        current = self._store.current()
+        if current is None or current < manifest.version:
+            self._store.set_current(manifest.version)
+        how = self._reload
+        if how == "triton":
+            self._try_load(beat)
+        self._wait_served(manifest.version, current, beat)
+        served = time.monotonic()
+        self._store.prune(keep=self._keep)
+        return Reload(
+            manifest.version, how, (written - start) * 1e3, (verified - written) * 1e3, (served - verified) * 1e3
+        )
+
+    def verify(self, version: int, critic: CriticModel) -> None:
+        """Hash, names, shapes, finite values, and a forward through the serving code. Raises VersionRejected."""
+        try:
+            self._store.verify_files(version)
+            staged = critic.with_weights(self._store.folder(version))
+        except (WeightsError, CheckpointError) as error:
+            raise VersionRejected(str(error)) from error
+        for name, parameter in staged.model.named_parameters():
+            if not parameter.sum().isfinite():  # one sum finds NaN and infinity a tenth as dearly as isfinite
+                raise VersionRejected(f"version {version}: {name} holds values that are not finite")
+        row = np.arange(CANARY_TOKENS, dtype=np.int64) % critic.limits.vocab_size
+        served, trained = staged.values([row])[0], critic.values([row])[0]
+        difference = float(np.abs(served - trained).max())
+        if not difference <= CANARY_TOLERANCE * max(1.0, float(np.abs(trained).max())):
+            raise VersionRejected(
+                f"version {version}: the canary's values differ by {difference:.3g} from the trained critic"
+            )
+
+    def triton_reload(self, beat: Callable[[str], None]) -> Reload:
+        """Have Triton start the critic anew: a fresh process that loads what CURRENT names.
+
+        Raises:
+            ControlPlaneError: Triton refused or did not answer; the old process serves on.
+        """
+        version = self._store.current()
+        assert version is not None
+        start = time.monotonic()
+        self._load(beat)
+        self._wait_served(version, None, beat)
+        return Reload(version, "triton", reload_ms=(time.monotonic() - start) * 1e3)
+
+    def _load(self, beat: Callable[[str], None]) -> None:
+        beat("reloading through Triton")
+        label = f"{self._store.current()}-{uuid.uuid4().hex[:8]}"
+        with ControlPlane(self._grpc_url) as control:
+            control.load(CRITIC, parameters={"weights_version": label}, timeout_s=self._timeout_s)
+
+    def _wait_served(self, version: int, previous: int | None, beat: Callable[[str], None]) -> None:
+        recover_at = time.monotonic() + self._timeout_s
+        while True:
+            records = self._store.serving()
+            refusal = next((record for record in records if record.rejected == version), None)
+            if refusal is not None and previous is not None:
+                self._store.set_current(previous)
+                raise VersionRejected(f"version {version} was refused by {refusal.instance}: {refusal.error}")
+            if records and all(record.version >= version for record in records):
+                return
+            beat(f"waiting until version {version} is served")
+            if time.monotonic() > recover_at:
+                # Its process may be dead, which only a load with a changed config mends.
+                logger.warning("version %d is not served yet: asking Triton for a fresh critic", version)
+                self._try_load(beat)
+                recover_at = time.monotonic() + RECOVERY_PAUSE_S
+            time.sleep(0.002)
+
+    def _try_load(self, beat: Callable[[str], None]) -> None:
+        try:
+            self._load(beat)
+        except ControlPlaneError as error:  # the server may be down: keep waiting, the update is on disk
+            logger.warning("%s", error)
+
+    def _parent(self, step: int) -> int | None:
+        manifests = [self._store.manifest(version) for version in self._store.versions()]
+        return max((m.version for m in manifests if m.step < step), default=None)
+
+
+def initialise_store(store: WeightsStore, checkpoint: Path, *, run_id: str) -> None:
+    """Make version 0 from a checkpoint folder, unless the store has a version. Raises CheckpointError."""
+    if store.current() is not None:
+        return
+    critic = load_critic(checkpoint)
+    manifest = store.add(lambda folder: save_critic(critic, folder), run_id=run_id, step=0, parent=None, epoch=0)
+    store.set_current(manifest.version)
