@@ -140,18 +140,19 @@ def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, la
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """sum(mask * x), a scalar, for x and a 0/1 mask `[B, S-1]`. Raises ValueError if shapes differ."""
+    """sum(mask * x), a scalar, for x and a mask (or weights) `[B, S-1]`. Raises ValueError if shapes differ."""
     require_same_shape(x=x, mask=mask)
     return _weigh(x, mask).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """sum(mask * x) / sum(mask), a scalar, for x and a 0/1 mask `[B, S-1]`.
+    """sum(mask * x) / sum(mask), a scalar, for x and a mask (or weights) `[B, S-1]`.
 
     0, not NaN, where the mask has no token (reference section 9: a micro-batch of padding reported NaN there).
     Raises: ValueError if shapes differ.
     """
-    return masked_sum(x, mask) / mask.sum().clamp(min=1)
+    total = mask.sum()
+    return masked_sum(x, mask) / (total + (total == 0))
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def ppo_policy_loss(
     ratio = log_ratio.exp()
     clamped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     free, clipped = -advantages * ratio, -advantages * clamped
-    loss = masked_sum(torch.maximum(free, clipped), mask) / max(num_tokens, 1)
+    loss = masked_sum(torch.maximum(free, clipped), mask) / (num_tokens or 1)
     return loss, _policy_stats(log_ratio.detach(), clamped.detach(), (clipped > free).detach(), mask)
 
 

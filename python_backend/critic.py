@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from python_backend.contract import VALUES, WEIGHTS_VERSION, ScoringRows
-from python_backend.modeling import CriticModel, load_critic
+from python_backend.modeling import CriticModel, load_critic, quiet_transformers
 from python_backend.reward import SentenceReader, with_max_length
 from python_backend.serving import (
     Call,
@@ -46,6 +46,7 @@ class TritonPythonModel(ScoringModel):
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load: a Triton reload comes in here, in a fresh process."""
         refuse_numpy_2()
+        quiet_transformers()
         parameters = Parameters(args)
         self.set_up(parameters)
         set_threads(parameters.number("threads"))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers.utils import logging as transformers_logging
 
 from python_backend.contract import Limits
 from python_backend.weights import CONFIG_FILE, WEIGHTS_FILE
@@ -90,7 +89,7 @@ class CriticModel:
 def load_reward(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> RewardModel:
     """The reward model in a sequence classification checkpoint with one label. Raises CheckpointError."""
     check_checkpoint(folder)
-    with _quiet(), _as_checkpoint_error(folder):
+    with _as_checkpoint_error(folder):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             str(folder), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
             use_safetensors=True, output_loading_info=True,
@@ -115,7 +114,7 @@ def load_critic(folder: Path, *, device: str = "cpu", dtype: str = "float32") ->
         CheckpointError: the folder is no checkpoint, or its body does not fit the architecture it names.
     """
     check_checkpoint(folder)
-    with _quiet(), _as_checkpoint_error(folder):
+    with _as_checkpoint_error(folder):
         model, info = AutoModelForTokenClassification.from_pretrained(
             str(folder), num_labels=1, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
             use_safetensors=True, output_loading_info=True,
@@ -137,6 +136,12 @@ def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None 
     }
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     critic.model.config.save_pretrained(folder)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars and load reports out of the logs; what matters in them is checked here."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def check_checkpoint(folder: Path) -> None:
@@ -213,16 +218,3 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder} cannot be loaded: {reason[:400]}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' load report and progress bar out of the log: what matters in it is checked here."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)

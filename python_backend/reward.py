@@ -22,7 +22,7 @@ from python_backend.contract import (
     scoring_rows,
     sentence_texts,
 )
-from python_backend.modeling import RewardModel, load_reward
+from python_backend.modeling import RewardModel, load_reward, quiet_transformers
 from python_backend.serving import Call, Parameters, Scoring, ScoringModel, log, refuse_numpy_2, set_threads
 from python_backend.tokenization import load_tokenizer
 
@@ -33,6 +33,7 @@ class TritonPythonModel(ScoringModel):
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
         refuse_numpy_2()
+        quiet_transformers()
         parameters = Parameters(args)
         self.set_up(parameters)
         set_threads(parameters.number("threads"))

@@ -321,6 +321,12 @@ def test_empty_mask_gives_zeros():
     assert adv.masked_whiten(x, mask).tolist() == [[0.0, 0.0, 0.0]]
 
 
+def test_weights_weigh():
+    x, weights = f64([[1.0, 3.0, 100.0]]), f64([[0.25, 0.5, 0.0]])
+    assert adv.masked_sum(x, weights) == 1.75
+    close(adv.masked_mean(x, weights), f64(1.75 / 0.75))
+
+
 def test_a_boolean_mask_is_a_mask():
     x, mask = f64([[1.0, 3.0, 100.0]]), torch.tensor([[True, True, False]])
     assert adv.masked_mean(x, mask) == 2.0

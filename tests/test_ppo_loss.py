@@ -296,6 +296,13 @@ def test_banned_prompt_tokens_give_no_nan_to_the_model():
     assert (logits.grad[0, 0] == 0).all()
 
 
+def test_weights_weigh():
+    zeros = f64([[0.0, 0.0]])
+    loss, stats = loss_of(zeros, zeros, f64([[2.0, 4.0]]), f64([[0.25, 0.5]]))
+    close(loss, f64(-(0.25 * 2 + 0.5 * 4) / 0.75))
+    assert stats["ppo_ratio"] == 0.75
+
+
 def test_empty_minibatch_has_loss_and_gradient_zero():
     logprobs, old, advantages, mask = sample(0, 2, 3)
     logprobs.requires_grad_()

@@ -128,6 +128,12 @@ def test_rows_of_padding_never_matter(seed: int, batch: int, width: int, rows: i
     close((padded_loss, padded_gradient[:batch]), (loss, gradient))
 
 
+def test_weights_weigh():
+    values, zeros = f64([[2.0, 4.0]]), f64([[0.0, 0.0]])
+    loss = clipped_value_loss(values, zeros, zeros, f64([[0.25, 0.5]]), clip_value=0.2, num_tokens=0.75)
+    close(loss, f64(0.5 * (0.25 * 4 + 0.5 * 16) / 0.75))
+
+
 def test_empty_batch_has_loss_and_gradient_zero():
     values, prev, returns, mask = batch_of(0, 2, 3)
     loss, gradient = loss_and_gradient(values, prev, returns, 0 * mask)

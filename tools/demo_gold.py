@@ -18,9 +18,7 @@ TECHNICAL_WORDS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def gold_scorer(
-    dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterable[str] = ()
-) -> Callable[[str], float]:
+def gold_scorer(dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterable[str] = ()) -> Callable[[str], float]:
     """Returns a function from text to VADER's compound score in [-1, 1], the dropped words rated neutral."""
     analyzer = _analyzer(frozenset(dropped) | frozenset(extra_dropped))
 

@@ -208,7 +208,9 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> Prepar
         num_validation_prompts=len(validation),
         seconds=time.monotonic() - start,
     )
-    log(f"reward model: pairs right {accuracies[0]:.3f} (real) {accuracies[1]:.3f} (samples), in all {figures.seconds:.0f} s")
+    log(
+        f"reward model: pairs right {accuracies[0]:.3f} (real) {accuracies[1]:.3f} (samples), in all {figures.seconds:.0f} s"
+    )
     return figures
 
 

@@ -38,13 +38,14 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     import torch  # deferred: --help and a wrong key answer at once
 
     from python_backend.journal import JournalLocked
-    from python_backend.modeling import CheckpointError
+    from python_backend.modeling import CheckpointError, quiet_transformers
     from python_backend.weights import WeightsError, WeightsStore
     from trainer.control_plane import ControlPlaneError
     from trainer.publish import initialise_store
     from trainer.sidecar import Sidecar, StoppedWaiting
 
     torch.set_num_threads(config.trainer.threads)
+    quiet_transformers()
     try:
         if init_only:
             initialise_store(WeightsStore(config.run.weights_dir), config.critic.checkpoint, run_id=config.run.identity)

@@ -81,7 +81,7 @@ class Publisher:
             self._store.set_current(manifest.version)
         how = self._reload
         if how == "triton":
-            self._try_load(beat)
+            self._try_load()
         self._wait_served(manifest.version, current, beat)
         served = time.monotonic()
         self._store.prune(keep=self._keep)
@@ -107,7 +107,7 @@ class Publisher:
                 f"version {version}: the canary's values differ by {difference:.3g} from the trained critic"
             )
 
-    def triton_reload(self, beat: Callable[[str], None]) -> Reload:
+    def triton_reload(self) -> Reload:
         """Have Triton start the critic anew: a fresh process that loads what CURRENT names.
 
         Raises:
@@ -116,12 +116,10 @@ class Publisher:
         version = self._store.current()
         assert version is not None
         start = time.monotonic()
-        self._load(beat)
-        self._wait_served(version, None, beat)
+        self._load()
         return Reload(version, "triton", reload_ms=(time.monotonic() - start) * 1e3)
 
-    def _load(self, beat: Callable[[str], None]) -> None:
-        beat("reloading through Triton")
+    def _load(self) -> None:
         label = f"{self._store.current()}-{uuid.uuid4().hex[:8]}"
         with ControlPlane(self._grpc_url) as control:
             control.load(CRITIC, parameters={"weights_version": label}, timeout_s=self._timeout_s)
@@ -140,13 +138,13 @@ class Publisher:
             if time.monotonic() > recover_at:
                 # Its process may be dead, which only a load with a changed config mends.
                 logger.warning("version %d is not served yet: asking Triton for a fresh critic", version)
-                self._try_load(beat)
+                self._try_load()
                 recover_at = time.monotonic() + RECOVERY_PAUSE_S
             time.sleep(0.002)
 
-    def _try_load(self, beat: Callable[[str], None]) -> None:
+    def _try_load(self) -> None:
         try:
-            self._load(beat)
+            self._load()
         except ControlPlaneError as error:  # the server may be down: keep waiting, the update is on disk
             logger.warning("%s", error)
 

@@ -22,7 +22,7 @@ from trainer.publish import Publisher, Reload, VersionRejected, initialise_store
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
 BEAT_S = 0.1
-STOP_PATIENCE_S = 5.0
+STOP_PATIENCE_S = 20.0
 
 
 class StoppedWaiting(RuntimeError):
@@ -41,6 +41,7 @@ class Sidecar:
         self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
         self._step = 0
         self._last_beat = 0.0
+        self._reload: threading.Thread | None = None
         self._give_up_at = time.monotonic() + STOP_PATIENCE_S
 
     def run(self, stop: threading.Event) -> None:
@@ -64,6 +65,7 @@ class Sidecar:
                         self._save(entry)
                     case "rewind":
                         self._rewind(entry)
+            self._finish_reload()
             if self._checkpoints.latest() != self._step and self._step:
                 self._write_checkpoint(asked=False)
 
@@ -89,17 +91,32 @@ class Sidecar:
 
     def _save(self, entry: Entry) -> None:
         self._write_checkpoint(asked=True)
-        if self._settings.reload_on_save == "triton":
-            try:
-                reload = self._publisher.triton_reload(self._wait)
-                self._log_metrics({**asdict(reload), "step": self._step, "reason": "save"})
-            except ControlPlaneError as error:  # the checkpoint is on disk, and the old process serves on
-                logger.error("reload through Triton after the save: %s", error)
         self._journal.finish(entry, Result(entry.name, self._current()))
         self._journal.drop(entry)
+        if self._settings.reload_on_save == "triton":
+            self._finish_reload()
+            self._reload = threading.Thread(target=self._reload_through_triton, args=(self._step,), name="reload", daemon=True)
+            self._reload.start()
+
+    def _reload_through_triton(self, step: int) -> None:
+        """Runs beside the training: the old process serves meanwhile, and the new one follows CURRENT too."""
+        try:
+            reload = self._publisher.triton_reload()
+            self._log_metrics({**asdict(reload), "step": step, "reason": "save"})
+        except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process serves on
+            logger.error("reload through Triton after the save: %s", error)
+
+    def _finish_reload(self) -> None:
+        while self._reload is not None and self._reload.is_alive():
+            self._wait("waiting for a reload through Triton")
+            self._reload.join(IDLE_S)
 
     def _rewind(self, entry: Entry) -> None:
         """Go back to step `entry.target`; later entries are set aside, the weights get a new number."""
+        if entry.target == entry.step == self._step:  # a new or resumed run that agrees already
+            self._journal.finish(entry, Result(entry.name, self._current()))
+            self._journal.drop(entry)
+            return
         error = self._restore(at_most=entry.target)
         if error is None:
             aside = self._journal.set_aside_after(entry)

@@ -51,4 +51,4 @@ def clipped_value_loss(
     if clip_value > 0:
         clipped = prev_values + (values - prev_values).clamp(-clip_value, clip_value)
         error = torch.maximum(error, (clipped - returns).square())
-    return 0.5 * (error * mask).sum() / max(num_tokens, 1)
+    return 0.5 * (error * mask).sum() / (num_tokens or 1)

@@ -1,0 +1,68 @@
+"""`python -m actor --config YAML [section.key=value …]`: the PPO loop of one run.
+Returns: 0 with actor_summary.json and the policy written; 2 with one sentence for whatever stopped it; 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from python_backend.config import ConfigError, RunConfig, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, then run PPO to its end."""
+    parser = argparse.ArgumentParser(prog="python -m actor", description="The PPO loop.")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config, args.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _run(config)
+    except KeyboardInterrupt:
+        print("stopped; the next start resumes from the newest checkpoint", file=sys.stderr)
+        return 130
+
+
+def _run(config: RunConfig) -> int:
+    import torch  # deferred: --help and a wrong key answer at once
+
+    from actor.client import RequestFailed, TritonClient
+    from actor.experience import TooManyFailed
+    from actor.loop import PPORun
+    from actor.prompts import PromptError
+    from actor.scoring import TokenizerMismatch
+    from python_backend.modeling import CheckpointError, quiet_transformers
+
+    torch.set_num_threads(config.actor.threads)
+    quiet_transformers()
+
+    async def ppo() -> None:
+        key = config.server.training_key_env
+        async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
+            await PPORun(config, client).run()
+
+    try:
+        asyncio.run(ppo())
+    except (
+        RequestFailed, TooManyFailed, TokenizerMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
+    ) as error:  # fmt: skip
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

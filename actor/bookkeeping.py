@@ -1,0 +1,130 @@
+"""What the actor keeps beside the maths: metrics, validations, checkpoints, resume, and the run's summary.
+Given: each step's results. Returns: files in the run's folder; how the critic must be rewound to agree with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from actor.checkpoint import latest_step, load_checkpoint, save_checkpoint
+from actor.client import TritonClient
+from actor.experience import rollout_metrics
+from actor.metrics import MetricsLog, read_jsonl, write_jsonl
+from actor.policy import Policy
+from actor.rollout import PPOBatch, ScoredRollout
+from actor.scoring import Scorer
+from actor.validation import Validation, explained, samples
+from python_backend.config import RunConfig
+from python_backend.durable import write_json
+
+logger = logging.getLogger(__name__)
+
+
+class Bookkeeper:
+    """Writes down one run."""
+
+    def __init__(self, config: RunConfig, policy: Policy, client: TritonClient) -> None:
+        self._settings = config.actor
+        self._dir = config.run.dir
+        self._run_id = config.run.identity
+        self._checkpoints = config.run.dir / "checkpoints" / "actor"
+        self._policy = policy
+        self._client = client
+        self._validations: dict[str, Validation] = {}
+        self._saves: list[asyncio.Task[int]] = []
+        self._masked_samples = 0
+        self._log: MetricsLog
+
+    async def resume(self) -> int:
+        """Go back to the newest checkpoint and have the critic do the same; returns its step, 0 for a new run."""
+        step = latest_step(self._checkpoints)
+        if step:
+            state = load_checkpoint(self._checkpoints, step, self._policy)
+            self._masked_samples = state["masked_samples"]
+            logger.info("resuming from the checkpoint of step %d", step)
+        version = await self._client.rewind(run_id=self._run_id, step=step)
+        logger.info("the critic stands at step %d and serves weights version %d", step, version)
+        self._log = MetricsLog(self._dir, first_step=step + 1)
+        return step
+
+    def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
+        """One line of metrics.jsonl."""
+        scores = scored.scores
+        self._masked_samples += int((~scores.scored).sum())
+        consumed = step * self._settings.rollout_size
+        metrics = rollout_metrics(scored, batch, kl_coef=self._settings.kl_coef)
+        generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
+        seconds = measured["timers/step_time"]
+        metrics |= {
+            "train_rollouts/consumed_samples": consumed,
+            "train_rollouts/staleness": step - 1 - metrics["train_rollouts/weights_version_min"],
+            "tokens_per_s": generated / seconds,
+            **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
+        }
+        self._log.write(step, {**metrics, **measured})
+        logger.info(
+            "step %d/%d: reward %.3f, KL %.2f nats, scored by weights version %d, %.1f s",
+            step, self._settings.steps, metrics["train_rollouts/rewards"],
+            metrics["train_rollouts/init_policy_kl_per_sequence"], metrics["train_rollouts/weights_version"], seconds,
+        )  # fmt: skip
+
+    def log_validation(self, when: str, result: Validation) -> None:
+        """Remember a validation and write its texts."""
+        self._validations[when] = result
+        self._masked_samples += int((~result.scores.scored).sum())
+        path = self._dir / "samples.jsonl"
+        kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
+        write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
+        line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
+        write_json(self._dir / f"validation_{when}.json", line)
+        logger.info("validation %s: reward %.3f, KL %.2f nats per sequence", when, result.reward, result.kl)
+
+    def checkpoint(self, step: int) -> None:
+        """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""
+        state = {"step": step, "run_id": self._run_id, "masked_samples": self._masked_samples}
+        save_checkpoint(self._checkpoints, self._policy, state, keep=self._settings.keep_checkpoints)
+        self._saves.append(asyncio.create_task(self._client.save(run_id=self._run_id)))
+
+    async def finish(self, scorer: Scorer, version: int, seconds: float) -> dict[str, Any]:
+        """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""
+        await asyncio.gather(*self._saves)
+        self._log.close()
+        self._policy.save(self._dir / "policy")
+        before, after = self._validation("before"), self._validation("after")
+        steps = self._settings.steps
+        summary = {
+            "ppo_steps": steps,
+            "reward_before": before.get("reward"),
+            "reward_after": after.get("reward"),
+            "kl_final": after.get("kl"),
+            "ev_v0": before.get("explained_variance"),
+            "ev_last": await self._explained_by_last(scorer),
+            "weights_version": version,
+            "critic_updates": steps,
+            "failed_requests": self._client.counters.failed_requests,
+            "retries": self._client.counters.retries,
+            "masked_samples": self._masked_samples,
+            "seconds_total": seconds,
+            "seconds_per_step": self._seconds_per_step(),
+        }
+        write_json(self._dir / "actor_summary.json", summary)
+        return summary
+
+    async def _explained_by_last(self, scorer: Scorer) -> float | None:
+        """How well the last version explains the returns that version 0 was measured on: the same rollouts."""
+        before = self._validations.get("before")
+        if before is None:  # a resumed run: its first part held them
+            return None
+        scores = await scorer.values(before.rollout)
+        return explained(before.rollout, before.scores.rewards, scores)
+
+    def _validation(self, when: str) -> dict[str, Any]:
+        path = self._dir / f"validation_{when}.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _seconds_per_step(self) -> float:
+        times = [line["timers/step_time"] for line in read_jsonl(self._dir / "metrics.jsonl")]
+        return sum(times) / max(1, len(times))

@@ -1,0 +1,76 @@
+"""The actor's checkpoints: policy, optimizer and the step they stand at; whole or not there at all.
+Given: the checkpoints' folder. Returns: what a resumed run starts from. The critic's checkpoint of the same step
+belongs to it: a resumed actor asks for a rewind to that step.
+
+    <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from actor.policy import Policy
+from python_backend.durable import sync_directory, sync_file
+
+STATE_FILE = "state.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def latest_step(root: Path) -> int:
+    """The newest complete checkpoint's step; 0 if there is none."""
+    if not root.is_dir():
+        return 0
+    return max((int(p.name) for p in root.iterdir() if p.name.isdigit() and (p / STATE_FILE).is_file()), default=0)
+
+
+def save_checkpoint(root: Path, policy: Policy, state: dict[str, Any], *, keep: int) -> None:
+    """Write the checkpoint of `state["step"]` and delete all but the newest `keep`."""
+    root.mkdir(parents=True, exist_ok=True)
+    staging = root / f".staging-{uuid.uuid4().hex}"
+    staging.mkdir()
+    try:
+        policy.save(staging)
+        save_file(_optimizer_tensors(policy), staging / OPTIMIZER_FILE)
+        (staging / STATE_FILE).write_text(json.dumps({**state, "optimizer_step": policy.optimizer_step}))
+        for path in staging.iterdir():
+            sync_file(path)
+        final = root / str(state["step"])
+        shutil.rmtree(final, ignore_errors=True)
+        staging.rename(final)
+        sync_directory(root)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    for step in sorted(int(p.name) for p in root.iterdir() if p.name.isdigit())[:-keep]:
+        shutil.rmtree(root / str(step))
+
+
+def load_checkpoint(root: Path, step: int, policy: Policy) -> dict[str, Any]:
+    """Put policy and optimizer of `step` into `policy`; returns the saved state."""
+    folder = root / str(step)
+    weights = load_file(folder / "model.safetensors")
+    missing, unexpected = policy.model.load_state_dict(weights, strict=False)
+    tied = set(policy.model.all_tied_weights_keys)
+    if set(missing) - tied or unexpected:
+        raise ValueError(f"{folder} does not fit the policy: {sorted({*missing, *unexpected} - tied)[:4]}")
+    names = dict(policy.model.named_parameters())
+    policy.optimizer.state.clear()
+    for full_name, tensor in load_file(folder / OPTIMIZER_FILE).items():
+        key, _, name = full_name.partition("/")
+        policy.optimizer.state[names[name]][key] = tensor if key == "step" else tensor.to(names[name].device)
+    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    policy.optimizer_step = state["optimizer_step"]
+    return state
+
+
+def _optimizer_tensors(policy: Policy) -> dict[str, Any]:
+    return {
+        f"{key}/{name}": value.detach().cpu().contiguous()
+        for name, parameter in policy.model.named_parameters()
+        for key, value in policy.optimizer.state.get(parameter, {}).items()
+    }

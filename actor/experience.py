@@ -1,0 +1,106 @@
+"""From scored rollouts to the batch that policy and critic train on, and the numbers people chart.
+Given: a `ScoredRollout`. Returns: a `PPOBatch`; metrics by the reference's names (reference section 7).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actor.advantages import (
+    explained_variance,
+    gae,
+    kl_estimate,
+    masked_mean,
+    masked_whiten,
+    response_mask,
+    token_rewards,
+)
+from actor.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+
+
+class TooManyFailed(RuntimeError):
+    """More rewards are missing than the configuration allows."""
+
+
+def make_batch(
+    scored: ScoredRollout, *, kl_coef: float, kl_estimator: str, gamma: float, lam: float, mask_unfinished: bool
+) -> PPOBatch:
+    """Token rewards with the KL penalty, GAE, whitened advantages; rows without a score are masked out."""
+    rollout, scores = scored.rollout, scored.scores
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    mask = mask * scores.scored[:, None]
+    # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
+    kl = torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, kl_estimator), 0.0)
+    rewards = token_rewards(scores.rewards, kl, rollout.lengths, kl_coef=kl_coef)
+    prev_values = scores.values[:, :-1]
+    advantages, returns = gae(prev_values, rewards, mask, gamma=gamma, lam=lam)
+    policy_mask = mask * rollout.is_end[:, None] if mask_unfinished else mask
+    return PPOBatch(
+        rollout.tokens,
+        rollout.lengths,
+        mask,
+        policy_mask,
+        scored.logprobs,
+        masked_whiten(advantages, mask),
+        returns * mask,
+        prev_values * mask,
+        kl,
+    )
+
+
+def check_failures(scores: Scores, max_failed_fraction: float) -> None:
+    """Raise TooManyFailed, with the causes, if too many rows have no score."""
+    failed = int((~scores.scored).sum())
+    if failed > max_failed_fraction * len(scores.scored):
+        raise TooManyFailed(
+            f"{failed} of {len(scores.scored)} rewards could not be had (actor.max_failed_fraction is "
+            f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"
+        )
+
+
+def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
+    """`train_rollouts/…` of one step; means over scored rows and response tokens."""
+    rollout, scores = scored.rollout, scored.scores
+    rewards = scores.rewards[scores.scored]
+    kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
+    signed_kl = torch.where(batch.mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)[scores.scored]
+    response_lengths = (rollout.lengths - rollout.prompt_lengths).float()
+    metrics = {
+        "rollout_size": float(len(scores.scored)),
+        "response_lengths": float(rollout.lengths.float().mean()),
+        "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
+        "generation_length": float(response_lengths.mean()),
+        "rewards": float(rewards.mean()),
+        "rewards_std": float(rewards.std(correction=0)),
+        "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
+        "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
+        "init_policy_kl_per_sequence": float(signed_kl.mean()),
+        "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
+        "explained_variance": float(explained_variance(batch.prev_values, batch.returns, batch.mask)),
+        "masked_samples": float((~scores.scored).sum()),
+        "weights_version": float(scores.versions.max()),
+        "weights_version_min": float(scores.versions[scores.scored].min()),
+        "distinct2": distinct_bigrams(rollout),
+    }
+    for name, tensor in (("advantages", batch.advantages), ("returns", batch.returns), ("values", batch.prev_values)):
+        mean = masked_mean(tensor, batch.mask)
+        metrics[f"{name}_mean"] = float(mean)
+        metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, batch.mask).sqrt())
+    return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def distinct_bigrams(rollout: Rollout) -> float:
+    """Different token bigrams of the responses, as a share of all of them: a collapse shows here first."""
+    pairs = [
+        pair
+        for row, start in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True)
+        for pair in zip(row[start:].tolist(), row[start + 1 :].tolist(), strict=False)
+    ]
+    return len(set(pairs)) / max(1, len(pairs))
+
+
+def score_returns(rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Monte-Carlo returns `[B, S-1]` of the bare score at gamma 1, and their mask."""
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    return rewards[:, None] * mask, mask

@@ -1,0 +1,130 @@
+"""The PPO run, top to bottom: prompts -> generate -> score -> advantages -> critic train and policy update.
+Given: the configuration and a live server. Returns: the run's summary; files are written along the way.
+Scoring runs while the next batch is generated; the critic trains and reloads while the policy is updated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from actor.bookkeeping import Bookkeeper
+from actor.client import TrainAnswer, TritonClient
+from actor.experience import check_failures, make_batch
+from actor.metrics import Timers
+from actor.policy import Policy, join_rollouts
+from actor.prompts import read_prompts, take
+from actor.rollout import PPOBatch, ScoredRollout
+from actor.scoring import Scorer, join_scores
+from actor.validation import validate
+from python_backend.config import RunConfig
+from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+
+
+class PPORun:
+    """One run of the actor."""
+
+    def __init__(self, config: RunConfig, client: TritonClient) -> None:
+        self.settings, self.run_id, self.seed = config.actor, config.run.identity, config.run.seed
+        self.client = client
+        self.policy = Policy(self.settings.checkpoint, self.settings)
+        self.scorer = Scorer(client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request)
+        self.books = Bookkeeper(config, self.policy, client)
+        limits = {"max_tokens": self.settings.max_prompt_tokens}
+        self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
+        held_out, size = self.settings.validation_prompts, self.settings.validation_size
+        self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
+        self.updates: dict[int, asyncio.Task[TrainAnswer]] = {}  # critic updates under way, by step
+        self.compute = ThreadPoolExecutor(1, thread_name_prefix="compute")  # keeps the event loop free for answers
+
+    async def run(self) -> dict[str, Any]:
+        """All steps, from the newest checkpoint on. Raises RequestFailed, TooManyFailed, FloatingPointError."""
+        started = time.monotonic()
+        await self.scorer.compare_tokenizers()
+        first = await self.books.resume() + 1
+        if first == 1:
+            await self.validate("before")
+        for step in range(first, self.settings.steps + 1):
+            timers = Timers()
+            scored = await self.collect(step, timers)
+            batch = await self.in_thread(self.make_batch, scored)
+            self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
+            with timers.phase("train_time"):
+                update = await self.in_thread(self.policy.update, batch, seed=self.seed_of(step))
+            self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
+            if step % self.settings.checkpoint_every == 0 or step == self.settings.steps:
+                self.books.checkpoint(step)
+        last = await self.await_updates(self.settings.steps)
+        await self.validate("after")
+        return await self.books.finish(self.scorer, last, time.monotonic() - started)
+
+    async def collect(self, step: int, timers: Timers) -> ScoredRollout:
+        """Generate batch by batch; each is scored while the next is generated."""
+        s = self.settings
+        prompts = take(self.prompts, start=(step - 1) * s.rollout_size, count=s.rollout_size, seed=self.seed)
+        with timers.phase(
+            "critic_wait"
+        ):  # staleness: updates sent before a row is scored, minus the version scoring it
+            await self.await_updates(step - 1 - s.max_staleness)
+        rollouts, scoring = [], []
+        with timers.phase("rollout_time"):
+            for i in range(0, len(prompts), s.generation_batch):
+                with timers.phase("generate"):
+                    part = prompts[i : i + s.generation_batch]
+                    rollouts.append(await self.in_thread(self.policy.generate, part, seed=self.seed_of(step) + i))
+                scoring.append(asyncio.create_task(self.scorer.score(rollouts[-1])))
+            whole = join_rollouts(rollouts, self.policy.pad_id)
+            with timers.phase("logprobs"):
+                logprobs = await self.in_thread(self.policy.logprobs, whole)
+            with timers.phase("init_logprobs"):
+                ref_logprobs = await self.in_thread(self.policy.logprobs, whole, reference=True)
+            with timers.phase("score_wait"):
+                scores = join_scores(await asyncio.gather(*scoring), whole.tokens.shape[1])
+        check_failures(scores, s.max_failed_fraction)
+        return ScoredRollout(whole, scores, logprobs, ref_logprobs)
+
+    def make_batch(self, scored: ScoredRollout) -> PPOBatch:
+        """Advantages and returns of a rollout."""
+        s = self.settings
+        return make_batch(
+            scored, kl_coef=s.kl_coef, kl_estimator=s.kl_estimator, gamma=s.gamma, lam=s.lam,
+            mask_unfinished=s.mask_unfinished,
+        )  # fmt: skip
+
+    async def train_critic(self, step: int, batch: PPOBatch) -> TrainAnswer:
+        """Send the critic its update; the answer comes when the new weights are served."""
+        payload = {
+            TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
+            RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
+        }  # fmt: skip
+        return await self.client.train(payload, run_id=self.run_id, step=step)
+
+    async def await_updates(self, step: int) -> int:
+        """Wait until the critic's updates up to `step` are served; returns the last one's weights version, or -1."""
+        version = -1
+        for sent in [sent for sent in sorted(self.updates) if sent <= step]:
+            version = (await self.updates.pop(sent)).weights_version
+        return version
+
+    async def validate(self, when: str) -> None:
+        """Sample and score the held-out prompts."""
+        if self.held_out:
+            batch, seed = self.settings.generation_batch, self.seed
+            result = await validate(
+                self.policy, self.scorer, self.held_out, batch=batch, seed=seed, in_thread=self.in_thread
+            )
+            self.books.log_validation(when, result)
+
+    def seed_of(self, step: int) -> int:
+        """Base seed of a step's sampling; batches add their position."""
+        return (self.seed << 40) + step * self.settings.rollout_size
+
+    async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run torch work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self.compute, functools.partial(function, *args, **kwargs)
+        )

@@ -1,0 +1,81 @@
+"""What a run writes about itself: metrics.jsonl, TensorBoard events, samples.jsonl, and how long each phase took.
+Given: the run's folder. Returns: files that reports and dashboards read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from python_backend.durable import replace_file
+
+
+class Timers:
+    """Seconds per phase of one step, as `timers/<name>`; phases may overlap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def metrics(self) -> dict[str, float]:
+        """All phases, and the whole step as `timers/step_time`."""
+        phases = {**self.seconds, "step_time": time.monotonic() - self._start}
+        return {f"timers/{name}": value for name, value in phases.items()}
+
+
+class MetricsLog:
+    """metrics.jsonl and TensorBoard events of one run; a resumed run drops the lines of steps it repeats."""
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / "metrics.jsonl"
+        kept = [line for line in read_jsonl(self._path) if line["step"] < first_step]
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line, and one point per curve."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    def close(self) -> None:
+        """Finish the event file."""
+        self._board.close()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line cut short by a crash is left out, a missing file is empty."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines()
+    parsed = []
+    for number, line in enumerate(lines):
+        try:
+            parsed.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number != len(lines) - 1:
+                raise
+    return parsed
+
+
+def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace `path` by one JSON object a line."""
+    replace_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())

@@ -1,0 +1,74 @@
+"""What travels through one PPO step: one frozen dataclass per hop, with the shape of every field.
+
+`B` responses; `S` tokens of the longest prompt + response, padded on the right. Tensors `[B, S-1]` hold at position t
+what belongs to token t+1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of the prompt file."""
+
+    prompt_id: str
+    text: str
+    tokens: np.ndarray  # int64 [P]
+    metadata: dict[str, Any] = field(default_factory=dict)  # the line's other columns
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the policy wrote."""
+
+    prompts: list[Prompt]  # B
+    tokens: Tensor  # int64 [B, S], prompt + response
+    lengths: Tensor  # int64 [B], prompt + response
+    prompt_lengths: Tensor  # int64 [B]
+    is_end: Tensor  # bool [B], the response ended by itself
+
+    def rows(self) -> list[np.ndarray]:
+        """Unpadded token rows, int64 `[length]` each."""
+        return [row[:length].numpy() for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the server said; a row whose score could not be had is not `scored`."""
+
+    rewards: Tensor  # float32 [B]; 0 where not scored, never used there
+    values: Tensor  # float32 [B, S]
+    versions: Tensor  # int64 [B], weights version of the values; -1 where not scored
+    scored: Tensor  # bool [B]
+    failures: list[str]  # the distinct causes
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout with everything that the advantages need."""
+
+    rollout: Rollout
+    scores: Scores
+    logprobs: Tensor  # float32 [B, S-1], under the policy that sampled
+    ref_logprobs: Tensor  # float32 [B, S-1], under the frozen initial policy
+
+
+@dataclass(frozen=True)
+class PPOBatch:
+    """What both updates train on."""
+
+    tokens: Tensor  # int64 [B, S]
+    lengths: Tensor  # int64 [B]
+    mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
+    policy_mask: Tensor  # float32 [B, S-1], `mask` without the rows that the policy must not learn from
+    logprobs: Tensor  # float32 [B, S-1]
+    advantages: Tensor  # float32 [B, S-1]
+    returns: Tensor  # float32 [B, S-1]
+    prev_values: Tensor  # float32 [B, S-1]
+    kl: Tensor  # float32 [B, S-1]

@@ -1,0 +1,37 @@
+"""`python -m tools <command>`: the commands a person runs.
+Given: a command and its arguments. Returns: the command's exit code.
+Imports nothing but the command asked for, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+COMMANDS = {
+    "run": ("tools.run", "everything at once: server, critic sidecar and PPO"),
+    "serve": ("tools.serve", "the server alone, until Ctrl-C"),
+    "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
+    "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command in `argv[0]`; 2 if there is no such command."""
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help"):
+        print("usage: python -m tools <command> [--help]\n\ncommands:")
+        print("\n".join(f"  {command:<9}{what}" for command, (_, what) in COMMANDS.items()))
+        return 0 if argv else 2
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
+        print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    sys.argv = [f"python -m tools {name}", *argv[1:]]  # as if the command's module itself had been run
+    return int(importlib.import_module(COMMANDS[name][0]).main() or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,104 @@
+"""Fills a running tritonserver: loads the repository's models in order and proves each by a request.
+Given: the control plane and the model repository. Returns: nothing, once every model has answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from python_backend.config import ServerSection
+from python_backend.contract import (
+    CRITIC,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    REWARD_MODEL,
+    REWARDS,
+    VALUES,
+    WEIGHTS_VERSION,
+)
+from tools.triton_home import ServerStartError
+from trainer.control_plane import ControlPlane
+
+# What stands in one tuple is loaded at the same time.
+LOAD_ORDER = ((REWARD_MODEL, CRITIC), (CRITIC_INFER,), (CRITIC_TRAIN,), (CRITIC_SAVE,))
+SCORING_OUTPUTS = {
+    REWARD_MODEL: (REWARDS,),
+    CRITIC: (VALUES, WEIGHTS_VERSION),
+    CRITIC_INFER: (REWARDS, VALUES, WEIGHTS_VERSION),
+}
+POLL_INTERVAL_S = 0.1
+
+
+def load_and_probe(
+    control: ControlPlane,
+    repository: Path,
+    section: ServerSection,
+    *,
+    check: Callable[[], None],
+    log: Callable[[str], None],
+) -> None:
+    """Load every model of the repository and return when each has answered a request.
+
+    Args:
+        section: its `start_timeout_s` bounds the whole, its `load_timeout_s` each load.
+        check: called while a load is under way; raises to give up.
+        log: gets a line for each model.
+
+    Raises:
+        ServerStartError: the repository is empty, or the time is over.
+        ControlPlaneError: a model did not load, or did not answer.
+    """
+    models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    if not models:
+        raise ServerStartError(f"{repository} holds no model: `python -m tools render` makes them")
+    deadline = time.monotonic() + section.start_timeout_s
+
+    def time_left() -> float:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ServerStartError(
+                f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
+                "what they wait for; if only time is missing, raise server.start_timeout_s"
+            )
+        return min(left_s, section.load_timeout_s)
+
+    others = tuple(sorted(models.difference(*LOAD_ORDER)))
+    for group in (*LOAD_ORDER, others):
+        _load_together(control, models.intersection(group), time_left, check, log)
+    for model in sorted(models):
+        _probe(control, model, time_left)
+
+
+def _load_together(
+    control: ControlPlane,
+    models: set[str],
+    time_left: Callable[[], float],
+    check: Callable[[], None],
+    log: Callable[[str], None],
+) -> None:
+    def load(model: str) -> str:
+        start = time.monotonic()
+        control.load(model, timeout_s=time_left())
+        return f"{model} loaded in {time.monotonic() - start:.1f} s"
+
+    executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
+    try:
+        waiting = {executor.submit(load, model) for model in models}
+        while waiting:
+            done, waiting = wait(waiting, POLL_INTERVAL_S, FIRST_COMPLETED)
+            for future in done:
+                log(future.result())
+            check()
+    finally:
+        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other loads
+
+
+def _probe(control: ControlPlane, model: str, time_left: Callable[[], float]) -> None:
+    if model in SCORING_OUTPUTS:
+        control.probe_scoring(model, SCORING_OUTPUTS[model], time_left())
+    elif model in (CRITIC_TRAIN, CRITIC_SAVE):
+        control.probe_rejection(model, time_left())

@@ -1,0 +1,219 @@
+"""The report's pictures: reward, gold, KL, critic, step time, versions and reloads of one run.
+Given a run folder with its summary.json.
+Returns panels as SVG texts for the report, or writes a PNG of the four that say most.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from tools.report_data import PHASES, Run, load_run, number, phase_seconds, series
+
+Axes = Any  # matplotlib is imported late, and only where it draws
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98",
+)  # fmt: skip
+PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
+RELOADS = (("swap", BLUE, "o", 14), ("triton", RED, "D", 46))
+STYLE = {
+    "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E8EAED",
+    "axes.edgecolor": "#9AA0A6", "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 9,
+    "svg.fonttype": "path", "svg.hashsalt": "report",
+}  # fmt: skip
+
+
+def panels(run: Run) -> list[tuple[str, str]]:
+    """Returns (caption, SVG text) for every picture that this run has data for."""
+    chosen: list[tuple[str, Callable[[Axes, Run], None]]] = [
+        ("The score PPO optimises: mean per batch, and after the KL penalty.", draw_reward),
+        ("How far the policy moved from where it started.", draw_kl),
+        ("How much of the returns' variance the critic explains.", draw_explained_variance),
+        (
+            "Where a step's time goes; the frame ends above the usual step, rare long ones reach past it.",
+            draw_step_time,
+        ),
+        ("Which critic version is served, and when it was replaced.", draw_versions),
+        ("What a reload costs, from publishing to serving; old weights serve meanwhile.", draw_reload_ms),
+        ("Whether texts stay varied and end properly.", draw_texts),
+    ]
+    if run.gold:
+        chosen.insert(1, ("The score PPO never saw, on held-out prompts, with 95 % intervals.", draw_gold))
+    return [(caption, _svg(draw, run)) for caption, draw in chosen]
+
+
+def write_curves(run_dir: Path, out_png: Path) -> None:
+    """Writes one PNG of 1500 x 1020 pixels: reward, gold (KL where there is no gold), critic, versions."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    run = load_run(run_dir)
+    with mpl.rc_context(STYLE):
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        figure = Figure(figsize=(10, 6.8), dpi=150, layout=layout)
+        FigureCanvasAgg(figure)
+        draws = (draw_reward, draw_gold if run.gold else draw_kl, draw_explained_variance, draw_versions)
+        for axes, draw in zip(figure.subplots(2, 2).flat, draws, strict=True):
+            draw(axes, run)
+        figure.savefig(out_png, metadata={"Software": None})
+
+
+def draw_reward(axes: Axes, run: Run) -> None:
+    x, y = series(run.steps, "train_rollouts/rewards")
+    window = max(1, len(y) // 10)
+    smooth = [statistics.fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
+    axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **_markers(x))
+    if window > 1:
+        axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps")
+    with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
+    axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
+    kl = run.summary["kl_final"]
+    _finish(axes, "Reward model's score" + (f", at {kl:.1f} nats of KL" if kl is not None else ""), "PPO step", x)
+
+
+def draw_gold(axes: Axes, run: Run) -> None:
+    """Gains as intervals against zero; the levels stand in the title."""
+    rows = run.gains[::-1]
+    for y, gain in enumerate(rows):
+        colour = BLUE if gain.low > 0 else RED if gain.high < 0 else GREY
+        error = [[gain.mean - gain.low], [gain.high - gain.mean]]
+        axes.errorbar([gain.mean], [y], xerr=error, fmt="o", color=colour, ms=8, lw=2.5, capsize=6)
+        text = f"{gain.mean:+.3f}  [{gain.low:.3f}, {gain.high:.3f}]"
+        axes.annotate(text, (gain.mean, y), (0, 12), textcoords="offset points", ha="center", color=colour)
+    axes.axvline(0, color="#3C4043", lw=1)
+    axes.set_yticks(range(len(rows)), [gain.label for gain in rows])
+    axes.set_ylim(-0.6, len(rows) - 0.3)
+    axes.margins(x=0.3)
+    axes.grid(axis="y", visible=False)
+    levels = f"{run.summary['gold_before']:.3f} → {run.summary['gold_after']:.3f}"
+    axes.set_title(f"Gold score {levels}")
+    axes.set_xlabel(f"gain per text, 95 % interval, {len(run.pairs)} held-out prompts")
+
+
+def draw_kl(axes: Axes, run: Run) -> None:
+    x, y = series(run.steps, "train_rollouts/init_policy_kl_per_sequence")
+    axes.plot(x, y, color=PURPLE, lw=1.8, label="training batch", **_markers(x))
+    _level(axes, run.summary["kl_final"], PURPLE, "held-out, at the end")
+    axes.set_ylim(bottom=min(0.0, *y) if y else 0.0)
+    _finish(axes, "KL to the initial policy (nats per sequence)", "PPO step", x)
+
+
+def draw_explained_variance(axes: Axes, run: Run) -> None:
+    x, y = series(run.steps, "train_rollouts/explained_variance")
+    axes.plot(x, y, color=GREEN, lw=1.4, alpha=0.8, label="training batch, version in service", **_markers(x))
+    _level(axes, run.summary["ev_v0"], RED, "version 0, held-out")
+    _level(axes, run.summary["ev_last"], BLUE, f"version {run.summary['weights_version']}, held-out")
+    finite = [v for v in (*y, run.summary["ev_v0"], run.summary["ev_last"]) if v is not None]
+    # A fresh critic can be arbitrarily bad; below -1 the curve would flatten everything else.
+    axes.set_ylim(max(-1.0, min((0.0, *finite)) - 0.08), 1.0)
+    _finish(axes, "Critic: explained variance of the returns", "PPO step", x)
+
+
+def draw_step_time(axes: Axes, run: Run) -> None:
+    rows = [row for row in run.steps if number(row.get("timers/step_time")) is not None]
+    phases = [phase_seconds(row) for row in rows]
+    x = [row["step"] for row in rows]
+    if x:
+        layers = [[phase[name] for phase in phases] for name in PHASE_COLOURS]
+        axes.stackplot(x, layers, labels=list(PHASE_COLOURS), colors=list(PHASE_COLOURS.values()), lw=0)
+        totals = sorted(row["timers/step_time"] for row in rows)
+        axes.set_ylim(0, 1.75 * totals[int(0.95 * (len(totals) - 1))])
+    _finish(axes, "Seconds per step, by phase", "PPO step", x, columns=2)
+
+
+def draw_versions(axes: Axes, run: Run) -> None:
+    start = _start(run)
+    served = [(*_reload_point(row, start), row["weights_version"]) for row in run.critic]
+    axes.step([s[0] for s in served], [s[2] for s in served], where="post", color=BLUE, lw=1.4)
+    for kind, colour, marker, size in RELOADS:
+        points = [(s[0], s[2]) for s, row in zip(served, run.critic, strict=True) if row.get("reload") == kind]
+        if points:
+            p50 = run.summary["swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50"]
+            plural = "s" if len(points) > 1 else ""
+            label = f"{len(points)} {kind} reload{plural}" + (f", median {p50:,.0f} ms" if p50 else "")
+            axes.scatter(*zip(*points, strict=True), s=size, color=colour, marker=marker, label=label, zorder=3)
+    x, y = series(run.steps, "train_rollouts/weights_version")
+    minutes = {row["step"]: (row["time"] - start) / 60 for row in run.steps}
+    axes.plot(
+        [minutes[step] for step in x],
+        y,
+        color=GREY,
+        lw=1.2,
+        ls=":",
+        drawstyle="steps-post",
+        label="that scored the step",
+    )
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    _finish(axes, "Critic weights version in service", "minutes since the first step", [s[0] for s in served])
+
+
+def draw_reload_ms(axes: Axes, run: Run) -> None:
+    start = _start(run)
+    drawn = []
+    for kind, colour, marker, size in RELOADS:
+        points = [_reload_point(row, start) for row in run.critic if row.get("reload") == kind]
+        known = [(minute, ms) for minute, ms in points if ms is not None and ms > 0]
+        if known:
+            label = f"{kind}: median {statistics.median(ms for _, ms in known):,.0f} ms"
+            axes.scatter(*zip(*known, strict=True), s=size, color=colour, marker=marker, label=label)
+            drawn += known
+    if drawn:
+        axes.set_yscale("log")
+        axes.set_ylim(top=6 * max(ms for _, ms in drawn))
+    _finish(axes, "Milliseconds per reload", "minutes since the first step", [minute for minute, _ in drawn])
+
+
+def draw_texts(axes: Axes, run: Run) -> None:
+    x: list[int] = []
+    for key, label, colour in (
+        ("train_rollouts/distinct2", "distinct bigrams", GREEN),
+        ("train_rollouts/fraction_of_samples_properly_ended", "ended properly", ORANGE),
+    ):
+        x, y = series(run.steps, key)
+        axes.plot(x, y, color=colour, lw=1.6, label=label, **_markers(x))
+    axes.set_ylim(0, 1.25)
+    _finish(axes, "Diversity and endings (share)", "PPO step", x)
+
+
+def _start(run: Run) -> float:
+    return min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
+
+
+def _reload_point(row: dict[str, Any], start: float) -> tuple[float, float | None]:
+    return (row["time"] - start) / 60, number(row.get("reload_ms"))
+
+
+def _markers(x: Sequence[float]) -> dict[str, Any]:
+    return {"marker": "o", "ms": 3} if len(x) <= 40 else {}
+
+
+def _level(axes: Axes, value: float | None, colour: str, label: str) -> None:
+    if value is not None:
+        axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {value:.2f}")
+
+
+def _finish(axes: Axes, title: str, xlabel: str, x: Sequence[float], *, columns: int = 1) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(xlabel)
+    if xlabel == "PPO step":
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if not x:
+        axes.text(0.5, 0.5, "not recorded in this run", transform=axes.transAxes, ha="center", color=GREY)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best", ncols=columns)
+
+
+def _svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.2, 3.5), layout="constrained")
+        draw(figure.subplots(), run)
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    return out.getvalue()

@@ -1,0 +1,114 @@
+"""One finished run as the report needs it: summary, steps, critic updates, held-out texts and their gains.
+Given a run folder with its summary.json.
+Returns frozen records and plain numbers; nothing here draws or writes.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tools.demo_gold import paired_ci95
+from tools.summary import Pair, gold_gains, has_samples, read_jsonl, read_pairs, read_steps
+
+ALL_WORDS = "all words"
+# Timer -> what it is called; "other" is what no timer covers.
+PHASES = {
+    "timers/generate": "generate",
+    "timers/logprobs": "log-probs",
+    "timers/init_logprobs": "reference log-probs",
+    "timers/score_wait": "waiting for scores",
+    "timers/critic_wait": "waiting for the critic",
+    "timers/train_time": "policy update",
+    "other": "other",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """The mean gain over the held-out prompts with its 95 % interval."""
+
+    label: str
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the report shows, as read from the run folder."""
+
+    name: str
+    summary: dict[str, Any]
+    steps: list[dict[str, Any]]
+    critic: list[dict[str, Any]]
+    pairs: list[Pair]
+
+    @property
+    def gold(self) -> bool:
+        return self.summary["gold_before"] is not None
+
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """The gold gain with the whole lexicon, and without the top word; empty where there is no gold."""
+        if not self.gold:
+            return []
+        gains = [_gain(ALL_WORDS, *gold_gains(self.pairs))]
+        top_word = self.summary["top_word"]
+        if top_word:
+            gains.append(_gain(f"without “{top_word}”", *gold_gains(self.pairs, [top_word])))
+        return gains
+
+
+def load_run(run_dir: Path) -> Run:
+    """Raises FileNotFoundError naming the missing file; only samples.jsonl may be absent."""
+    run_dir = Path(run_dir).resolve()
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
+    return Run(
+        name=run_dir.name,
+        summary=json.loads(path.read_text(encoding="utf-8")),
+        steps=read_steps(run_dir),
+        critic=read_jsonl(run_dir / "critic_metrics.jsonl"),
+        pairs=read_pairs(run_dir) if has_samples(run_dir) else [],
+    )
+
+
+def reward_gain(run: Run) -> Gain | None:
+    """Returns the gain of the reward model's score over the pairs that have both scores."""
+    scored = [
+        (pair.reward_before, pair.reward_after)
+        for pair in run.pairs
+        if pair.reward_before is not None and pair.reward_after is not None
+    ]
+    return _gain("reward", [s[0] for s in scored], [s[1] for s in scored]) if scored else None
+
+
+def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
+    """Returns seconds by the names in PHASES; what no timer covers is "other"."""
+    seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
+    total = number(row.get("timers/step_time")) or 0.0
+    return seconds | {"other": max(0.0, total - sum(seconds.values()))}
+
+
+def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Returns (steps, values) where the value is a finite number."""
+    found = [(row["step"], number(row.get(key))) for row in rows]
+    kept = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def number(value: Any) -> float | None:
+    """Returns the value as a float, None unless it is a finite number."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _gain(label: str, before: Sequence[float], after: Sequence[float]) -> Gain:
+    low, high = paired_ci95(before, after)
+    mean = statistics.fmean(after) - statistics.fmean(before)
+    return Gain(label=label, mean=mean, low=low, high=high)

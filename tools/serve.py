@@ -1,0 +1,159 @@
+"""`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until a signal.
+Given: the YAML and overrides. Returns: 0 after SIGINT or SIGTERM, 1 with one sentence if it cannot serve.
+`start_server` is the same start for other commands and for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from tools.tritonserver import TritonServer
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+WATCH_INTERVAL_S = 0.2
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SAFE_VERSION = (2, 69)  # of the 26.05 container; older ones have published holes
+
+
+class Stopped(BaseException):
+    """A signal asked us to stop; no error."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; 0 then, 1 if the server cannot start or dies."""
+    parser = argparse.ArgumentParser(prog="python -m tools serve", description="Serve the models.")
+    parser.add_argument("--config", type=Path, required=True, help="the YAML of the run")
+    parser.add_argument("--tritonserver", type=Path, help="the executable; default: the wheel's, then PATH")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
+    arguments = parser.parse_args(argv)
+    overrides = list(arguments.overrides)
+    if arguments.tritonserver is not None:
+        overrides.append(f"server.tritonserver={arguments.tritonserver}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop_once)
+    server = None
+    try:
+        config = load_config(arguments.config, overrides)
+        overrides = [*prepared_demo(config, log=_say), *overrides]
+        config = load_config(arguments.config, overrides)
+        ensure_first_version(config, arguments.config, overrides)
+        server = start_server(config, log=_say)
+        _say("serving; Ctrl-C stops it")
+        while True:
+            server.raise_if_dead()
+            time.sleep(WATCH_INTERVAL_S)
+    except Stopped:
+        return 0
+    except (ConfigError, ServerStartError, ControlPlaneError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if server is not None:
+            server.stop()
+            _say("stopped")
+
+
+def prepared_demo(config: RunConfig, *, log: Callable[[str], None] = print) -> list[str]:
+    """The overrides that name the demo's checkpoints and prompts, prepared if need be; [] without `demo:`."""
+    if config.demo is None:
+        return []
+    from tools.demo_prepare import prepare  # torch: only where there is something to train
+
+    demo = prepare(config.demo.cache_dir, config.run.seed, config.demo.quick, log)
+    return [
+        f"reward.checkpoint={demo.reward}",
+        f"critic.checkpoint={demo.critic}",
+        f"actor.checkpoint={demo.policy}",
+        f"actor.prompts={demo.prompts}",
+        f"actor.validation_prompts={demo.validation}",
+    ]
+
+
+def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
+    """Have the trainer write version 0 of the critic's weights if there is none.
+
+    Args:
+        config: what `path` and `overrides` say.
+
+    Raises:
+        ServerStartError: the trainer could not, and has said why.
+    """
+    if (config.run.weights_dir / "CURRENT").exists():
+        return
+    _say("making version 0 of the critic's weights")
+    command = [sys.executable, "-m", "trainer", "--config", str(path), "--init-only", *overrides]
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise ServerStartError(
+            f"there is no critic to serve: `python -m trainer --init-only` ended with exit code {code} "
+            f"for the reason above; critic.checkpoint is {config.critic.checkpoint}"
+        )
+
+
+def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
+    """Render the run's repository, start a server on it and wait until every model has answered.
+
+    The caller stops the server. Its `section` has the real ports where the configuration had 0. `log` gets
+    the progress and what a person wants of the server's log, which is whole in `run.logs_dir`.
+
+    Raises:
+        ServerStartError: the server cannot start; nothing is left running.
+        ConfigError: the repository cannot be rendered.
+    """
+    from tools.render_configs import render_repository  # jinja2 and protobuf: not for --help
+
+    home = find_tritonserver(config.server.tritonserver)
+    render_repository(config, config.run.repository_dir)
+    server = TritonServer(
+        home,
+        config.run.repository_dir,
+        config.server,
+        config.run.logs_dir / "tritonserver.log",
+        backends=lay_out_backends(home, config.run.dir / "backends"),
+        log=log,
+    )
+    try:
+        server.start()
+        server.wait_ready(config.run.dir / "server.json")
+        _warn_if_exposed(server, log)
+    except BaseException:  # a signal too: the caller has no server yet that it could stop
+        server.stop()
+        raise
+    at = server.section
+    log(f"ready: inference http://{at.http_url}, model control grpc {at.grpc_url}, metrics {at.metrics_url}")
+    return server
+
+
+def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
+    host = server.section.host
+    if host in LOOPBACK:
+        return
+    log(f"warning: server.host is {host}: whoever reaches the server's ports can run code in it")
+    with ControlPlane(server.section.grpc_url) as control:
+        version = control.server_version()
+    if version < SAFE_VERSION:
+        release = ".".join(map(str, version))
+        log(f"warning: tritonserver {release} has known holes; beyond loopback use 2.69 (26.05) or later")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _stop_once(number: int, frame: FrameType | None) -> None:
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, signal.SIG_IGN)  # stopping is under way, and bounded in time
+    raise Stopped
+
+
+if __name__ == "__main__":
+    sys.exit(main())

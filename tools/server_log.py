@@ -1,0 +1,79 @@
+"""The server's log: followed for a person, its end for an error, and failures that Triton does not report.
+Given: the path of a log that tritonserver and its stubs are writing. Returns: text, whatever bytes it holds.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FOLLOW_INTERVAL_S = 0.1
+BYTES_PER_LINE = 400
+
+_TRITON_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([\w.]+):\d+\] ?(.*)")
+# What a server without a GPU complains of, and what belongs to a table or a traceback.
+_NOISE = re.compile(
+    r"CudaDriverHelper has not been|pinned memory pool will not be|DCGM unable to start"
+    r"|Failed to initialize NVML|^Signal \(\d+\) received|^[+|]|^At:$|^  \S.*\(\d+\): |^\s*$"
+)
+_PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
+# After these lines Triton waits for the model for ever, and says nothing.
+_STUB_FAILURES = (
+    (
+        re.compile(r"Python model file not found in '(.*)'"),
+        "{} is missing: render the repository again (`python -m tools render`)",
+    ),
+    (
+        re.compile(r"triton_python_backend_stub: (.*)|(Fatal Python error: .*)"),
+        "the python backend's stub cannot start: {}; it must be the one for this Python: reinstall "
+        "nvidia-pytriton in this virtual environment",
+    ),
+)
+
+
+def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
+    """Pass on each line that a person wants to see; return when `ended` and the file is read to its end."""
+    with path.open("rb") as file:
+        pending = b""
+        while True:
+            last = ended()  # before reading: what is written until then is still read
+            *lines, pending = (pending + file.read()).split(b"\n")
+            for text in filter(None, map(readable, lines)):
+                log(text)
+            if last:
+                return
+            time.sleep(FOLLOW_INTERVAL_S)
+
+
+def readable(line: bytes) -> str | None:
+    """A line of the log as a person wants it; None for what only the full log needs."""
+    text = line.decode("utf-8", "backslashreplace").rstrip()
+    if _NOISE.search(text):
+        return None
+    parts = _TRITON_LINE.match(text)
+    if parts is None:
+        return f"  | {text}"  # printed by a model or a library
+    level, source, message = parts.groups()
+    if level == "I" and not source.endswith(".py"):
+        return None
+    first_line, _, _ = message.strip('"').partition(r"\n")
+    return f"  | {_PREFIX[level]}{first_line}"
+
+
+def tail(path: Path, num_lines: int = 12) -> str:
+    """The last lines of the log."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - num_lines * BYTES_PER_LINE))
+        return "\n".join(file.read().decode("utf-8", "backslashreplace").splitlines()[-num_lines:])
+
+
+def stub_failure(path: Path) -> str | None:
+    """A sentence on why a model's process cannot start, and the way out; None if the log shows none."""
+    text = tail(path, 100)
+    for pattern, sentence in _STUB_FAILURES:
+        found = pattern.search(text)
+        if found:
+            return sentence.format(next(filter(None, found.groups())))
+    return None

@@ -1,0 +1,242 @@
+"""Boils a finished run folder down to summary.json, and reads the run folder's files for the report.
+Given actor_summary.json, samples.jsonl and critic_metrics.jsonl, plus what only the parent process measured.
+Returns the summary; with `gold`, samples.jsonl gets each text's gold score as well.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from python_backend.durable import replace_file
+from tools.demo_gold import gold_scorer, paired_ci95, words_that_gained
+
+FROM_ACTOR = (
+    "ppo_steps", "reward_before", "reward_after", "kl_final", "ev_v0", "ev_last", "weights_version",
+    "critic_updates", "failed_requests", "masked_samples", "seconds_per_step",
+)  # fmt: skip
+SUMMARY_KEYS = (
+    "ppo_steps", "reward_before", "reward_after", "gold_before", "gold_after", "gold_ci95", "top_word",
+    "gold_gain_without_top_word_ci95", "kl_final", "distinct2_before", "distinct2_after", "unique_before",
+    "unique_after", "ev_v0", "ev_last", "weights_version", "critic_updates", "reloads_swap", "reloads_triton",
+    "failed_requests", "server_failures", "masked_samples", "seconds_total", "seconds_per_step",
+    "swap_ms_p50", "triton_reload_ms_p50", "peak_rss_mb",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One held-out prompt, continued by the initial and by the final policy. Texts are prompt + response."""
+
+    prompt_id: str
+    prompt: str
+    response_before: str
+    response_after: str
+    text_before: str
+    text_after: str
+    reward_before: float | None
+    reward_after: float | None
+    gold_before: float | None
+    gold_after: float | None
+
+
+def write_summary(
+    run_dir: Path,
+    *,
+    gold: bool,
+    server_failures: int,
+    peak_rss_mb: float,
+    seconds_total: float,
+) -> dict[str, Any]:
+    """Writes summary.json and returns it: SUMMARY_KEYS, null for what the run did not measure.
+
+    The gold score is that of prompt + response, as in the reward model's training labels: a negation or a
+    booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides.
+    Raises FileNotFoundError for a missing file, ValueError for a broken one or for texts that do not pair.
+    """
+    run_dir = Path(run_dir)
+    actor = _actor_summary(run_dir / "actor_summary.json")
+    critic = read_jsonl(run_dir / "critic_metrics.jsonl")
+    # A run that validated says so by its rewards; only one that did not may come without texts.
+    validated = gold or actor["reward_before"] is not None or has_samples(run_dir)
+    if gold:
+        _add_gold(run_dir / "samples.jsonl")
+    pairs = read_pairs(run_dir) if validated else []
+    figures = {key: actor[key] for key in FROM_ACTOR}
+    figures |= _text_figures(pairs) | _gold_figures(pairs if gold else []) | _reload_figures(critic)
+    figures |= {
+        "server_failures": server_failures,
+        "peak_rss_mb": peak_rss_mb,
+        "seconds_total": seconds_total,
+    }
+    summary = {key: _finite(figures[key]) for key in SUMMARY_KEYS}
+    text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+    replace_file(run_dir / "summary.json", text.encode(), durable=False)
+    return summary
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the file's objects; a last line that is still being written is left out.
+
+    Raises FileNotFoundError, and ValueError naming the line that is no JSON object.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: did the run get as far as writing it?")
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
+        rows.append(row)
+    return rows
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns metrics.jsonl by rising step; of a step done again after a resume, the last line."""
+    by_step = {row["step"]: row for row in read_jsonl(run_dir / "metrics.jsonl")}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def has_samples(run_dir: Path) -> bool:
+    """Returns whether the run validated: a samples.jsonl that is not empty."""
+    path = run_dir / "samples.jsonl"
+    return path.is_file() and path.stat().st_size > 0
+
+
+def read_pairs(run_dir: Path) -> list[Pair]:
+    """Returns samples.jsonl as pairs in the file's order. Raises ValueError for texts that do not pair."""
+    path = run_dir / "samples.jsonl"
+    sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
+    for row in read_jsonl(path):
+        side = sides.get(row["when"])
+        if side is None:
+            raise ValueError(f"{path}: 'when' is {row['when']!r}, not 'before' or 'after'")
+        if row["prompt_id"] in side:
+            raise ValueError(f"{path}: prompt_id {row['prompt_id']!r} comes twice with when={row['when']!r}")
+        side[row["prompt_id"]] = row
+    before, after = sides["before"], sides["after"]
+    unpaired = sorted(before.keys() ^ after.keys())
+    if unpaired or not before:
+        found = f"{len(before)} texts before, {len(after)} after"
+        raise ValueError(f"{path} has {found}; without a partner: {', '.join(unpaired[:5]) or 'none'}")
+    # A decoder that strips leaves no leading space anywhere; glued bare, two words would become one.
+    stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
+    return [_pair(row, after[prompt_id], " " if stripped else "") for prompt_id, row in before.items()]
+
+
+def gold_gains(pairs: Sequence[Pair], extra_dropped: Sequence[str] = ()) -> tuple[list[float], list[float]]:
+    """Returns the gold scores (before, after) of the pairs, with more words taken out of the lexicon."""
+    score = gold_scorer(extra_dropped=extra_dropped)
+    return [score(pair.text_before) for pair in pairs], [score(pair.text_after) for pair in pairs]
+
+
+def word_gains(pairs: Sequence[Pair]) -> list[tuple[str, float]]:
+    """Returns (word, gold gained per text), largest first."""
+    return words_that_gained([pair.text_before for pair in pairs], [pair.text_after for pair in pairs])
+
+
+def distinct2(texts: Sequence[str]) -> float | None:
+    """Returns distinct bigrams over all bigrams of words; None when no text has two words."""
+    words = [text.split() for text in texts]
+    bigrams = [pair for row in words for pair in pairwise(row)]
+    return len(set(bigrams)) / len(bigrams) if bigrams else None
+
+
+def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
+    prompt = before["prompt"]
+    if after["prompt"] != prompt:
+        raise ValueError(f"prompt {before['prompt_id']!r} differs: {prompt!r} before, {after['prompt']!r} after")
+    return Pair(
+        prompt_id=before["prompt_id"],
+        prompt=prompt,
+        response_before=before["response"],
+        response_after=after["response"],
+        text_before=prompt + glue + before["response"],
+        text_after=prompt + glue + after["response"],
+        reward_before=before["reward"],
+        reward_after=after["reward"],
+        gold_before=before.get("gold"),
+        gold_after=after.get("gold"),
+    )
+
+
+def _actor_summary(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: the actor writes it when its last step is done")
+    actor = json.loads(path.read_text(encoding="utf-8"))
+    missing = [key for key in FROM_ACTOR if key not in actor]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    return dict(actor)
+
+
+def _add_gold(path: Path) -> None:
+    before, after = gold_gains(pairs := read_pairs(path.parent))
+    gold = {("before", pair.prompt_id): score for pair, score in zip(pairs, before, strict=True)}
+    gold |= {("after", pair.prompt_id): score for pair, score in zip(pairs, after, strict=True)}
+    rows = [row | {"gold": gold[row["when"], row["prompt_id"]]} for row in read_jsonl(path)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    replace_file(path, lines.encode(), durable=False)
+
+
+def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Diversity, and the rewards, which are recounted from the texts' own lines where there are any."""
+    figures: dict[str, Any] = {}
+    for when in ("before", "after"):
+        responses = [getattr(pair, f"response_{when}") for pair in pairs]
+        figures[f"distinct2_{when}"] = distinct2(responses)
+        figures[f"unique_{when}"] = len(set(responses)) / len(responses) if responses else None
+    scored = [
+        (pair.reward_before, pair.reward_after)
+        for pair in pairs
+        if pair.reward_before is not None and pair.reward_after is not None
+    ]
+    if scored:
+        for key, side in zip(("reward_before", "reward_after"), zip(*scored, strict=True), strict=True):
+            figures[key] = statistics.fmean(side)
+    return figures
+
+
+def _gold_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    keys = ("gold_before", "gold_after", "gold_ci95", "top_word", "gold_gain_without_top_word_ci95")
+    if not pairs:
+        return dict.fromkeys(keys)
+    before, after = gold_gains(pairs)
+    # Negations and boosters can gain too, but cannot be taken out of the lexicon: alone they score 0.
+    score = gold_scorer()
+    top_word = next((word for word, _ in word_gains(pairs) if score(word)), None)
+    without = gold_gains(pairs, [top_word] if top_word else [])
+    values = (
+        statistics.fmean(before),
+        statistics.fmean(after),
+        list(paired_ci95(before, after)),
+        top_word,
+        list(paired_ci95(*without)),
+    )
+    return dict(zip(keys, values, strict=True))
+
+
+def _reload_figures(critic: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for kind, p50 in (("swap", "swap_ms_p50"), ("triton", "triton_reload_ms_p50")):
+        reloads = [row for row in critic if row.get("reload") == kind]
+        times = [row["reload_ms"] for row in reloads if row.get("reload_ms") is not None]
+        figures[f"reloads_{kind}"] = len(reloads)
+        figures[p50] = statistics.median(times) if times else None
+    return figures
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,159 @@
+"""Where tritonserver is (in the nvidia-pytriton wheel, on PATH, where the caller says), and what it needs.
+Given: an optional path. Returns: a `TritonHome`, its backend folder, the environment of the server process.
+What cannot work with this Python is refused here, in one sentence, before anything is started.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+STUB = "triton_python_backend_stub"
+_BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
+_SYSTEM_BACKENDS = Path("/opt/tritonserver/backends")
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class ServerStartError(RuntimeError):
+    """The server cannot start; the message is one sentence with the way out."""
+
+
+@dataclass(frozen=True)
+class TritonHome:
+    """One installed tritonserver."""
+
+    binary: Path
+    """The executable."""
+    backend_source_dir: Path
+    """Folder that holds `python/libtriton_python.so`."""
+    stub: Path
+    """The python backend's stub for the running Python."""
+    library_path: tuple[Path, ...]
+    """What LD_LIBRARY_PATH begins with: the server's own libraries, the running interpreter's libpython."""
+    from_wheel: bool
+    """Whether it is the wheel's: an old release, whose backend folder has to be laid out."""
+
+
+def find_tritonserver(explicit: Path | None = None) -> TritonHome:
+    """The server at `explicit`, or the one in the nvidia-pytriton wheel, or the one on PATH.
+
+    Raises:
+        ServerStartError: there is none, or this Python cannot run models in it.
+    """
+    binary = _binary(explicit)
+    root = binary.parent.parent
+    stubs = root / "python_backend_stubs"
+    from_wheel = stubs.is_dir()
+    backends = root / "backends"
+    if not (backends / "python" / _BACKEND_FILES[0]).is_file():
+        backends = _SYSTEM_BACKENDS
+    if not (backends / "python" / _BACKEND_FILES[0]).is_file():
+        raise ServerStartError(
+            f"{binary} has no python backend beside it (backends/python/{_BACKEND_FILES[0]}): "
+            "install nvidia-pytriton, or use the tritonserver of an NGC image that ends in -py3"
+        )
+    libraries = [_libpython_dir()]
+    if from_wheel:
+        _refuse_numpy_2()
+        libraries.insert(0, root.parents[1] / "nvidia_pytriton.libs")
+    stub = _stub(stubs / _PYTHON / STUB if from_wheel else backends / "python" / STUB)
+    return TritonHome(binary, backends, stub, tuple(libraries), from_wheel)
+
+
+def lay_out_backends(home: TritonHome, into: Path) -> Path:
+    """The folder for `--backend-directory`: the system's own, or `into` with links to the wheel's files."""
+    if not home.from_wheel:
+        return home.backend_source_dir
+    folder = into.absolute() / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in (*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub):
+        link = folder / source.name
+        fresh = link.with_name(f".{link.name}.{os.getpid()}")
+        fresh.symlink_to(source)
+        fresh.replace(link)  # a server that runs from the same folder never sees it incomplete
+    return folder.parent
+
+
+def server_environment(home: TritonHome) -> dict[str, str]:
+    """The environment of the server process: this one, changed so that its stubs use the running Python."""
+    environment = dict(os.environ)
+    libraries = [*(str(folder) for folder in home.library_path), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
+    # The stub finds site-packages through the first python3 on PATH; PYTHONPATH means nothing to it.
+    path = environment.get("PATH", os.defpath)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), path])
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a new __pycache__ would count as a changed model
+    environment["HF_HUB_OFFLINE"] = "1"
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    return environment
+
+
+def _binary(explicit: Path | None) -> Path:
+    if explicit is not None:
+        if not os.access(explicit, os.X_OK) or explicit.is_dir():
+            raise ServerStartError(
+                f"{explicit} is not an executable file: --tritonserver (server.tritonserver) takes the path "
+                "of a tritonserver binary; without it the one in the nvidia-pytriton wheel is used"
+            )
+        return explicit.resolve()
+    wheel = importlib.util.find_spec("pytriton")  # finds, does not import
+    for folder in (wheel.submodule_search_locations or ()) if wheel else ():
+        binary = Path(folder) / "tritonserver" / "bin" / "tritonserver"
+        if binary.is_file():
+            return binary
+    on_path = shutil.which("tritonserver")
+    if on_path is None:
+        raise ServerStartError(
+            "no tritonserver found, neither in this Python's packages nor on PATH: "
+            "`pip install nvidia-pytriton`, or give the path of one with --tritonserver"
+        )
+    return Path(on_path).resolve()
+
+
+def _libpython_dir() -> Path:
+    """Folder of the running interpreter's own libpython: the stub embeds it, and no other patch works."""
+    name = f"libpython{_PYTHON}.so.1.0"
+    library_dir = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    multiarch = sysconfig.get_config_var("MULTIARCH") or ""
+    for folder in (library_dir, library_dir / multiarch, Path(sys.base_prefix) / "lib"):
+        if (folder / name).exists():
+            return folder
+    raise ServerStartError(
+        f"this Python ({sys.executable}) has no {name}, which Triton's python backend embeds: use one that "
+        "has (uv's, conda's and the python Docker images' do; pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared; "
+        f"Debian: `apt install libpython{_PYTHON}`)"
+    )
+
+
+def _stub(path: Path) -> Path:
+    if not path.is_file():
+        versions = sorted(folder.name for folder in path.parents[1].glob("3.*"))
+        known = f"; there are stubs for {', '.join(versions)}" if versions else ""
+        raise ServerStartError(
+            f"this tritonserver has no python backend stub for Python {_PYTHON} ({path}){known}: "
+            "make the virtual environment with such a Python, or install another nvidia-pytriton"
+        )
+    built_for = re.search(rb"libpython(3\.\d+)", path.read_bytes())
+    if built_for and built_for[1].decode() != _PYTHON:
+        other = built_for[1].decode()
+        raise ServerStartError(
+            f"the python backend stub {path} is built for Python {other}, and this is Python {_PYTHON}: "
+            f"run the command with Python {other}, or reinstall nvidia-pytriton"
+        )
+    return path
+
+
+def _refuse_numpy_2() -> None:
+    version = importlib.metadata.version("numpy")
+    if int(version.split(".", 1)[0]) >= 2:
+        raise ServerStartError(
+            f"NumPy {version} is installed, and with NumPy 2 the models of this tritonserver answer with "
+            'empty tensors: `pip install "numpy<2"`'
+        )

@@ -1,0 +1,225 @@
+"""One tritonserver process: started, filled with models, proven by requests, stopped without a trace.
+Given: a `TritonHome`, a model repository, the server section, a log file. Returns: a `TritonServer`.
+Whatever keeps it from starting ends in a `ServerStartError` of one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from python_backend.config import ServerSection
+from python_backend.durable import write_json
+from tools.model_loading import load_and_probe
+from tools.ports import check_ports, with_free_ports
+from tools.server_log import follow, stub_failure, tail
+from tools.triton_home import ServerStartError, TritonHome, server_environment
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+SHARED_MEMORY = Path("/dev/shm")
+KILL_AFTER_S = 10.0
+POLL_INTERVAL_S = 0.1
+
+# prctl(PR_SET_PDEATHSIG): if we are killed outright, the kernel tells the server to stop. A small process
+# does it, then becomes the server; Python code between fork and exec (preexec_fn) can deadlock with threads.
+_STARTER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started the server is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class TritonServer:
+    """A tritonserver that belongs to this process; a context manager starts it on entry, stops it on exit."""
+
+    def __init__(
+        self,
+        home: TritonHome,
+        repository: Path,
+        section: ServerSection,
+        log_path: Path,
+        *,
+        backends: Path,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """`backends` is what `lay_out_backends` returned; `log` gets the progress and the readable log."""
+        self.home = home
+        self.repository = repository
+        self.section = with_free_ports(section)
+        self.log_path = log_path
+        self._backends = backends
+        self._log = log
+        self._region_prefix = f"rlhf-{os.getpid()}-{secrets.token_hex(4)}-"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._follower: threading.Thread | None = None
+        self._state_file: Path | None = None
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process, in a session of its own: a Ctrl-C in the terminal is for us to pass on.
+
+        Raises:
+            ServerStartError: a port is taken, or the address cannot be bound.
+        """
+        # The kernel sends the parent-death signal when the *thread* that started the child ends.
+        assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
+        assert self._process is None, "a server object starts once"
+        check_ports(self.section)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_path.exists():  # perhaps of a server that died: its reason is in there
+            self.log_path.replace(self.log_path.with_suffix(".previous.log"))
+        with self.log_path.open("wb") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=server_environment(self.home),
+                start_new_session=True,
+            )
+        self._follower = threading.Thread(
+            target=follow,
+            args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
+            name="server-log",
+            daemon=True,
+        )
+        self._follower.start()
+
+    def wait_ready(self, state_file: Path | None = None) -> None:
+        """Load the repository's models and return when each has answered a real request.
+
+        Args:
+            state_file: written then, `{pid, http, grpc, metrics}`, and removed by `stop`.
+
+        Raises:
+            ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` is over.
+        """
+        try:
+            with ControlPlane(self.section.grpc_url) as control:
+                control.wait_live(self.section.start_timeout_s, self.raise_if_dead)
+                load_and_probe(
+                    control,
+                    self.repository,
+                    self.section,
+                    check=self._raise_if_stub_failed,
+                    log=self._log,
+                )
+        except ControlPlaneError as error:
+            self._raise_if_dying()
+            raise ServerStartError(f"{error}; the whole log is in {self.log_path}") from error
+        if state_file is not None:
+            self._state_file = state_file
+            at = self.section
+            state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
+            write_json(state_file, state, durable=False)
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the server runs or before it is started."""
+        return None if self._process is None else self._process.poll()
+
+    def raise_if_dead(self) -> None:
+        """Raise ServerStartError, with the last lines of the log, if the process has ended."""
+        code = self.poll()
+        if code is None:
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise ServerStartError(f"tritonserver {how}; its log, {self.log_path}, ends with:\n{self.log_tail()}")
+
+    def log_tail(self, num_lines: int = 12) -> str:
+        """The last lines of the log, whatever bytes it holds."""
+        return tail(self.log_path, num_lines)
+
+    def stop(self) -> None:
+        """Stop the server; return when no process of it runs and none of its shared memory is left."""
+        if self._process is None:
+            return
+        self._stopping = True
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(self.section.exit_timeout_s + KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._kill_stubs()
+        for region in SHARED_MEMORY.glob(f"{self._region_prefix}*"):
+            region.unlink(missing_ok=True)
+        if self._state_file is not None:
+            self._state_file.unlink(missing_ok=True)
+        if self._follower is not None:
+            self._follower.join()
+
+    def _kill_stubs(self) -> None:
+        deadline = time.monotonic() + KILL_AFTER_S
+        while (stubs := self._stubs()) and time.monotonic() < deadline:
+            for stub in stubs:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, as it should
+                    stub.kill()
+            time.sleep(POLL_INTERVAL_S)
+
+    def _stubs(self) -> list[psutil.Process]:
+        # Among a stub's arguments is the name of its shared-memory region, which begins with our prefix.
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if any(argument.startswith(self._region_prefix) for argument in process.info["cmdline"] or ())
+        ]
+
+    def _command(self) -> list[str]:
+        section = self.section
+        return [
+            str(self.home.binary),
+            f"--model-repository={self.repository.absolute()}",
+            f"--backend-directory={self._backends}",
+            f"--backend-config=python,shm-region-prefix-name={self._region_prefix}",
+            "--model-control-mode=explicit",
+            "--disable-auto-complete-config",
+            "--strict-readiness=true",
+            f"--exit-timeout-secs={section.exit_timeout_s}",
+            f"--http-address={section.host}",
+            f"--http-port={section.http_port}",
+            f"--grpc-address={section.host}",
+            f"--grpc-port={section.grpc_port}",
+            f"--metrics-address={section.host}",
+            f"--metrics-port={section.metrics_port}",
+            "--http-header-forward-pattern=x-triton-.*",
+            "--grpc-header-forward-pattern=x-triton-.*",
+            "--allow-sagemaker=false",
+            "--allow-vertex-ai=false",
+        ]
+
+    def _raise_if_stub_failed(self) -> None:
+        failure = stub_failure(self.log_path)
+        if failure:
+            raise ServerStartError(f"{failure} (the whole log is in {self.log_path})")
+
+    def _raise_if_dying(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # a broken connection is seen a moment before the exit code
+        self.raise_if_dead()

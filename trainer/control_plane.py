@@ -1,0 +1,205 @@
+"""The control plane of a running tritonserver: load, reload, statistics and probes, each with a deadline.
+Given: the server's gRPC address and model names. Returns: plain values, or a `ControlPlaneError`.
+gRPC and not HTTP, because a load over HTTP stalls all HTTP inference until it ends.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+from google.protobuf import json_format
+from tritonclient.utils import InferenceServerException
+
+from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
+
+CALL_TIMEOUT_S = 10.0
+POLL_INTERVAL_S = 0.05
+
+# A server that is just starting must be seen at once, and a proxy never stands between us and loopback.
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+]
+# A model may answer UNAVAILABLE too; these are gRPC's own words.
+_CONNECTION_ERROR = re.compile(
+    r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
+    re.IGNORECASE,
+)
+_REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
+
+
+class ControlPlaneError(RuntimeError):
+    """The server refused, failed or did not answer; the message names model and cause."""
+
+
+@dataclass(frozen=True)
+class ModelStatistics:
+    """What a model has done since it was first loaded; reloads do not reset it."""
+
+    inference_count: int
+    """Rows inferred."""
+    execution_count: int
+    """Batches executed: one each for what the dynamic batcher merged."""
+    success_count: int
+    """Requests answered."""
+    failure_count: int
+    """Requests answered with an error."""
+
+    @property
+    def mean_batch(self) -> float:
+        """Rows per execution; 0 before the first."""
+        return self.inference_count / self.execution_count if self.execution_count else 0.0
+
+
+class ControlPlane:
+    """A connection to one server; safe to use from several threads."""
+
+    def __init__(self, grpc_url: str) -> None:
+        self._url = grpc_url
+        self._client = triton.InferenceServerClient(grpc_url, channel_args=_CHANNEL_OPTIONS)
+
+    def __enter__(self) -> ControlPlane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; calls under way fail."""
+        self._client.close()
+
+    def wait_live(self, timeout_s: float, still_alive: Callable[[], None]) -> None:
+        """Return when the server answers. `still_alive` is called between attempts; it raises to give up."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_live():
+            still_alive()
+            if time.monotonic() > deadline:
+                raise ControlPlaneError(f"no server answered on {self._url} within {timeout_s:g} s")
+            time.sleep(POLL_INTERVAL_S)
+
+    def is_live(self) -> bool:
+        """Whether a server answers; no error if none does."""
+        try:
+            return bool(self._client.is_server_live(client_timeout=1.0))
+        except InferenceServerException:
+            return False
+
+    def is_ready(self, model: str) -> bool:
+        """Whether the server lists the model as ready; one with a dead stub still is, so probe as well."""
+        return bool(self._call(model, self._client.is_model_ready, model))
+
+    def server_version(self) -> tuple[int, ...]:
+        """Version of the server, such as `(2, 51, 0)`."""
+        metadata = self._call("the server", self._client.get_server_metadata)
+        return tuple(int(number) for number in re.findall(r"\d+", metadata.version)[:3])
+
+    def load(self, model: str, *, parameters: Mapping[str, str] | None = None, timeout_s: float) -> None:
+        """Load the model, or reload it with these config parameters; the old one serves until the new is in.
+
+        Without parameters the server loads only what changed on disk. With them the active config is sent
+        back with `parameters.<key>.string_value` set: that is a change, so it always starts a new instance.
+
+        Raises:
+            ControlPlaneError: the load failed (the old instance serves on), took longer than `timeout_s` (the
+                server may still finish it), or the parameters are those that are active already.
+        """
+        override = None
+        if parameters:
+            config = self._call(model, self._client.get_model_config, model).config
+            if all(config.parameters[key].string_value == value for key, value in parameters.items()):
+                raise ControlPlaneError(
+                    f"{model} was not reloaded: {dict(parameters)} is active already, "
+                    "and Triton reloads only what changed; send a new nonce"
+                )
+            for key, value in parameters.items():
+                config.parameters[key].string_value = value
+            override = json_format.MessageToJson(config, preserving_proto_field_name=True)
+        subject = f"{model} could not be loaded"
+        self._call(subject, self._client.load_model, model, config=override, timeout_s=timeout_s)
+
+    def active_parameters(self, model: str) -> dict[str, str]:
+        """The config parameters the model was loaded with, overrides included."""
+        config = self._call(model, self._client.get_model_config, model).config
+        return {key: value.string_value for key, value in config.parameters.items()}
+
+    def statistics(self, model: str) -> ModelStatistics:
+        """Counters of the model, from Triton's statistics API."""
+        answer = self._call(model, self._client.get_inference_statistics, model)
+        versions = answer.model_stats
+        return ModelStatistics(
+            inference_count=sum(version.inference_count for version in versions),
+            execution_count=sum(version.execution_count for version in versions),
+            success_count=sum(version.inference_stats.success.count for version in versions),
+            failure_count=sum(version.inference_stats.fail.count for version in versions),
+        )
+
+    def probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
+        """Score one row of two tokens with id 0; returns the outputs: the proof that the model computes."""
+        inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
+        wanted = [triton.InferRequestedOutput(name) for name in outputs]
+        answer = self._call(model, self._client.infer, model, inputs, outputs=wanted, timeout_s=timeout_s)
+        arrays = {name: answer.as_numpy(name) for name in outputs}
+        empty = [name for name, array in arrays.items() if array is None or array.size == 0]
+        if empty:
+            raise ControlPlaneError(
+                f"{model} answered with nothing in {', '.join(empty)}; NumPy 2 inside the server does this"
+            )
+        return arrays
+
+    def probe_rejection(self, model: str, timeout_s: float) -> None:
+        """Send critic_train or critic_save what it must refuse: the proof that it lives, with no effect."""
+        name, value = _REJECTIONS[model]
+        try:
+            self._client.infer(model, [_tensor(name, value)], client_timeout=timeout_s)
+        except InferenceServerException as error:
+            # The server's core, unlike the model, begins its refusals with the request's id.
+            refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
+            if refused and not str(error.message()).startswith("[request id"):
+                return
+            raise ControlPlaneError(self._sentence(model, error, timeout_s)) from error
+        raise ControlPlaneError(f"{model} accepted {name} = -1, so it is not the model it should be")
+
+    def _call(self, subject: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        timeout_s = kwargs.pop("timeout_s", CALL_TIMEOUT_S)
+        try:
+            return method(*args, client_timeout=timeout_s, **kwargs)
+        except InferenceServerException as error:
+            raise ControlPlaneError(self._sentence(subject, error, timeout_s)) from error
+
+    def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
+        status = str(error.status()).removeprefix("StatusCode.")
+        if status == "DEADLINE_EXCEEDED":
+            return f"{subject}: no answer within {timeout_s:g} s"
+        if status == "UNAVAILABLE" and _CONNECTION_ERROR.search(str(error.message())):
+            return f"{subject}: the server on {self._url} cannot be reached"
+        return f"{subject}: {root_cause(str(error.message()))}"
+
+
+def root_cause(message: str) -> str:
+    """Triton's error text without its layers: the innermost error, and where Python raised it."""
+    message = message.strip().rstrip(";").strip()
+    message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)
+    message = re.sub(r"^\[request id: [^\]]*\] ", "", message)
+    message = re.sub(r"^(Internal|Invalid argument|Unavailable|Not found|Unknown): ", "", message)
+    text, _, frames = message.partition("\n\nAt:\n")
+    place = re.match(r"\s*(.+)\((\d+)\): ", frames)
+    where = f" ({PurePath(place[1]).name} line {place[2]})" if place else ""
+    return " ".join(text.split()) + where
+
+
+def _tensor(name: str, values: np.ndarray) -> triton.InferInput:
+    tensor = triton.InferInput(name, list(values.shape), "INT64")
+    tensor.set_data_from_numpy(values.astype(np.int64))
+    return tensor
