@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from python_backend.contract import VALUES, WEIGHTS_VERSION, ScoringRows
 from python_backend.modeling import CriticModel, load_critic, quiet_transformers
@@ -25,7 +26,6 @@ from python_backend.serving import (
     log,
     log_error,
     refuse_numpy_2,
-    set_threads,
 )
 from python_backend.weights import FIRST_VERSION, ServingRecord, WeightsStore
 
@@ -49,7 +49,7 @@ class TritonPythonModel(ScoringModel):
         quiet_transformers()
         parameters = Parameters(args)
         self.set_up(parameters)
-        set_threads(parameters.number("threads"))
+        torch.set_num_threads(parameters.number("threads"))
         self._store = WeightsStore(parameters.path("store"))
         number = self._store.current()
         if number is None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 
 from python_backend.contract import (
     REWARDS,
@@ -23,7 +24,7 @@ from python_backend.contract import (
     sentence_texts,
 )
 from python_backend.modeling import RewardModel, load_reward, quiet_transformers
-from python_backend.serving import Call, Parameters, Scoring, ScoringModel, log, refuse_numpy_2, set_threads
+from python_backend.serving import Call, Parameters, Scoring, ScoringModel, log, refuse_numpy_2
 from python_backend.tokenization import load_tokenizer
 
 
@@ -36,7 +37,7 @@ class TritonPythonModel(ScoringModel):
         quiet_transformers()
         parameters = Parameters(args)
         self.set_up(parameters)
-        set_threads(parameters.number("threads"))
+        torch.set_num_threads(parameters.number("threads"))
         folder = parameters.path("checkpoint")
         self._model = load_reward(folder, device=parameters.text("device"), dtype=parameters.text("dtype"))
         self._standardize(parameters.text("standardization"))

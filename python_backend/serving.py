@@ -283,13 +283,6 @@ class JournalModel:
         )
 
 
-def set_threads(count: int) -> None:
-    """Bound the torch threads of this process (imports torch)."""
-    import torch
-
-    torch.set_num_threads(count)
-
-
 def log(message: str) -> None:
     """One line into the server's log."""
     pb_utils.Logger.log_info(message)

@@ -37,8 +37,8 @@ def words_that_gained(
 ) -> list[tuple[str, float]]:
     """Returns (word, gain per text), largest gain first; words without any effect are left out.
 
-    Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word) to
-    a text; its gain is the mean contribution over `after` minus that over `before`. Tried are the words that
+    Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word)
+    to a text; its gain is the mean contribution over `after` minus that over `before`. Tried are the words that
     VADER rates, boosters and negations; the rest can act only through distances. The score is not linear, so
     the gains add up to the total gain only roughly.
     """

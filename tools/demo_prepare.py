@@ -1,4 +1,4 @@
-"""Prepares the demo: corpus -> tokenizer -> language model -> reward model, critic and prompts, in one folder.
+"""Prepares the demo: corpus -> tokenizer -> language model -> reward, critic and prompts, in one folder.
 Given an output folder and a seed; `python -m tools.demo_prepare --out DIR --seed N [--quick]` does the same.
 Returns the paths and figures; a finished folder with the same fingerprint is returned at once.
 """
@@ -208,9 +208,8 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> Prepar
         num_validation_prompts=len(validation),
         seconds=time.monotonic() - start,
     )
-    log(
-        f"reward model: pairs right {accuracies[0]:.3f} (real) {accuracies[1]:.3f} (samples), in all {figures.seconds:.0f} s"
-    )
+    log(f"reward model: pairs right {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
+    log(f"prepared in {figures.seconds:.0f} s")
     return figures
 
 

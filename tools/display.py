@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -25,10 +26,9 @@ from tools.jsonl_tail import JsonlTail
 from tools.report_data import PHASES, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-PHASE_STYLES = dict(
-    zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True)
-)
+PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
 SPARKLINE_WIDTH = 24
+NARROW_WIDTH = 66  # columns that the display takes beside the sparkline
 PLAIN_LINES = 100  # at most about so many steps are printed where there is no terminal
 ETA_STEPS = 20
 
@@ -50,7 +50,7 @@ class RunDisplay:
         self._num_reloads: Counter[str] = Counter()
         self._start = self._phase_start = time.monotonic()
         self._phase = ""
-        self._spinner = Spinner("dots")
+        self._mark: RenderableType = Spinner("dots")
 
     def __enter__(self) -> "RunDisplay":
         self._read()  # what an earlier part of a resumed run wrote is no news
@@ -67,12 +67,15 @@ class RunDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.refresh()
-        if self._live is not None:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()  # a line without its end would be lost with rich's proxy
-            self._live.stop()
-            self._live = None
+        try:
+            self.refresh()
+        finally:
+            if self._live is not None:
+                self._mark = Text("✗" if kind else "✓", style="red" if kind else "green")
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()  # a line without its end would be lost with rich's proxy
+                self._live.stop()
+                self._live = None
 
     def phase(self, text: str) -> None:
         """Says what happens now; the phase before is ticked off with its seconds."""
@@ -82,7 +85,6 @@ class RunDisplay:
         elif not self._is_live:
             self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
         self._phase, self._phase_start = text, time.monotonic()
-        self._spinner.update(text=Text(text))
 
     def log(self, text: str) -> None:
         """Prints a line that stays."""
@@ -99,13 +101,13 @@ class RunDisplay:
                 self.log(self._plain_line(row))
 
     def _read(self) -> list[dict[str, Any]]:
+        # Old dicts are replaced, not changed, since rich's thread may be drawing from them.
         for row in self._critic_metrics.read_new():
             kind = row.get("reload")
             if kind:
-                self._reloads[kind] = row
+                self._reloads = self._reloads | {kind: row}
                 self._num_reloads[kind] += 1
         rows = [row for row in self._metrics.read_new() if isinstance(row.get("step"), int)]
-        # A new dict, since rich's thread may be drawing from the old one.
         self._rows = self._rows | {row["step"]: row for row in rows}
         return rows
 
@@ -113,52 +115,47 @@ class RunDisplay:
         return self._rows[max(self._rows)] if self._rows else {}
 
     def _eta(self) -> str:
-        """Counts wall time between lines: saves and waits between the steps are part of it."""
+        """From the median time between lines: it has the waits, but not the pause before a resume."""
         rows = [self._rows[step] for step in sorted(self._rows)[-ETA_STEPS - 1 :]]
         if not rows:
             return "-"
-        steps = rows[-1]["step"] - rows[0]["step"]
-        per_step = (
-            (rows[-1]["time"] - rows[0]["time"]) / steps if steps else number(rows[0].get("timers/step_time"))
-        )
+        gaps = [after["time"] - before["time"] for before, after in pairwise(rows)]
+        per_step = statistics.median(gaps) if gaps else number(rows[0].get("timers/step_time"))
         return "-" if per_step is None else _clock(per_step * (self._total - rows[-1]["step"]))
 
     def _plain_line(self, row: dict[str, Any]) -> str:
-        parts = [
-            f"step {row['step']}/{self._total}",
-            *(f"{name} {text}" for name, text in self._figures(row)),
-        ]
-        return "  ".join([*parts, f"{_format(row, 'timers/step_time', '.1f')} s", f"ETA {self._eta()}"])
+        figures = (f"{name} {text}" for name, text in self._figures(row))
+        parts = [f"step {row['step']}/{self._total}", *figures, _format(row, "timers/step_time", ".1f", " s")]
+        return "  ".join([*parts, f"ETA {self._eta()}"])
 
     def _figures(self, row: dict[str, Any]) -> list[tuple[str, str]]:
         """What both displays say, in this order."""
+        swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
+        newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
+        served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
         return [
             ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
             ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
             ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
-            ("weights version", _format(self._newest_reload(row), "weights_version", ".0f")),
-            ("swap ms", _format(self._reloads.get("swap", {}), "reload_ms", ",.0f")),
-            ("triton reload ms", _format(self._reloads.get("triton", {}), "reload_ms", ",.0f")),
+            ("critic explains", _format(row, "train_rollouts/explained_variance", ".2f")),
+            ("weights version", _format(served, "weights_version", ".0f")),
+            ("swap reload", _format(swap, "reload_ms", ",.0f", " ms")),
+            ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
-
-    def _newest_reload(self, row: dict[str, Any]) -> dict[str, Any]:
-        served = max(self._reloads.values(), key=lambda reload: reload["time"], default=None)
-        return served or {"weights_version": row.get("train_rollouts/weights_version")}
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = [self._head()]
         if self._rows:
             lines += [self._progress(), Text(), self._table(self._last()), Text(), *_step_time(self._last())]
-        return Panel(
-            Group(*lines), title="PPO on Triton", title_align="left", border_style="blue", padding=(0, 1)
-        )
+        return Panel(Group(*lines), title="PPO on Triton", title_align="left", border_style="blue", padding=(0, 1))
 
     def _head(self) -> RenderableType:
-        head = Table.grid(expand=True)
+        head = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        head.add_column(no_wrap=True)
         head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        head.add_column(justify="right")
-        head.add_row(self._spinner, Text(_clock(time.monotonic() - self._start), style="dim"))
+        head.add_column(no_wrap=True)
+        head.add_row(self._mark, Text(self._phase), Text(_clock(time.monotonic() - self._start), style="dim"))
         return head
 
     def _progress(self) -> RenderableType:
@@ -171,25 +168,21 @@ class RunDisplay:
         return bar
 
     def _table(self, row: dict[str, Any]) -> RenderableType:
-        figures = dict(self._figures(row))
         rewards = [number(r.get("train_rollouts/rewards")) for _, r in sorted(self._rows.items())]
-        failed = figures["failed requests"]
+        width = min(SPARKLINE_WIDTH, max(4, self._console.width - NARROW_WIDTH))
         extras = {
-            "reward": Text(sparkline([r for r in rewards if r is not None]), style="blue"),
+            "reward": Text(sparkline([r for r in rewards if r is not None], width), style="blue"),
             "KL": Text("nats/sequence", style="dim"),
-            "weights version": Text(
-                f"{self._num_reloads['swap']} swaps, {self._num_reloads['triton']} triton", style="dim"
-            ),
-            "triton reload ms": Text(str(self._reloads.get("triton", {}).get("reason", "")), style="dim"),
+            "swap reload": Text(f"×{self._num_reloads['swap']}", style="dim"),
+            "triton reload": Text(f"×{self._num_reloads['triton']}", style="dim"),
         }
-        cells = [
-            (Text(name, style="dim"), Text(text, style="bold"), extras.get(name, Text("")))
-            for name, text in figures.items()
-        ]
-        cells[-1][1].stylize("bold green" if failed in ("0", "-") else "bold red")
-        explains = _format(row, "train_rollouts/explained_variance", ".2f")
-        cells.insert(3, (Text("critic explains", style="dim"), Text(explains, style="bold"), Text("")))
+        cells = []
+        for name, text in self._figures(row):
+            style = "bold red" if name == "failed requests" and text not in ("0", "-") else "bold"
+            cells.append((Text(name, style="dim"), Text(text, style=style), extras.get(name, Text())))
         grid = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(6):
+            grid.add_column(no_wrap=True)
         for left, right in zip(cells[:4], cells[4:], strict=True):
             grid.add_row(*left, *right)
         return grid
@@ -210,16 +203,17 @@ def _step_time(row: dict[str, Any]) -> list[RenderableType]:
     total = sum(seconds.values())
     if not total:
         return []
-    bar, legend = Text(), Text()
+    bar, legend = Text(), []
     for name, value in seconds.items():
         bar.append("━" * round(48 * value / total), style=PHASE_STYLES[name])
-        legend.append("■ ", style=PHASE_STYLES[name]).append(f"{name} {value:.2f}   ")
-    return [Text.assemble((f"{_format(row, 'timers/step_time', '.1f')} s per step  ", "dim"), bar), legend]
+        legend.append(Text.assemble(("■", PHASE_STYLES[name]), f" {name} {value:.2f}"))
+    head = Text(_format(row, "timers/step_time", ".1f", " s per step  "), style="dim")
+    return [head.append_text(bar), Columns(legend, padding=(0, 2))]
 
 
-def _format(row: dict[str, Any], key: str, spec: str) -> str:
+def _format(row: dict[str, Any], key: str, spec: str, unit: str = "") -> str:
     value = number(row.get(key))
-    return "-" if value is None else format(value, spec)
+    return "-" if value is None else f"{value:{spec}}{unit}"
 
 
 def _clock(seconds: float) -> str:

@@ -42,9 +42,10 @@ def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[
         key=lambda pair: -pair[1],
     )
     third = min(NUM_TEXTS, len(ranked)) // 3
-    middle = (len(ranked) - third) // 2
+    most = min(NUM_TEXTS, len(ranked)) - 2 * third
+    middle = most + (len(ranked) - most - 2 * third) // 2
     groups = {
-        "Largest gains": ranked[: min(NUM_TEXTS, len(ranked)) - 2 * third],
+        "Largest gains": ranked[:most],
         "Around the median": ranked[middle : middle + third],
         "Largest losses": ranked[len(ranked) - third :][::-1],
     }

@@ -95,7 +95,9 @@ class Sidecar:
         self._journal.drop(entry)
         if self._settings.reload_on_save == "triton":
             self._finish_reload()
-            self._reload = threading.Thread(target=self._reload_through_triton, args=(self._step,), name="reload", daemon=True)
+            self._reload = threading.Thread(
+                target=self._reload_through_triton, args=(self._step,), name="reload", daemon=True
+            )
             self._reload.start()
 
     def _reload_through_triton(self, step: int) -> None:

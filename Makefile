@@ -1,0 +1,37 @@
+# `make demo` and `make test` work from a fresh clone: each sets up .venv first, and does so again only when
+# constraints.txt or pyproject.toml changed.
+PYTHON ?= python3
+SEED ?= 0
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test test-all check format clean
+
+demo: $(INSTALLED)
+	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -q
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/render_configs.py --check
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv runs
+
+$(INSTALLED): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,dev]'
+	@touch $@

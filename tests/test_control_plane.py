@@ -1,0 +1,206 @@
+"""The control plane against a real tritonserver with tiny models."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tiny_models import stub_of, tiny_server, write_journal_model, write_repository, write_scoring_model
+
+from tools.ports import with_free_ports
+from tools.tritonserver import TritonServer
+from trainer.control_plane import ControlPlane, ControlPlaneError, ModelStatistics, root_cause
+
+OUTPUTS = ("values", "weights_version")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    folder = tmp_path_factory.mktemp("server")
+    write_repository(folder / "repository")
+    with tiny_server(folder) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def control(server: TritonServer) -> Iterator[ControlPlane]:
+    with ControlPlane(server.section.grpc_url) as connection:
+        yield connection
+
+
+def test_probe_returns_the_outputs_asked_for(control: ControlPlane) -> None:
+    answer = control.probe_scoring("critic_infer", ("rewards", *OUTPUTS), timeout_s=10)
+    assert {name: array.shape for name, array in answer.items()} == {
+        "rewards": (1, 1),
+        "values": (1, 2),
+        "weights_version": (1, 1),
+    }
+
+
+def test_statistics_count_rows_batches_and_failures(control: ControlPlane) -> None:
+    before = control.statistics("reward_model")
+    for _ in range(3):
+        control.probe_scoring("reward_model", ("rewards",), timeout_s=10)
+    with pytest.raises(ControlPlaneError):
+        control.probe_scoring("reward_model", ("values",), timeout_s=10)
+    after = control.statistics("reward_model")
+    assert after.inference_count - before.inference_count == 3
+    assert after.execution_count - before.execution_count == 3
+    assert after.success_count - before.success_count == 3
+    assert ModelStatistics(12, 4, 6, 0).mean_batch == 3.0
+    assert ModelStatistics(0, 0, 0, 0).mean_batch == 0.0
+
+
+def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: ControlPlane) -> None:
+    """Also through the ensemble; the versions a caller sees only rise."""
+    done = threading.Event()
+    seen: dict[str, list[int]] = {"critic": [], "critic_infer": []}
+    failures: list[Exception] = []
+
+    def ask(model: str) -> None:
+        while not done.is_set():
+            try:
+                answer = control.probe_scoring(model, OUTPUTS, timeout_s=10)
+            except ControlPlaneError as error:
+                failures.append(error)
+                return
+            seen[model].append(int(answer["weights_version"][0, 0]))
+
+    callers = [threading.Thread(target=ask, args=(model,)) for model in seen]
+    for caller in callers:
+        caller.start()
+    for version in (1, 2, 3):
+        control.load("critic", parameters={"weights_version": str(version)}, timeout_s=30)
+        assert control.active_parameters("critic")["weights_version"] == str(version)
+        assert control.probe_scoring("critic", OUTPUTS, timeout_s=10)["weights_version"] == version
+    done.set()
+    for caller in callers:
+        caller.join()
+    assert failures == []
+    for versions in seen.values():
+        assert versions == sorted(versions)
+        assert len(set(versions)) > 1
+
+
+def test_parameters_that_are_active_already_are_refused(control: ControlPlane) -> None:
+    control.load("critic", parameters={"weights_version": "7"}, timeout_s=30)
+    with pytest.raises(ControlPlaneError, match=r"critic was not reloaded: .*'7'.* active already.*new nonce"):
+        control.load("critic", parameters={"weights_version": "7"}, timeout_s=30)
+
+
+def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(control: ControlPlane) -> None:
+    control.load("critic", parameters={"weights_version": "8"}, timeout_s=30)
+    with pytest.raises(ControlPlaneError) as caught:
+        control.load("critic", parameters={"weights_version": "not a number"}, timeout_s=30)
+    assert str(caught.value) == (
+        "critic could not be loaded: ValueError: invalid literal for int() with base 10: 'not a number' "
+        "(model.py line 9)"
+    )
+    assert control.probe_scoring("critic", OUTPUTS, timeout_s=10)["weights_version"] == 8
+    assert control.is_ready("critic")
+
+
+def test_rejection_probe_wants_the_models_own_refusal(server: TritonServer, control: ControlPlane) -> None:
+    control.probe_rejection("critic_train", timeout_s=10)
+    control.probe_rejection("critic_save", timeout_s=10)
+    shutil.rmtree(server.repository / "critic_save")
+    write_journal_model(server.repository, "critic_save", refuse=False)
+    control.load("critic_save", timeout_s=30)
+    with pytest.raises(ControlPlaneError, match="critic_save accepted dummy_var = -1"):
+        control.probe_rejection("critic_save", timeout_s=10)
+
+
+def test_rejection_probe_does_not_take_a_refusal_of_the_server_for_the_models(
+    server: TritonServer, control: ControlPlane
+) -> None:
+    config = server.repository / "critic_save" / "config.pbtxt"
+    config.write_text(config.read_text().replace(" optional: true", ""))
+    control.load("critic_save", timeout_s=30)
+    with pytest.raises(ControlPlaneError, match="critic_save: expected 2 inputs but got 1"):
+        control.probe_rejection("critic_save", timeout_s=10)
+
+
+def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mends_it(
+    server: TritonServer, control: ControlPlane
+) -> None:
+    stub = stub_of(server, "critic_train")
+    stub.kill()
+    with pytest.raises(ControlPlaneError, match="critic_train: Stub process '.*' is not healthy"):
+        control.probe_rejection("critic_train", timeout_s=10)
+    assert control.is_ready("critic_train")
+    control.load("critic_train", parameters={"nonce": "1"}, timeout_s=30)
+    control.probe_rejection("critic_train", timeout_s=10)
+
+
+def test_every_call_has_a_deadline(server: TritonServer, control: ControlPlane) -> None:
+    write_scoring_model(server.repository, "slow", on_request="time.sleep(2)")
+    control.load("slow", timeout_s=30)
+    with pytest.raises(ControlPlaneError, match=r"slow: no answer within 0\.1 s"):
+        control.probe_scoring("slow", OUTPUTS, timeout_s=0.1)
+    shutil.rmtree(server.repository / "slow")
+
+
+def test_unknown_model(control: ControlPlane) -> None:
+    with pytest.raises(ControlPlaneError, match="'nothing'"):
+        control.load("nothing", timeout_s=10)
+    with pytest.raises(ControlPlaneError, match="'nothing'"):
+        control.statistics("nothing")
+
+
+def test_no_server(server: TritonServer) -> None:
+    free = with_free_ports(server.section.model_copy(update={"grpc_port": 0})).grpc_url
+    with ControlPlane(free) as control:
+        assert not control.is_live()
+        with pytest.raises(ControlPlaneError, match=f"critic: the server on {free} cannot be reached"):
+            control.statistics("critic")
+        with pytest.raises(ControlPlaneError, match=rf"no server answered on {free} within 0\.2 s"):
+            control.wait_live(0.2, lambda: None)
+
+
+def test_waiting_for_a_server_ends_when_its_process_has(server: TritonServer) -> None:
+    def dead() -> None:
+        raise RuntimeError("it died")
+
+    free = with_free_ports(server.section.model_copy(update={"grpc_port": 0})).grpc_url
+    with ControlPlane(free) as control, pytest.raises(RuntimeError, match="it died"):
+        control.wait_live(600, dead)
+
+
+def test_server_version(control: ControlPlane) -> None:
+    assert control.server_version() >= (2, 51, 0)
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        (
+            "load failed for model 'bad': version 1 is at UNAVAILABLE state: Internal: ValueError: 3 labels"
+            "\n\nAt:\n  /somewhere/bad/1/model.py(3): initialize\n;\n",
+            "ValueError: 3 labels (model.py line 3)",
+        ),
+        (
+            "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: SyntaxError: invalid "
+            "syntax (model.py, line 1);\n",
+            "SyntaxError: invalid syntax (model.py, line 1)",
+        ),
+        (
+            "[request id: <id_unknown>] expected 2 inputs but got 1 inputs for model 'a'.",
+            "expected 2 inputs but got 1 inputs for model 'a'.",
+        ),
+        ("tokens[0]: -1 is outside the vocabulary", "tokens[0]: -1 is outside the vocabulary"),
+    ],
+)
+def test_root_cause(message: str, cause: str) -> None:
+    assert root_cause(message) == cause
+
+
+def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NumPy 2 makes of every output; it cannot be installed beside the rest, so it is played here."""
+    empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
+    monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
+    with pytest.raises(ControlPlaneError, match="critic answered with nothing in values; NumPy 2 inside"):
+        control.probe_scoring("critic", ("values",), timeout_s=10)

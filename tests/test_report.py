@@ -1,0 +1,172 @@
+"""`tools.report` on synthetic run folders: whole page, no gold, no validation, and what must never show.
+Given metrics made here. A page is written once per kind of folder, since drawing takes seconds.
+"""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.report import pick_texts, verdict, write_curves, write_report
+from tools.report_data import Gain, phase_seconds, series
+from tools.report_page import SENTENCES
+from tools.summary import SUMMARY_KEYS, Pair, write_summary
+
+EVIL = " <script>alert('x')</script> & great"
+
+
+def write_run(run_dir: Path, *, gold: bool, validated: bool = True, num_steps: int = 12) -> Path:
+    run_dir.mkdir()
+    steps = range(1, num_steps + 1)
+    metrics = [
+        {
+            "step": k, "time": 100.0 + 2 * k, "train_rollouts/rewards": 0.1 * k,
+            "train_rollouts/rewards_with_kl": 0.08 * k, "train_rollouts/init_policy_kl_per_sequence": 0.2 * k,
+            "train_rollouts/explained_variance": float("nan") if k == 1 else 0.04 * k,
+            "train_rollouts/weights_version": k - 1, "train_rollouts/distinct2": 0.5,
+            "timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0,
+        }
+        for k in steps
+    ]  # fmt: skip
+    swaps = [
+        {"step": k, "time": 101.0 + 2 * k, "weights_version": k, "reload": "swap", "reload_ms": 5.0} for k in steps
+    ]
+    triton = {
+        "step": 3,
+        "time": 200.0,
+        "weights_version": 3,
+        "reload": "triton",
+        "reload_ms": 900.0,
+        "reason": "save",
+    }
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 13, "ti')
+    (run_dir / "critic_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*swaps, triton]))
+    if validated:
+        rows = [
+            {"prompt_id": f"p{i}", "when": when, "prompt": "It <b>is</b>", "response": text, "reward": reward}
+            for i in range(30)
+            for when, text, reward in (
+                ("before", f" thing {i}.", 0.0),
+                ("after", EVIL if i == 0 else f" good thing {i}.", 1.0 + i % 3),
+            )
+        ]
+        (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = dict.fromkeys(("reward_before", "reward_after", "kl_final", "ev_v0", "ev_last"), 0.5 if validated else None)
+    counts = {"ppo_steps": num_steps, "weights_version": num_steps, "critic_updates": num_steps}
+    zeros = {"failed_requests": 0, "masked_samples": 0, "seconds_per_step": 2.0}
+    (run_dir / "actor_summary.json").write_text(json.dumps(known | counts | zeros))
+    write_summary(run_dir, gold=gold, server_failures=0, peak_rss_mb=100.0, seconds_total=50.0)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("full") / "demo", gold=True)
+
+
+@pytest.fixture(scope="module")
+def page(full_run: Path) -> str:
+    return write_report(full_run).read_text(encoding="utf-8")
+
+
+def test_headline_and_numbers(page: str):
+    assert "The gold score, which PPO never saw, rose by 0." in page
+    assert "without “good”, the word that gained most," in page
+    assert "12 new critic versions by swap (median 5 ms) and 1 by Triton reload (median 900 ms)" in page
+    for key in SUMMARY_KEYS:
+        assert f"<code>{key}</code>" in page
+    assert set(SENTENCES) == set(SUMMARY_KEYS)
+    assert page.count("<figure>") == 8
+
+
+def test_texts_are_escaped(page: str):
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; <mark>great</mark>" in page
+    assert "<em>It &lt;b&gt;is&lt;/b&gt;</em> thing" in page
+
+
+def test_the_page_needs_nothing_else_and_names_no_machine(page: str, full_run: Path):
+    assert str(full_run.parent) not in page
+    linked = re.findall(r'(?:src|href)="([^"]{5})', page)
+    assert set(linked) == {"data:"}
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_same_run_same_bytes(page: str, full_run: Path):
+    assert write_report(full_run).read_text(encoding="utf-8") == page
+
+
+def test_a_run_without_gold(tmp_path: Path):
+    text = write_report(write_run(tmp_path / "mine", gold=False, num_steps=1)).read_text(encoding="utf-8")
+    assert "which PPO never saw" not in text
+    assert "The reward model&#x27;s score rose by 2.000" in text
+    assert "Largest gains" in text
+    assert text.count("<figure>") == 7
+
+
+def test_a_run_without_validation(tmp_path: Path):
+    run_dir = write_run(tmp_path / "short", gold=False, validated=False, num_steps=2)
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert "This run kept no held-out texts." in text
+    assert "held-out prompts continued" not in text
+    write_curves(run_dir, tmp_path / "short.png")
+    assert (tmp_path / "short.png").stat().st_size > 10_000
+
+
+def test_curves_are_wide_enough_for_a_readme(full_run: Path, tmp_path: Path):
+    write_curves(full_run, tmp_path / "curves.png")
+    header = (tmp_path / "curves.png").read_bytes()[:24]
+    width, height = struct.unpack(">II", header[16:24])
+    assert 1200 <= width <= 1600
+    assert 800 <= height <= 1200
+
+
+def test_a_missing_summary_is_named(full_run: Path, tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"summary\.json"):
+        write_report(tmp_path)
+
+
+def pair(gain: float | None, number: int) -> Pair:
+    texts: dict[str, Any] = dict.fromkeys(("response_before", "response_after", "text_before", "text_after"), "x")
+    return Pair(
+        prompt_id=str(number), prompt="p", **texts, reward_before=0.0, reward_after=gain,
+        gold_before=None, gold_after=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_pairs", "sizes"), [(100, [8, 8, 8]), (24, [8, 8, 8]), (7, [3, 2, 2]), (1, [1])])
+def test_picked_texts(num_pairs: int, sizes: list[int]):
+    pairs = [pair(float(i), i) for i in range(num_pairs)]
+    groups = pick_texts([*pairs, pair(None, -1)], gold=False)
+    assert [len(group) for _, group in groups] == sizes
+    gains = [gain for _, group in groups for _, gain in group]
+    assert len(set(gains)) == sum(sizes)  # nobody twice
+    assert gains[0] == num_pairs - 1
+    if len(groups) == 3:
+        assert groups[2][1][0][1] == 0.0  # the largest loss comes first in its group
+
+
+def test_verdicts_are_honest():
+    def said(low: float, high: float) -> str:
+        return verdict("It", Gain(label="", mean=(low + high) / 2, low=low, high=high))
+
+    assert said(0.1, 0.3) == "It rose by 0.200, 95 % interval [0.100, 0.300]."
+    assert said(-0.3, -0.1) == "It fell by 0.200, 95 % interval [-0.300, -0.100]."
+    assert said(-0.1, 0.3) == "It did not change measurably: +0.100, and the 95 % interval [-0.100, 0.300] includes 0."
+
+
+def test_phases_add_up_to_the_step():
+    row = {"timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0}
+    seconds = phase_seconds(row)
+    assert (seconds["generate"], seconds["policy update"], seconds["other"]) == (1.0, 0.5, 0.5)
+    assert sum(seconds.values()) == 2.0
+    assert phase_seconds({"timers/generate": 3.0, "timers/step_time": 2.0})["other"] == 0.0  # phases may overlap
+
+
+def test_series_leaves_out_what_is_no_number():
+    rows = [{"step": 1, "x": None}, {"step": 2, "x": float("nan")}, {"step": 3}, {"step": 4, "x": 5}]
+    assert series(rows, "x") == ([4], [5.0])

@@ -1,0 +1,174 @@
+"""`tools.summary` on run folders small enough to count by hand.
+Given nothing but files written here; the gold lexicon is the real one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.summary import SUMMARY_KEYS, distinct2, read_jsonl, read_pairs, read_steps, write_summary
+
+ACTOR = {
+    "ppo_steps": 2, "reward_before": 9.0, "reward_after": 9.0, "kl_final": 1.5, "ev_v0": -0.1, "ev_last": 0.5,
+    "weights_version": 2, "critic_updates": 2, "failed_requests": 0, "masked_samples": 0, "retries": 1,
+    "seconds_total": 10.0, "seconds_per_step": 2.5,
+}  # fmt: skip
+CRITIC = [
+    {"step": 1, "time": 1.0, "weights_version": 1, "reload": "swap", "reload_ms": 4.0},
+    {"step": 2, "time": 2.0, "weights_version": 2, "reload": "swap", "reload_ms": 8.0},
+    {"step": 2, "time": 3.0, "weights_version": 2, "reload": "triton", "reload_ms": 900.0, "reason": "save"},
+]
+MEASURED = {"server_failures": 0, "peak_rss_mb": 512.0, "seconds_total": 60.0}
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]], torn: str = "") -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + torn, encoding="utf-8")
+
+
+def sample(prompt_id: str, when: str, response: str, reward: float | None, prompt: str = "It is") -> dict[str, Any]:
+    return {"prompt_id": prompt_id, "when": when, "prompt": prompt, "response": response, "reward": reward}
+
+
+SAMPLES = [
+    sample("a", "before", " a list of a list", 0.0),
+    sample("b", "before", " a list of a list", 1.0),
+    sample("a", "after", " a great thing.", 2.0),
+    sample("b", "after", " a good thing.", 4.0),
+]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "actor_summary.json").write_text(json.dumps(ACTOR))
+    write_lines(tmp_path / "critic_metrics.jsonl", CRITIC, torn='{"step": 3, "rel')
+    write_lines(tmp_path / "samples.jsonl", SAMPLES)
+    return tmp_path
+
+
+def test_summary_counted_by_hand(run_dir: Path):
+    summary = write_summary(run_dir, gold=True, **MEASURED)
+    assert tuple(summary) == SUMMARY_KEYS
+    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    # The texts' own rewards win over what the actor said of them.
+    assert (summary["reward_before"], summary["reward_after"]) == (0.5, 3.0)
+    # Twice a-list, list-of, of-a, a-list: 3 distinct of 8. After: a-great, great-thing., a-good, good-thing.
+    assert (summary["distinct2_before"], summary["distinct2_after"]) == (3 / 8, 1.0)
+    assert (summary["unique_before"], summary["unique_after"]) == (0.5, 1.0)
+    assert (summary["reloads_swap"], summary["reloads_triton"]) == (2, 1)
+    assert (summary["swap_ms_p50"], summary["triton_reload_ms_p50"]) == (6.0, 900.0)
+    assert (summary["kl_final"], summary["peak_rss_mb"], summary["seconds_total"]) == (1.5, 512.0, 60.0)
+    # VADER's compound: s / sqrt(s^2 + 15), great 3.1, good 1.9.
+    great, good = 3.1 / (3.1**2 + 15) ** 0.5, 1.9 / (1.9**2 + 15) ** 0.5
+    assert summary["gold_before"] == 0.0
+    assert summary["gold_after"] == pytest.approx((great + good) / 2, abs=1e-4)
+    assert summary["gold_ci95"] == pytest.approx([good, great], abs=1e-4)  # of two pairs, one of each resampled
+    assert summary["top_word"] == "great"
+    assert summary["gold_gain_without_top_word_ci95"] == pytest.approx([0.0, good], abs=1e-4)
+
+
+def test_gold_is_added_to_the_samples_and_nothing_else_changes(run_dir: Path):
+    write_summary(run_dir, gold=True, **MEASURED)
+    rows = read_jsonl(run_dir / "samples.jsonl")
+    assert [{key: row[key] for key in row if key != "gold"} for row in rows] == SAMPLES
+    assert [row["gold"] > 0 for row in rows] == [False, False, True, True]
+    assert [p.name for p in run_dir.iterdir() if p.name.startswith(".")] == []
+
+
+def test_top_word_is_one_that_the_lexicon_can_lose(run_dir: Path):
+    # "not" turns "bad" and so gains most, but is no rated word: taking it out would change nothing.
+    write_lines(
+        run_dir / "samples.jsonl",
+        [sample("a", "before", " bad.", 0.0), sample("a", "after", " not bad, and a fine one.", 0.0)],
+    )
+    assert write_summary(run_dir, gold=True, **MEASURED)["top_word"] not in ("not", None)
+
+
+def test_without_gold(run_dir: Path):
+    summary = write_summary(run_dir, gold=False, **MEASURED)
+    gold_keys = [key for key in SUMMARY_KEYS if key.startswith("gold") or key == "top_word"]
+    assert len(gold_keys) == 5
+    assert all(summary[key] is None for key in gold_keys)
+    assert summary["distinct2_before"] == 3 / 8
+    assert read_jsonl(run_dir / "samples.jsonl") == SAMPLES
+
+
+def test_without_validation(run_dir: Path):
+    nothing = {"reward_before": None, "reward_after": None, "kl_final": float("nan"), "ev_v0": None}
+    (run_dir / "actor_summary.json").write_text(json.dumps(ACTOR | nothing))
+    (run_dir / "samples.jsonl").unlink()
+    summary = write_summary(run_dir, gold=False, **MEASURED)
+    assert summary["distinct2_after"] is None
+    assert summary["kl_final"] is None  # NaN is no JSON
+
+
+def test_masked_rewards_do_not_count(run_dir: Path):
+    write_lines(run_dir / "samples.jsonl", [*SAMPLES[:3], sample("b", "after", " x", None)])
+    summary = write_summary(run_dir, gold=False, **MEASURED)
+    assert (summary["reward_before"], summary["reward_after"]) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["actor_summary.json", "critic_metrics.jsonl", "samples.jsonl"])
+def test_a_missing_file_is_named(run_dir: Path, name: str):
+    (run_dir / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        write_summary(run_dir, gold=True, **MEASURED)
+
+
+def test_missing_key_of_the_actor_is_named(run_dir: Path):
+    (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k != "ev_last"}))
+    with pytest.raises(ValueError, match="lacks ev_last"):
+        write_summary(run_dir, gold=True, **MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (SAMPLES[:3], "2 texts before, 1 after; without a partner: b"),
+        ([*SAMPLES, SAMPLES[0]], "'a' comes twice with when='before'"),
+        ([*SAMPLES[:3], sample("b", "after", " x", 0.0, prompt="Other")], "prompt 'b' differs"),
+        ([SAMPLES[0] | {"when": "later"}], "'later', not 'before' or 'after'"),
+        ([], "0 texts before, 0 after"),
+    ],
+)
+def test_texts_that_do_not_pair(run_dir: Path, rows: list[dict[str, Any]], message: str):
+    write_lines(run_dir / "samples.jsonl", rows)
+    with pytest.raises(ValueError, match=message):
+        write_summary(run_dir, gold=True, **MEASURED)
+
+
+def test_only_the_last_line_may_be_torn(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    write_lines(path, [{"a": 1}], torn='{"a": 2')
+    assert read_jsonl(path) == [{"a": 1}]
+    write_lines(path, [{"a": 1}], torn='{"a": 2}')
+    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        read_jsonl(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="not a JSON object"):
+        read_jsonl(path)
+
+
+def test_unusual_line_ends_inside_texts_do_not_split_lines(tmp_path: Path):
+    row = sample("a", "before", "one\u2028two\x85three", 0.0)
+    (tmp_path / "x.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_jsonl(tmp_path / "x.jsonl") == [row]
+
+
+def test_a_step_done_again_counts_once(tmp_path: Path):
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
+    assert read_steps(tmp_path) == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
+
+
+def test_responses_without_their_leading_space_are_not_fused_with_the_prompt(run_dir: Path):
+    assert read_pairs(run_dir)[0].text_after == "It is a great thing."
+    write_lines(run_dir / "samples.jsonl", [row | {"response": row["response"].strip()} for row in SAMPLES])
+    assert read_pairs(run_dir)[0].text_after == "It is a great thing."
+
+
+def test_distinct2():
+    assert distinct2(["a b a b"]) == 2 / 3  # ab ba ab
+    assert distinct2(["a", ""]) is None

@@ -1,0 +1,139 @@
+"""Finding tritonserver, and the sentence for each Python that cannot run it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tools.triton_home import (
+    STUB,
+    ServerStartError,
+    TritonHome,
+    find_tritonserver,
+    lay_out_backends,
+    server_environment,
+)
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+OTHER = "3.8"
+
+
+@pytest.fixture
+def wheel() -> TritonHome:
+    return find_tritonserver(None)
+
+
+def copy_of(wheel: TritonHome, root: Path, stubs: dict[str, str]) -> Path:
+    """A wheel's tree under `root`; `stubs` says which Python's stub stands in which folder."""
+    binary = root / "pytriton" / "tritonserver" / "bin" / "tritonserver"
+    binary.parent.mkdir(parents=True)
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    (binary.parent.parent / "backends").symlink_to(wheel.backend_source_dir)
+    for folder, version in stubs.items():
+        place = binary.parent.parent / "python_backend_stubs" / folder
+        place.mkdir(parents=True)
+        (place / STUB).symlink_to(wheel.stub.parents[1] / version / STUB)
+    return binary
+
+
+def test_the_wheel_is_found(wheel: TritonHome) -> None:
+    assert wheel.from_wheel
+    assert os.access(wheel.binary, os.X_OK)
+    assert wheel.stub.parent.name == PYTHON
+    assert (wheel.library_path[1] / f"libpython{PYTHON}.so.1.0").exists()
+
+
+def test_backends_are_laid_out_again_and_again(wheel: TritonHome, tmp_path: Path) -> None:
+    for _ in range(2):
+        folder = lay_out_backends(wheel, tmp_path / "backends") / "python"
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"libtriton_python.so", "triton_python_backend_utils.py", STUB}
+        assert (folder / STUB).resolve() == wheel.stub.resolve()
+
+
+def test_environment_of_the_server(wheel: TritonHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    environment = server_environment(wheel)
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.prefix) / "bin")
+    assert environment["LD_LIBRARY_PATH"].split(os.pathsep) == [*map(str, wheel.library_path), "/mine"]
+    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert os.environ["LD_LIBRARY_PATH"] == "/mine"
+
+
+def test_a_system_server_keeps_its_own_backends(wheel: TritonHome, tmp_path: Path) -> None:
+    """The layout of the NGC image: stub beside the backend's library, no folder of stubs."""
+    binary = tmp_path / "tritonserver" / "bin" / "tritonserver"
+    binary.parent.mkdir(parents=True)
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    backends = lay_out_backends(wheel, binary.parent.parent / "backends")
+    home = find_tritonserver(binary)
+    assert not home.from_wheel
+    assert home.backend_source_dir == backends
+    assert lay_out_backends(home, tmp_path / "elsewhere") == backends
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_path_is_the_last_resort(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = copy_of(wheel, tmp_path, {PYTHON: PYTHON})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(binary.parent))
+    assert find_tritonserver(None).binary == binary
+
+
+def test_no_tritonserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServerStartError, match="no tritonserver found, .* `pip install nvidia-pytriton`"):
+        find_tritonserver(None)
+
+
+def test_a_path_that_is_no_executable(tmp_path: Path) -> None:
+    with pytest.raises(ServerStartError, match=r"nothing is not an executable file: --tritonserver \("):
+        find_tritonserver(tmp_path / "nothing")
+    with pytest.raises(ServerStartError, match="is not an executable file"):
+        find_tritonserver(tmp_path)
+
+
+def test_a_server_without_a_python_backend(tmp_path: Path) -> None:
+    binary = shutil.copy("/bin/true", tmp_path / "tritonserver")
+    with pytest.raises(ServerStartError, match=r"has no python backend beside it .* ends in -py3"):
+        find_tritonserver(Path(binary))
+
+
+def test_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second NumPy cannot be installed beside the first, so its version is played."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.3.1")
+    with pytest.raises(ServerStartError, match=r'NumPy 2\.3\.1 is installed, .*`pip install "numpy<2"`'):
+        find_tritonserver(None)
+
+
+def test_a_python_without_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path) if name == "LIBDIR" else None)
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    with pytest.raises(ServerStartError, match=rf"has no libpython{PYTHON}\.so\.1\.0, .*: use one that has"):
+        find_tritonserver(None)
+
+
+def test_no_stub_for_this_python(wheel: TritonHome, tmp_path: Path) -> None:
+    binary = copy_of(wheel, tmp_path, {OTHER: OTHER})
+    with pytest.raises(ServerStartError, match=rf"no python backend stub for Python {PYTHON} .* for {OTHER}:"):
+        find_tritonserver(binary)
+
+
+def test_a_stub_of_another_python(wheel: TritonHome, tmp_path: Path) -> None:
+    binary = copy_of(wheel, tmp_path, {PYTHON: OTHER})
+    sentence = rf"is built for Python {OTHER}, and this is Python {PYTHON}: run the command with Python {OTHER}"
+    with pytest.raises(ServerStartError, match=sentence):
+        find_tritonserver(binary)

@@ -1,0 +1,343 @@
+"""Starting, filling and stopping the real tritonserver, in this process and through `tools.serve`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import (
+    regions,
+    server_processes,
+    tiny_server,
+    write_journal_model,
+    write_repository,
+    write_scoring_model,
+)
+
+from tools.ports import check_ports
+from tools.server_log import readable, stub_failure
+from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+# `tools.serve` with a repository that is there already: rendering has tests of its own, and needs checkpoints.
+SERVE = """
+import sys, tools.render_configs
+tools.render_configs.render_repository = lambda config, out: []
+from tools.serve import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert server_processes(os.getpid()) == []
+    assert regions(os.getpid()) == []
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run whose repository is rendered and whose critic has a version."""
+    (tmp_path / "weights" / "critic").mkdir(parents=True)
+    (tmp_path / "weights" / "critic" / "CURRENT").write_text("0\n")
+    (tmp_path / "empty.yaml").write_text("server: {http_port: 0, grpc_port: 0, metrics_port: 0, exit_timeout_s: 1}")
+    return tmp_path
+
+
+def serve(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SERVE, "--config", str(run_dir / "empty.yaml"), f"run.dir={run_dir}"]
+    return subprocess.Popen(
+        [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def wait_until_gone(parent_pid: int) -> None:
+    while server_processes(parent_pid) or regions(parent_pid):
+        time.sleep(0.05)
+
+
+def test_start_load_probe_stop(tmp_path: Path) -> None:
+    write_repository(tmp_path / "repository")
+    lines: list[str] = []
+    state = tmp_path / "server.json"
+    with tiny_server(tmp_path, lines.append) as server:
+        server.wait_ready(state)
+        assert server.poll() is None
+        assert json.loads(state.read_text()) == {
+            "pid": server.pid,
+            "http": server.section.http_url,
+            "grpc": server.section.grpc_url,
+            "metrics": server.section.metrics_url,
+        }
+        assert len(server_processes(os.getpid())) == 5  # the server, and a stub for each model but the ensemble
+        assert len(regions(os.getpid())) == 4
+        with ControlPlane(server.section.grpc_url) as control:
+            for model in ("reward_model", "critic", "critic_infer"):
+                assert control.statistics(model).success_count >= 1
+        for port in (server.section.http_port, server.section.grpc_port, server.section.metrics_port):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                assert connection.getpeername()[0] == "127.0.0.1"
+    assert not state.exists()
+    loaded = [line.split(" loaded in ")[0] for line in lines if " loaded in " in line]
+    assert sorted(loaded[:2]) == ["critic", "reward_model"]
+    assert loaded[2:] == ["critic_infer", "critic_train", "critic_save"]
+    server.stop()  # once more does nothing
+
+
+def test_a_killed_server_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    with tiny_server(tmp_path) as server:
+        server.wait_ready()
+        server.raise_if_dead()
+        os.kill(server.pid, signal.SIGKILL)
+        while server.poll() is None:
+            time.sleep(0.02)
+        with pytest.raises(ServerStartError, match=r"tritonserver was killed by SIGKILL; its log, .*log, ends"):
+            server.raise_if_dead()
+        assert regions(os.getpid())
+
+
+def test_a_server_that_dies_while_it_loads(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic", on_load="os.kill(os.getppid(), 9)")
+    with tiny_server(tmp_path) as server, pytest.raises(ServerStartError, match="was killed by SIGKILL"):
+        server.wait_ready()
+
+
+@pytest.mark.parametrize("key", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_that_is_taken(tmp_path: Path, key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = tiny_server(tmp_path, **{key: port})
+        with pytest.raises(ServerStartError) as caught:
+            server.start()
+    assert str(caught.value) == (
+        f"port {port} (server.{key}) on 127.0.0.1 cannot be used: Address already in use; stop what uses it, or "
+        f"set server.{key} to another port (0 takes a free one)"
+    )
+    assert not server.log_path.exists()
+
+
+def test_ports_must_differ_and_the_host_must_be_ours(tmp_path: Path) -> None:
+    section = tiny_server(tmp_path).section
+    with pytest.raises(ServerStartError, match=r"server\.http_port and server\.metrics_port are both"):
+        check_ports(section.model_copy(update={"metrics_port": section.http_port}))
+    with pytest.raises(ServerStartError, match=r"server\.host 192\.0\.2\.1 is no address of this machine"):
+        tiny_server(tmp_path, host="192.0.2.1")
+
+
+def test_an_empty_repository(tmp_path: Path) -> None:
+    (tmp_path / "repository").mkdir()
+    with (
+        tiny_server(tmp_path) as server,
+        pytest.raises(ServerStartError, match="holds no model: `python -m tools render`"),
+    ):
+        server.wait_ready()
+
+
+def test_a_model_that_raises_at_load(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "reward_model")
+    write_scoring_model(tmp_path / "repository", "critic", on_load="raise ValueError('3 labels, must be 1')")
+    with tiny_server(tmp_path) as server, pytest.raises(ServerStartError) as caught:
+        server.wait_ready()
+    assert str(caught.value) == (
+        "critic could not be loaded: ValueError: 3 labels, must be 1 (model.py line 10); the whole log is in "
+        f"{server.log_path}"
+    )
+
+
+def test_a_model_without_model_py_does_not_hang(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    (tmp_path / "repository" / "critic" / "1" / "model.py").unlink()
+    with tiny_server(tmp_path) as server, pytest.raises(ServerStartError, match=r"model\.py is missing: render"):
+        server.wait_ready()
+
+
+def test_a_model_that_is_not_what_it_should_be(tmp_path: Path) -> None:
+    write_journal_model(tmp_path / "repository", "critic_train", refuse=False)
+    with (
+        tiny_server(tmp_path) as server,
+        pytest.raises(ServerStartError, match="critic_train accepted tokens = -1"),
+    ):
+        server.wait_ready()
+
+
+def test_a_stub_of_another_python_does_not_hang(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    home = find_tritonserver(None)
+    other = dataclasses.replace(home, stub=home.stub.parents[1] / "3.8" / home.stub.name)
+    server = tiny_server(tmp_path)
+    lay_out_backends(other, tmp_path / "backends")
+    with server, pytest.raises(ServerStartError, match=r"stub cannot start: .*libpython3\.8\.so"):
+        server.wait_ready()
+
+
+def test_models_that_are_not_ready_in_time(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(1.5)")
+    with (
+        tiny_server(tmp_path, load_timeout_s=0.5) as server,
+        pytest.raises(ServerStartError, match=r"critic could not be loaded: no answer within 0\.5 s"),
+    ):
+        server.wait_ready()
+    write_journal_model(tmp_path / "repository", "critic_save")
+    with (
+        tiny_server(tmp_path, start_timeout_s=1) as server,
+        pytest.raises(ServerStartError, match=r"no answer within|not ready within 1 s: the server's log shows"),
+    ):
+        server.wait_ready()
+
+
+def test_a_log_that_is_no_text(tmp_path: Path) -> None:
+    lines: list[str] = []
+    noise = r"os.write(1, b'caf\xe9 \xff\x00\n')"
+    write_scoring_model(tmp_path / "repository", "critic", on_load=noise)
+    with tiny_server(tmp_path, lines.append) as server:
+        server.wait_ready()
+        while not any("caf\\xe9 \\xff" in line for line in lines):
+            time.sleep(0.02)
+        assert "caf\\xe9 \\xff" in server.log_tail(40)
+
+
+def test_the_log_of_a_server_before_is_kept(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    for _ in range(2):
+        with tiny_server(tmp_path) as server:
+            server.wait_ready()
+    assert server.log_path.with_suffix(".previous.log").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals) -> None:
+    write_repository(run_dir / "model_repository")
+    process = serve(run_dir)
+    wait_for(run_dir / "server.json", process)
+    grpc_url = json.loads((run_dir / "server.json").read_text())["grpc"]
+    with ControlPlane(grpc_url) as control:
+        control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=10)
+    process.send_signal(number)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "ready: inference http://127.0.0.1:" in out
+    assert out.endswith("stopped\n")
+    assert server_processes(process.pid) == []
+    assert regions(process.pid) == []
+    assert not (run_dir / "server.json").exists()
+
+
+def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:
+    write_scoring_model(run_dir / "model_repository", "critic", on_load="print('loading', flush=True); time.sleep(60)")
+    process = serve(run_dir)
+    assert process.stdout is not None
+    while "loading" not in process.stdout.readline():
+        pass
+    process.terminate()
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert server_processes(process.pid) == []
+    assert regions(process.pid) == []
+
+
+def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
+    write_scoring_model(run_dir / "model_repository", "critic")
+    process = serve(run_dir)
+    wait_for(run_dir / "server.json", process)
+    process.kill()
+    process.communicate()
+    wait_until_gone(process.pid)
+
+
+def test_serve_tells_of_a_server_that_died(run_dir: Path) -> None:
+    write_scoring_model(run_dir / "model_repository", "critic")
+    process = serve(run_dir)
+    wait_for(run_dir / "server.json", process)
+    psutil.Process(json.loads((run_dir / "server.json").read_text())["pid"]).kill()
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err.startswith("error: tritonserver was killed by SIGKILL; its log")
+    assert regions(process.pid) == []
+    assert server_processes(process.pid) == []
+
+
+def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path) -> None:
+    write_scoring_model(run_dir / "model_repository", "critic", on_load="raise ValueError('3 labels, must be 1')")
+    process = serve(run_dir)
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert err.startswith("error: critic could not be loaded: ValueError: 3 labels, must be 1 (model.py line 10);")
+    assert len(err.splitlines()) == 1
+    assert server_processes(process.pid) == []
+    assert regions(process.pid) == []
+
+
+def test_serve_exits_with_one_sentence_when_the_configuration_is_wrong(run_dir: Path) -> None:
+    process = serve(run_dir, "server.port=8000")
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert "unknown key server.port" in err
+
+
+def test_commands_answer_at_once_and_know_their_names() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "tools"]
+    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert all(name in shown.stdout for name in ("serve", "render", "run", "prepare"))
+    assert not {"torch", "numpy", "grpc", "pydantic"} & {
+        line.split("|")[-1].strip() for line in shown.stderr.splitlines()
+    }
+    wrong = subprocess.run([*command[:1], "-m", "tools", "srve"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stderr) == (2, "error: unknown command 'srve'; did you mean serve?\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'I1120 14:09:03.269166 4092 model.py:6] "serving version 3"\n', "  | serving version 3"),
+        (b'W1120 14:09:03.269520 4092 model.py:7] "a slow disk"\n', "  | warning: a slow disk"),
+        (
+            b'E1120 14:09:03.838 4092 backend_model.cc:692] "ERROR: no\\n\\nAt:\\n  /m.py(3): f\\n"',
+            "  | error: ERROR: no",
+        ),
+        (b"printed by a library", "  | printed by a library"),
+        (b'I1120 14:08:58.930 4092 grpc_server.cc:2558] "Started GRPCInferenceService"\n', None),
+        (b"I1120 14:08:58.927979 4092 server.cc:604] \n", None),
+        (b"| Backend | Path | Config |\n", None),
+        (b'E1120 14:08:58.927743 4092 server.cc:241] "CudaDriverHelper has not been initialized."\n', None),
+    ],
+)
+def test_readable_log_lines(line: bytes, text: str | None) -> None:
+    assert readable(line) == text
+
+
+def test_a_stub_that_cannot_find_its_python(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("Fatal Python error: init_fs_encoding: failed to get the Python codec\n")
+    assert "Fatal Python error: init_fs_encoding" in str(stub_failure(log))
+    log.write_text("all is well\n")
+    assert stub_failure(log) is None
+
+
+def test_two_servers_do_not_touch_each_other(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_scoring_model(tmp_path / name / "repository", "critic")
+    with tiny_server(tmp_path / "one") as one:
+        with tiny_server(tmp_path / "two") as two:
+            one.wait_ready()
+            two.wait_ready()
+        with ControlPlane(one.section.grpc_url) as control:
+            control.probe_scoring("critic", ("values",), timeout_s=10)
+        with ControlPlane(two.section.grpc_url) as control, pytest.raises(ControlPlaneError):
+            control.probe_scoring("critic", ("values",), timeout_s=10)

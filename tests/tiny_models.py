@@ -1,0 +1,156 @@
+"""Models for the real tritonserver that load in a tenth of a second, and servers to run them.
+Given: a test's own folder. Returns: a repository with the contract's models, numpy only; a server on free ports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from python_backend.config import ServerSection
+from tools.triton_home import find_tritonserver, lay_out_backends
+from tools.tritonserver import SHARED_MEMORY, TritonServer
+
+_SCORING_CONFIG = """name: "{name}"
+backend: "python"
+max_batch_size: 64
+dynamic_batching {{ }}
+input {{ name: "tokens" data_type: TYPE_INT64 dims: [ -1 ] allow_ragged_batch: true optional: true }}
+input {{ name: "sequence_lengths" data_type: TYPE_INT64 dims: [ 1 ] optional: true }}
+{outputs}
+instance_group {{ count: 1 kind: KIND_CPU }}
+parameters {{ key: "weights_version" value {{ string_value: "0" }} }}
+"""
+_JOURNAL_CONFIG = """name: "{name}"
+backend: "python"
+max_batch_size: 0
+input {{ name: "tokens" data_type: TYPE_INT64 dims: [ -1, -1 ] optional: true }}
+input {{ name: "dummy_var" data_type: TYPE_INT64 dims: [ 1 ] optional: true }}
+output {{ name: "weights_version" data_type: TYPE_INT64 dims: [ 1 ] }}
+instance_group {{ count: 1 kind: KIND_CPU }}
+"""
+_ENSEMBLE_CONFIG = """name: "critic_infer"
+platform: "ensemble"
+max_batch_size: 64
+input { name: "tokens" data_type: TYPE_INT64 dims: [ -1 ] optional: true }
+input { name: "sequence_lengths" data_type: TYPE_INT64 dims: [ 1 ] optional: true }
+output { name: "rewards" data_type: TYPE_FP32 dims: [ 1 ] }
+output { name: "values" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "weights_version" data_type: TYPE_INT64 dims: [ 1 ] }
+ensemble_scheduling {
+  step { model_name: "reward_model" model_version: -1
+    input_map { key: "tokens" value: "tokens" }
+    input_map { key: "sequence_lengths" value: "sequence_lengths" }
+    output_map { key: "rewards" value: "rewards" } }
+  step { model_name: "critic" model_version: -1
+    input_map { key: "tokens" value: "tokens" }
+    input_map { key: "sequence_lengths" value: "sequence_lengths" }
+    output_map { key: "values" value: "values" }
+    output_map { key: "weights_version" value: "weights_version" } }
+}
+"""
+_REWARDS = 'output { name: "rewards" data_type: TYPE_FP32 dims: [ 1 ] }'
+_VALUES = 'output { name: "values" data_type: TYPE_FP32 dims: [ -1 ] }'
+_VERSION = 'output { name: "weights_version" data_type: TYPE_INT64 dims: [ 1 ] }'
+_SCORING_MODEL = """import json, os, time
+import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        self.outputs = [output["name"] for output in config["output"]]
+        self.version = int(config["parameters"]["weights_version"]["string_value"])
+        {on_load}
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        {on_request}
+        rows, width = pb.get_input_tensor_by_name(request, "tokens").as_numpy().shape
+        answers = {{
+            "rewards": np.zeros((rows, 1), np.float32),
+            "values": np.zeros((rows, width), np.float32),
+            "weights_version": np.full((rows, 1), self.version),
+        }}
+        return pb.InferenceResponse([pb.Tensor(name, answers[name]) for name in self.outputs])
+"""
+_JOURNAL_MODEL = """import numpy as np
+import triton_python_backend_utils as pb
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        for name in ("tokens", "dummy_var"):
+            tensor = pb.get_input_tensor_by_name(request, name)
+            if {refuse} and tensor is not None and tensor.as_numpy().min() < 0:
+                code = pb.TritonError.INVALID_ARG
+                return pb.InferenceResponse(error=pb.TritonError(name + ": negative", code))
+        return pb.InferenceResponse([pb.Tensor("weights_version", np.zeros(1, np.int64))])
+"""
+
+
+def write_scoring_model(repository: Path, name: str, on_load: str = "pass", on_request: str = "pass") -> None:
+    """A reward_model or critic that answers zeros; `on_load` and `on_request` are statements it runs."""
+    outputs = _REWARDS if name == "reward_model" else f"{_VALUES}\n{_VERSION}"
+    model = _SCORING_MODEL.format(on_load=on_load, on_request=on_request)
+    _write(repository / name, _SCORING_CONFIG.format(name=name, outputs=outputs), model)
+
+
+def write_journal_model(repository: Path, name: str, *, refuse: bool = True) -> None:
+    """A critic_train or critic_save that refuses negative input, or accepts everything."""
+    _write(repository / name, _JOURNAL_CONFIG.format(name=name), _JOURNAL_MODEL.format(refuse=refuse))
+
+
+def write_repository(repository: Path) -> None:
+    """All five models."""
+    for name in ("reward_model", "critic"):
+        write_scoring_model(repository, name)
+    for name in ("critic_train", "critic_save"):
+        write_journal_model(repository, name)
+    _write(repository / "critic_infer", _ENSEMBLE_CONFIG, None)
+
+
+def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: object) -> TritonServer:
+    """A server, not started yet, on `folder/repository` and free ports."""
+    home = find_tritonserver(None)
+    settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1, **section}
+    return TritonServer(
+        home,
+        folder / "repository",
+        ServerSection.model_validate(settings),
+        folder / "logs" / "tritonserver.log",
+        backends=lay_out_backends(home, folder / "backends"),
+        log=log,
+    )
+
+
+def regions(parent_pid: int) -> list[str]:
+    """Shared-memory regions of the servers that process `parent_pid` has started."""
+    return [path.name for path in SHARED_MEMORY.glob(f"rlhf-{parent_pid}-*")]
+
+
+def server_processes(parent_pid: int) -> list[psutil.Process]:
+    """Servers that process `parent_pid` has started, and their stubs, by the names of their regions."""
+    mark = f"rlhf-{parent_pid}-"
+    found = psutil.process_iter(["cmdline"])
+    return [process for process in found if any(mark in item for item in process.info["cmdline"] or ())]
+
+
+def stub_of(server: TritonServer, model: str) -> psutil.Process:
+    """The process of one model."""
+    children = psutil.Process(server.pid).children()
+    return next(child for child in children if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()))
+
+
+def _write(folder: Path, config: str, model: str | None) -> None:
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config)
+    if model is not None:
+        (folder / "1" / "model.py").write_text(model)

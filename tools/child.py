@@ -1,0 +1,80 @@
+"""A child process of `tools run`: its output in a log file, told to stop by a signal, never left behind.
+Given: a name, a command, a log file. Returns: a `Child`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tools.server_log import tail
+
+# The kernel tells the child to stop when its parent is killed outright; see tools/tritonserver.py for why like this.
+_STARTER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent process is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class ChildDied(RuntimeError):
+    """A process of the run ended by itself; the message names it, how it ended, and what it said last."""
+
+
+class Child:
+    """One Python module of the run, in a session of its own: a Ctrl-C in the terminal is for the parent to pass on."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
+        """Start `python -m <arguments>`."""
+        self.name = name
+        self.log_path = log_path
+        self._stopping = False
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), sys.executable, "-u", "-m", *arguments]
+        with log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, **env},
+            )  # fmt: skip
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.poll()
+
+    def raise_if_failed(self) -> None:
+        """Raise ChildDied if it ended with anything but 0."""
+        code = self.poll()
+        if code not in (None, 0):
+            raise ChildDied(self.obituary())
+
+    def obituary(self) -> str:
+        """How it ended, and the last lines of its log."""
+        code = self.poll()
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"ended with exit code {code}"
+        )
+        return f"the {self.name} {how}; its log, {self.log_path}, ends with:\n{tail(self.log_path)}"
+
+    def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:
+        """Ask it to stop, kill it if it does not; returns the exit code."""
+        if self.poll() is None and not self._stopping:
+            self._stopping = True
+            self.process.send_signal(signum)
+        waited = 0.0
+        while self.poll() is None and waited < timeout_s:
+            try:
+                self.process.wait(0.2)
+            except subprocess.TimeoutExpired:
+                waited += 0.2
+                while_waiting()
+        if self.poll() is None:
+            self.process.kill()
+        return self.process.wait()

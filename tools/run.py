@@ -1,0 +1,240 @@
+"""`python -m tools run`: the whole system in one terminal: prepare -> render -> serve -> sidecar -> PPO -> report.
+Given: a YAML (the demo's, or a user's own). Returns: 0 with summary.json and report.html in the run's folder.
+Ctrl-C stops actor, sidecar and server in that order; a process that dies stops the run and is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import shutil
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from tools.child import Child, ChildDied
+from tools.display import RunDisplay
+from tools.ports import with_free_ports
+from tools.serve import ensure_first_version, start_server
+from tools.triton_home import ServerStartError
+from tools.tritonserver import TritonServer
+
+POLL_S = 0.25
+ACTOR_STOP_S = 30.0
+SIDECAR_STOP_S = 90.0
+LIBRARY_ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on; the message says why and what to do."""
+
+
+class Run:
+    """The processes of one run and what is measured from outside them."""
+
+    def __init__(self, path: Path, config: RunConfig, overrides: Sequence[str], display: RunDisplay) -> None:
+        self._path = path
+        self._overrides = list(overrides)
+        self._display = display
+        self._started = time.monotonic()
+        self._peak_rss = 0
+        self._failures_at_start = 0
+        self._server: TritonServer | None = None
+        self._sidecar: Child | None = None
+        self._actor: Child | None = None
+        self.config = config
+
+    def execute(self) -> None:
+        """Everything, to the report. Raises ConfigError, ServerStartError, ChildDied, RunFailed."""
+        if self.config.demo is not None:
+            self._prepare()
+        self._fix_ports()
+        self._display.phase("starting tritonserver")
+        ensure_first_version(self.config, self._path, self._overrides)
+        self._server = start_server(self.config, log=self._display.log)
+        self._failures_at_start = self._server_failures()
+        arguments = ["--config", str(self._path), *self._overrides]
+        logs = self.config.run.logs_dir
+        self._display.phase("PPO")
+        self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
+        self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
+        while self._actor.poll() is None:
+            self._look()
+        self._actor.raise_if_failed()
+        self._display.phase("stopping the sidecar, which writes its last checkpoint")
+        if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
+            raise ChildDied(self._sidecar.obituary())
+        failures = self._server_failures() - self._failures_at_start
+        self.stop()
+        self._report(failures)
+
+    def stop(self) -> None:
+        """Stop what still runs: actor, sidecar, server."""
+        if self._actor is not None:
+            self._actor.stop(signal.SIGINT, ACTOR_STOP_S)
+        if self._sidecar is not None:
+            self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S)
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _prepare(self) -> None:
+        demo = self.config.demo
+        assert demo is not None
+        out = demo.cache_dir / f"seed-{self.config.run.seed}{'-quick' if demo.quick else ''}"
+        self._display.phase("preparing checkpoints and prompts")
+        arguments = ["tools.demo_prepare", "--out", str(out), "--seed", str(self.config.run.seed)]
+        log_path = self.config.run.logs_dir / "prepare.log"
+        child = Child("preparation", [*arguments, *(["--quick"] if demo.quick else [])], log_path, LIBRARY_ENV)
+        try:
+            with log_path.open(errors="replace") as log:
+                while child.poll() is None:
+                    self._look_outside()
+                    self._relay(log.read())
+                self._relay(log.read())
+            child.raise_if_failed()
+        finally:
+            child.stop(signal.SIGTERM, 5.0)
+        self._override(
+            f"reward.checkpoint={out / 'reward'}", f"critic.checkpoint={out / 'critic'}",
+            f"actor.checkpoint={out / 'policy'}", f"actor.prompts={out / 'prompts.jsonl'}",
+            f"actor.validation_prompts={out / 'validation.jsonl'}",
+        )  # fmt: skip
+
+    def _relay(self, text: str) -> None:
+        for line in text.splitlines():
+            if line.strip() and line[0] not in '{} "':  # the closing figures are in prepared.json
+                self._display.log(f"  | {line}")
+
+    def _fix_ports(self) -> None:
+        section = with_free_ports(self.config.server)
+        names = ("http_port", "grpc_port", "metrics_port")
+        self._override(*(f"server.{name}={getattr(section, name)}" for name in names))
+
+    def _override(self, *overrides: str) -> None:
+        self._overrides += overrides
+        self.config = load_config(self._path, self._overrides)
+
+    def _look(self) -> None:
+        """One glance at everything."""
+        assert self._server is not None
+        self._look_outside()
+        self._server.raise_if_dead()
+        for child in (self._sidecar, self._actor):
+            if child is not None:
+                child.raise_if_failed()
+        if self._sidecar is not None and self._sidecar.poll() == 0:
+            raise ChildDied(self._sidecar.obituary())
+
+    def _look_outside(self) -> None:
+        self._display.refresh()
+        self._peak_rss = max(self._peak_rss, tree_rss_bytes())
+        time.sleep(POLL_S)
+
+    def _server_failures(self) -> int:
+        assert self._server is not None
+        with urllib.request.urlopen(f"http://{self._server.section.metrics_url}/metrics", timeout=10) as answer:
+            return count_failures(answer.read().decode())
+
+    def _report(self, failures: int) -> None:
+        from tools.report import write_report
+        from tools.report_curves import write_curves
+        from tools.summary import write_summary
+
+        self._display.phase("writing the report")
+        run_dir = self.config.run.dir
+        write_summary(
+            run_dir,
+            gold=self.config.demo is not None,
+            server_failures=failures,
+            peak_rss_mb=self._peak_rss / 1e6,
+            seconds_total=time.monotonic() - self._started,
+        )
+        write_curves(run_dir, run_dir / "curves.png")
+        write_report(run_dir)
+
+
+def count_failures(metrics: str) -> int:
+    """Sum of `nv_inference_request_failure` over models and reasons."""
+    counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)
+    return int(sum(map(float, counts)))
+
+
+def tree_rss_bytes() -> int:
+    """Resident memory of this process and all below it; pages that several share count in each."""
+    total = 0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def set_aside(run_dir: Path) -> None:
+    """Move an earlier run out of the way, replacing the one moved before."""
+    if run_dir.exists():
+        previous = run_dir.with_name(f"{run_dir.name}.previous")
+        shutil.rmtree(previous, ignore_errors=True)
+        run_dir.rename(previous)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and run; 0 done, 1 with the reason, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m tools run", description="The whole system in one terminal.")
+    parser.add_argument("--config", type=Path, required=True, help="the YAML of the run")
+    parser.add_argument("--fresh", action="store_true", help="set an earlier run aside (<dir>.previous), not resume it")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        config = load_config(args.config, args.overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.fresh:
+        set_aside(config.run.dir)
+    return _supervise(args.config, config, args.overrides)
+
+
+def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
+    run: Run | None = None
+    try:
+        with RunDisplay(config.run.dir, config.actor.steps) as display:
+            run = Run(path, config, overrides, display)
+            try:
+                run.execute()
+            except BaseException:
+                display.phase("stopping actor, sidecar and server")
+                run.stop()
+                raise
+    except (ConfigError, ServerStartError, ChildDied, RunFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
+        print(f"stopped; {again} resumes from the newest checkpoint", file=sys.stderr)
+        return 130
+    _print_outcome(config.run.dir)
+    return 0
+
+
+def _print_outcome(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    for name, value in summary.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
+        print(f"  {name:<32}{shown}")
+    print(f"report: {run_dir / 'report.html'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
