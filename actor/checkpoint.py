@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from actor.policy import Policy
-from python_backend.durable import sync_directory, sync_file
+from python_backend.durable import remove_folder, sweep, sync_directory, sync_file
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -41,13 +41,15 @@ def save_checkpoint(root: Path, policy: Policy, state: dict[str, Any], *, keep: 
         for path in staging.iterdir():
             sync_file(path)
         final = root / str(state["step"])
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            remove_folder(final)
         staging.rename(final)
         sync_directory(root)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     for step in sorted(int(p.name) for p in root.iterdir() if p.name.isdigit())[:-keep]:
-        shutil.rmtree(root / str(step))
+        remove_folder(root / str(step))
+    sweep(root)
 
 
 def load_checkpoint(root: Path, step: int, policy: Policy) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def make_batch(
     # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
     kl = torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, kl_estimator), 0.0)
     rewards = token_rewards(scores.rewards, kl, rollout.lengths, kl_coef=kl_coef)
-    prev_values = scores.values[:, :-1]
+    prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
     advantages, returns = gae(prev_values, rewards, mask, gamma=gamma, lam=lam)
     policy_mask = mask * rollout.is_end[:, None] if mask_unfinished else mask
     return PPOBatch(
@@ -44,15 +44,15 @@ def make_batch(
         scored.logprobs,
         masked_whiten(advantages, mask),
         returns * mask,
-        prev_values * mask,
+        prev_values,
         kl,
     )
 
 
 def check_failures(scores: Scores, max_failed_fraction: float) -> None:
-    """Raise TooManyFailed, with the causes, if too many rows have no score."""
+    """Raise TooManyFailed, with the causes, if too many rows, or all of them, have no score."""
     failed = int((~scores.scored).sum())
-    if failed > max_failed_fraction * len(scores.scored):
+    if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
         raise TooManyFailed(
             f"{failed} of {len(scores.scored)} rewards could not be had (actor.max_failed_fraction is "
             f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"

@@ -65,7 +65,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; a last line cut short by a crash is left out, a missing file is empty."""
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     parsed = []
     for number, line in enumerate(lines):
         try:

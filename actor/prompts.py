@@ -25,10 +25,10 @@ def read_prompts(path: Path, tokenizer: Any, *, max_tokens: int, limit: int | No
         PromptError: unreadable file, a line that is no JSON object with `text`, an empty or too long prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in a text
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read the prompts {path}: {error}") from error
-    prompts = []
+    prompts: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if limit is not None and len(prompts) >= limit:
             break

@@ -120,6 +120,8 @@ def scoring_rows(tokens: np.ndarray | None, lengths: np.ndarray | None, limits: 
     if tokens.ndim != 2:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
     rows, width = tokens.shape
+    if rows == 0:  # an answer without rows would never be sent
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
     sizes = np.full(rows, width, np.int64) if lengths is None else _row_lengths(lengths, rows, width)
     cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
     for i, row in enumerate(cut):
@@ -156,17 +158,10 @@ def train_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Tr
     _expect_integers(TOKENS, tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [N, S], or [1, T] with {SEQUENCE_LENGTHS}")
-    bad = np.flatnonzero((tokens < 0) | (tokens >= limits.vocab_size))
-    if bad.size:
-        at = np.unravel_index(int(bad[0]), tokens.shape)
-        raise ContractError(
-            f"{TOKENS}[{int(at[0])}, {int(at[1])}]: {int(tokens[at])} is outside the vocabulary "
-            f"[0, {limits.vocab_size})"
-        )
     if _is_packed(tokens, lengths):
-        payload = _packed(tokens, np.asarray(lengths), arrays)
+        payload = _packed(tokens, np.asarray(lengths), arrays, limits)
     else:
-        payload = _padded(tokens, lengths, arrays)
+        payload = _padded(tokens, lengths, arrays, limits)
     if limits.max_length is not None and payload.lengths.max() > limits.max_length:
         row = int(payload.lengths.argmax())
         raise ContractError(
@@ -186,6 +181,7 @@ def optional_text(name: str, array: np.ndarray | None) -> str | None:
     """The run id in a BYTES `[1]` tensor, or None."""
     if array is None or array.size == 0:
         return None
+    _expect_one(name, array)
     text = _decode(name, array.reshape(-1)[0])
     if not RUN_ID_PATTERN.fullmatch(text):
         raise ContractError(
@@ -199,6 +195,7 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
     if array is None or array.size == 0:
         return None
     _expect_integers(name, array)
+    _expect_one(name, array)
     value = int(array.reshape(-1)[0])
     if value < minimum:
         raise ContractError(f"{name}: {value}, must be at least {minimum}")
@@ -207,7 +204,7 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
 
 def sentence_texts(sentences: np.ndarray) -> list[str]:
     """The texts of a BYTES `[B, 1]` tensor. Raises ContractError if one is no UTF-8 or the shape is wrong."""
-    if sentences.ndim != 2 or sentences.shape[1] != 1:
+    if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
         raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
     return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
 
@@ -223,7 +220,7 @@ def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]
         text = _decode(f"{METADATA}[{i}]", item)
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ContractError(f"{METADATA}[{i}]: {text[:80]!r} is not JSON: {error}") from error
         if not isinstance(value, dict):
             raise ContractError(f"{METADATA}[{i}]: {text[:80]!r}, must be a JSON object")
@@ -241,6 +238,20 @@ def _decode(name: str, item: Any) -> str:
 def _expect_integers(name: str, array: np.ndarray) -> None:
     if array.dtype not in (np.int64, np.int32):
         raise ContractError(f"{name}: dtype {array.dtype}, must be int64 or int32")
+
+
+def _expect_one(name: str, array: np.ndarray) -> None:
+    if array.size != 1:
+        raise ContractError(f"{name}: shape {list(array.shape)}, must be [1]")
+
+
+def _expect_vocabulary(tokens: np.ndarray, inside: np.ndarray | bool, limits: Limits) -> None:
+    bad = np.flatnonzero(((tokens < 0) | (tokens >= limits.vocab_size)) & inside)
+    if bad.size:
+        row, column = (int(i) for i in np.unravel_index(int(bad[0]), tokens.shape))
+        raise ContractError(
+            f"{TOKENS}[{row}, {column}]: {int(tokens[row, column])} is outside the vocabulary [0, {limits.vocab_size})"
+        )
 
 
 def _row_lengths(lengths: np.ndarray, rows: int, width: int) -> np.ndarray:
@@ -261,12 +272,11 @@ def _is_packed(tokens: np.ndarray, lengths: np.ndarray | None) -> bool:
     return tokens.shape[0] == 1 and lengths is not None and lengths.size > 1
 
 
-def _packed(tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray | None]) -> TrainPayload:
-    _expect_integers(SEQUENCE_LENGTHS, lengths)
-    sizes = lengths.reshape(-1).astype(np.int64)
-    if (sizes < 1).any():
-        row = int(np.argmax(sizes < 1))
-        raise ContractError(f"{SEQUENCE_LENGTHS}[{row}]: {int(sizes[row])}, must be at least 1")
+def _packed(
+    tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray | None], limits: Limits
+) -> TrainPayload:
+    _expect_vocabulary(tokens, True, limits)
+    sizes = _row_lengths(lengths, lengths.size, tokens.shape[1])
     if sizes.sum() != tokens.shape[1]:
         raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {tokens.shape[1]}")
     shape = (1, tokens.shape[1] - len(sizes))
@@ -274,7 +284,9 @@ def _packed(tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.nda
     return TrainPayload(tokens.reshape(-1).astype(np.int64), sizes, *fields)
 
 
-def _padded(tokens: np.ndarray, lengths: np.ndarray | None, arrays: Mapping[str, np.ndarray | None]) -> TrainPayload:
+def _padded(
+    tokens: np.ndarray, lengths: np.ndarray | None, arrays: Mapping[str, np.ndarray | None], limits: Limits
+) -> TrainPayload:
     rows, width = tokens.shape
     if width < 2:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, a row needs at least 2 tokens to be trained on")
@@ -291,6 +303,7 @@ def _padded(tokens: np.ndarray, lengths: np.ndarray | None, arrays: Mapping[str,
             raise ContractError(
                 f"{MASK}[{row}, {column}]: {mask[row, column]:g}, but the sequence has {sizes[row]} tokens"
             )
+    _expect_vocabulary(tokens, np.arange(width)[None] < sizes[:, None], limits)  # padding may hold anything
     packed_tokens = np.concatenate([tokens[i, : sizes[i]] for i in range(rows)]).astype(np.int64)
     packed = [np.concatenate([field[i, : sizes[i] - 1] for i in range(rows)]) for field in fields]
     return TrainPayload(packed_tokens, sizes, *packed)
@@ -302,7 +315,9 @@ def _targets(name: str, array: np.ndarray | None, shape: tuple[int, int]) -> np.
     if array.dtype != np.float32:
         raise ContractError(f"{name}: dtype {array.dtype}, must be float32")
     if array.shape != shape:
-        raise ContractError(f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS})")
+        raise ContractError(
+            f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS} in each row)"
+        )
     bad = np.flatnonzero(~np.isfinite(array))
     if bad.size:
         row, column = (int(i) for i in np.unravel_index(int(bad[0]), shape))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,20 @@ def sync_file(path: Path) -> None:
     """Force what was written to `path` by others onto the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete `folder`: at once out of sight, so that a crash leaves no half of it under its name."""
+    aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
+    folder.rename(aside)
+    shutil.rmtree(aside)
+
+
+def sweep(root: Path) -> None:
+    """Delete what a crash left in `root`: folders of unfinished writes and removals. For the only writer."""
+    for pattern in (".staging-*", ".removed-*"):
+        for folder in root.glob(pattern):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:

@@ -137,8 +137,9 @@ class Journal:
             return entry
 
     def accept_save(self, *, run_id: str | None) -> Entry:
-        """Ask for a checkpoint after everything accepted so far."""
+        """Ask for a checkpoint after everything accepted so far. Raises StepConflict during a rewind."""
         self._check_run(run_id)
+        self._refuse_during_rewind()
         return self._append("save")
 
     def accept_rewind(self, *, run_id: str | None, target: int) -> Entry:
@@ -151,13 +152,18 @@ class Journal:
         return self._append("rewind", target)
 
     def result(self, entry: Entry) -> Result | None:
-        """The outcome of `entry`; None while it is not done."""
+        """The outcome of `entry`; None while it is not done, an error if a rewind took it out."""
         data = read_json(self._result_path(entry))
+        if data is None and not (self._entries / entry.name).exists():
+            data = read_json(self._result_path(entry))  # it may have been done just now
+            if data is None:
+                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: set aside by a rewind")
         return None if data is None else Result(**data)
 
     def last_step(self) -> int:
         """The last accepted step; 0 before the first."""
-        return max((entry.step for entry in self._known_entries() if entry.kind == "train"), default=0)
+        known = self._known_entries()  # a rewind outlives the results of the steps before it
+        return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
     def heartbeat(self) -> Heartbeat | None:
         """The sidecar's last sign of life."""
@@ -275,13 +281,13 @@ class Journal:
 
     def _digest(self, entry: Entry) -> str | None:
         result = self.result(entry)
-        if result is not None:
-            return result.digest
-        try:
-            with safe_open(self._entries / entry.name, framework="numpy") as file:
-                return file.metadata()["digest"]
-        except FileNotFoundError:
-            return None
+        if result is None:
+            try:
+                with safe_open(self._entries / entry.name, framework="numpy") as file:
+                    return file.metadata()["digest"]
+            except FileNotFoundError:  # done just now
+                result = self.result(entry)
+        return result.digest if result else None
 
     def _refuse_during_rewind(self) -> None:
         for entry in self.entries():

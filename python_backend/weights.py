@@ -22,7 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.durable import read_json, replace_file, sync_directory, sync_file, write_json
+from python_backend.durable import (
+    read_json,
+    remove_folder,
+    replace_file,
+    sweep,
+    sync_directory,
+    sync_file,
+    write_json,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -84,7 +92,7 @@ class WeightsStore:
     def current(self) -> int | None:
         """The version that is served; None in an empty store. Raises WeightsError if CURRENT is unreadable."""
         try:
-            text = self._current.read_text()
+            text = self._current.read_text(errors="replace")
         except FileNotFoundError:
             return None
         if not text.strip().isdigit():
@@ -100,11 +108,11 @@ class WeightsStore:
         """The manifest of `version`. Raises WeightsError if the version is not there or incomplete."""
         try:
             data = read_json(self.folder(version) / MANIFEST_FILE)
-        except (OSError, json.JSONDecodeError) as error:
+            if data is None:
+                raise WeightsError(f"version {version} is not in the weights store")
+            return Manifest(**data)
+        except (OSError, ValueError, TypeError) as error:
             raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
-        if data is None:
-            raise WeightsError(f"version {version} is not in the weights store")
-        return Manifest(**data)
 
     def add(self, write: Callable[[Path], None], *, run_id: str, step: int, parent: int | None, epoch: int) -> Manifest:
         """Write a new version; CURRENT stays where it is.
@@ -191,7 +199,8 @@ class WeightsStore:
         needed = {0, self.current(), *(record.version for record in self.serving())}
         doomed = [v for v in self.versions()[:-keep] if v not in needed]
         for version in doomed:
-            shutil.rmtree(self.folder(version))
+            remove_folder(self.folder(version))
+        sweep(self.root)
         for path in self._serving.glob("*.json"):
             data = read_json(path)
             if data is not None and not _is_alive(ServingRecord(**data), path):
@@ -227,12 +236,14 @@ def tensor_types(path: Path) -> dict[str, list[Any]]:
             raise ValueError("not a safetensors file")
         try:
             header = json.loads(file.read(size))
-        except ValueError as error:
+            tensors = {name: item for name, item in sorted(header.items()) if name != "__metadata__"}
+            end = max((item["data_offsets"][1] for item in tensors.values()), default=0)
+            types = {name: [item["dtype"], item["shape"]] for name, item in tensors.items()}
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError("not a safetensors file") from error
-    end = max((item["data_offsets"][1] for name, item in header.items() if name != "__metadata__"), default=0)
     if path.stat().st_size != 8 + size + end:
         raise ValueError(f"{path.stat().st_size} bytes long, its header says {8 + size + end}")
-    return {name: [item["dtype"], item["shape"]] for name, item in sorted(header.items()) if name != "__metadata__"}
+    return types
 
 
 def _is_alive(record: ServingRecord, path: Path) -> bool:

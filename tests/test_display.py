@@ -119,6 +119,7 @@ def test_nothing_printed_meanwhile_is_lost(tmp_path: Path):
         display.phase("PPO")
         append(tmp_path / "metrics.jsonl", step_row(1))
         display.refresh()
+        kept = sys.stdout  # as a logging handler does; else garbage collection would flush it
         print("without an end", end="")
     out = console.file.getvalue()
     for expected in (
@@ -129,6 +130,8 @@ def test_nothing_printed_meanwhile_is_lost(tmp_path: Path):
         "step 1/3",
     ):
         assert expected in out
+    assert out.rindex("without an end") < out.rindex("╰")  # above the last frame, not after it
+    assert hasattr(kept, "rich_proxied_file")
     assert not hasattr(sys.stdout, "rich_proxied_file")
 
 

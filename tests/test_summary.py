@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.summary import SUMMARY_KEYS, distinct2, read_jsonl, read_pairs, read_steps, write_summary
+from tools.summary import SUMMARY_KEYS, distinct2, read_jsonl, read_pairs, read_steps, word_gains, write_summary
 
 ACTOR = {
     "ppo_steps": 2, "reward_before": 9.0, "reward_after": 9.0, "kl_final": 1.5, "ev_v0": -0.1, "ev_last": 0.5,
@@ -77,12 +77,12 @@ def test_gold_is_added_to_the_samples_and_nothing_else_changes(run_dir: Path):
 
 
 def test_top_word_is_one_that_the_lexicon_can_lose(run_dir: Path):
-    # "not" turns "bad" and so gains most, but is no rated word: taking it out would change nothing.
-    write_lines(
-        run_dir / "samples.jsonl",
-        [sample("a", "before", " bad.", 0.0), sample("a", "after", " not bad, and a fine one.", 0.0)],
-    )
-    assert write_summary(run_dir, gold=True, **MEASURED)["top_word"] not in ("not", None)
+    # "not" acts in both texts and so gains most, but is no rated word: taking it out would change nothing.
+    responses = [("a", " bad.", " not bad."), ("b", " awful.", " not awful.")]
+    rows = [(p, when, text) for p, *texts in responses for when, text in zip(("before", "after"), texts, strict=True)]
+    write_lines(run_dir / "samples.jsonl", [sample(p, when, text, 0.0) for p, when, text in rows])
+    assert word_gains(read_pairs(run_dir))[0][0] == "not"
+    assert write_summary(run_dir, gold=True, **MEASURED)["top_word"] == "bad"
 
 
 def test_without_gold(run_dir: Path):
@@ -103,8 +103,10 @@ def test_without_validation(run_dir: Path):
     assert summary["kl_final"] is None  # NaN is no JSON
 
 
-def test_masked_rewards_do_not_count(run_dir: Path):
-    write_lines(run_dir / "samples.jsonl", [*SAMPLES[:3], sample("b", "after", " x", None)])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_masked_rewards_do_not_count(run_dir: Path, when: str):
+    masked = [row | {"reward": None} if (row["prompt_id"], row["when"]) == ("b", when) else row for row in SAMPLES]
+    write_lines(run_dir / "samples.jsonl", masked)
     summary = write_summary(run_dir, gold=False, **MEASURED)
     assert (summary["reward_before"], summary["reward_after"]) == (0.0, 2.0)
 

@@ -95,7 +95,7 @@ def test_path_is_the_last_resort(wheel: TritonHome, tmp_path: Path, monkeypatch:
 def test_no_tritonserver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ServerStartError, match="no tritonserver found, .* `pip install nvidia-pytriton`"):
+    with pytest.raises(ServerStartError, match=r"no tritonserver found, .* `pip install nvidia-pytriton`"):
         find_tritonserver(None)
 
 
@@ -128,12 +128,12 @@ def test_a_python_without_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_no_stub_for_this_python(wheel: TritonHome, tmp_path: Path) -> None:
     binary = copy_of(wheel, tmp_path, {OTHER: OTHER})
-    with pytest.raises(ServerStartError, match=rf"no python backend stub for Python {PYTHON} .* for {OTHER}:"):
+    with pytest.raises(ServerStartError, match=rf"no python backend stub for Python {PYTHON} .* {OTHER}:"):
         find_tritonserver(binary)
 
 
 def test_a_stub_of_another_python(wheel: TritonHome, tmp_path: Path) -> None:
     binary = copy_of(wheel, tmp_path, {PYTHON: OTHER})
-    sentence = rf"is built for Python {OTHER}, and this is Python {PYTHON}: run the command with Python {OTHER}"
+    sentence = rf"is built for Python {OTHER}, and this is Python {PYTHON}: run the command with"
     with pytest.raises(ServerStartError, match=sentence):
         find_tritonserver(binary)

@@ -1,5 +1,5 @@
 """Models for the real tritonserver that load in a tenth of a second, and servers to run them.
-Given: a test's own folder. Returns: a repository with the contract's models, numpy only; a server on free ports.
+Given: a test's own folder. Returns: a repository of the contract's models, in numpy; a server on free ports.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def write_repository(repository: Path) -> None:
 def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: object) -> TritonServer:
     """A server, not started yet, on `folder/repository` and free ports."""
     home = find_tritonserver(None)
-    settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1, **section}
+    settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 0, **section}
     return TritonServer(
         home,
         folder / "repository",

@@ -48,13 +48,13 @@ def corpus_fingerprint(root: Path | None = None) -> str:
     return digest.hexdigest()
 
 
-def load_corpus(root: Path | None = None, *, num_held_out: int = NUM_HELD_OUT) -> Corpus:
+def load_corpus(root: Path | None = None, *, num_held_out: int = NUM_HELD_OUT, every_nth_source: int = 1) -> Corpus:
     """Returns the corpus, ordered by each sentence's sha256.
 
     The hash orders the same on every machine, mixes the modules, and keeps a sentence's place when another
     Python version adds or removes others. Of few sentences at most a fifth are held out.
     """
-    found = {sentence for path in stdlib_sources(root) for sentence in _sentences_of_file(path)}
+    found = {sentence for path in stdlib_sources(root)[::every_nth_source] for sentence in _sentences_of_file(path)}
     ordered = sorted(found, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
     cut = min(num_held_out, len(ordered) // 5)
     return Corpus(train=tuple(ordered[cut:]), held_out=tuple(ordered[:cut]))

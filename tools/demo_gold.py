@@ -3,7 +3,7 @@ Given texts (or two lists of texts or scores); the lexicon ships with the `vader
 Returns scores in [-1, 1], which words carry a gain between two lists, and the gain's confidence interval.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -44,7 +44,7 @@ def words_that_gained(
     """
     all_dropped = frozenset(dropped) | frozenset(extra_dropped)
     old, new = (_mean_contributions(texts, all_dropped) for texts in (before, after))
-    gains = {word: new[word] - old[word] for word in {*old, *new}}
+    gains = {word: new.get(word, 0.0) - old.get(word, 0.0) for word in {*old, *new}}
     return sorted(((w, g) for w, g in gains.items() if g != 0.0), key=lambda pair: (-pair[1], pair[0]))
 
 
@@ -74,14 +74,14 @@ def _analyzer(dropped: frozenset[str]) -> Any:
     return analyzer
 
 
-def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> Counter[str]:
+def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> dict[str, float]:
     """Per word, score(text) - score(text without the word), as a mean over all texts."""
     from vaderSentiment.vaderSentiment import BOOSTER_DICT, NEGATE
 
     analyzer = _analyzer(dropped)
     acting = {*analyzer.lexicon, *BOOSTER_DICT, *NEGATE}
     score = gold_scorer(dropped)
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     for text in texts:
         pieces = text.split()
         words = [_as_vader_reads(piece) for piece in pieces]
@@ -89,7 +89,7 @@ def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> Counter[st
         for word in sorted(acting.intersection(words)):
             without = " ".join(piece for piece, w in zip(pieces, words, strict=True) if w != word)
             totals[word] += whole - score(without)
-    return Counter({word: total / len(texts) for word, total in totals.items()})
+    return {word: total / len(texts) for word, total in totals.items()}
 
 
 def _as_vader_reads(piece: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tools.demo_corpus import Corpus, corpus_fingerprint, load_corpus
@@ -149,8 +150,7 @@ def _move_into_place(building: Path, out_dir: Path) -> None:
 
 
 def _build(root: Path, seed: int, quick: bool, log: Log) -> PreparationFigures:
-    import torch
-
+    torch = _import_torch()
     from tools.demo_models import FULL, QUICK
 
     recipe = QUICK if quick else FULL
@@ -162,12 +162,27 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> PreparationFigures:
         torch.set_num_threads(threads)
 
 
+def _import_torch() -> ModuleType:
+    """Imports torch with OpenMP threads that sleep while they wait, unless it is imported already.
+
+    Spinning ones, the default, made two threads on a shared machine seven times slower than one. The variable
+    is read once, at the import, and must not reach the processes that the caller starts later.
+    """
+    chosen = os.environ.get("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    if chosen is None:
+        del os.environ["OMP_WAIT_POLICY"]
+    return torch
+
+
 def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> PreparationFigures:
     """The whole story, top to bottom."""
     from tools import demo_models as m
 
     start = time.monotonic()
-    corpus = _limited(load_corpus(), recipe.max_sentences)
+    corpus = _limited(load_corpus(every_nth_source=recipe.every_nth_source), recipe.max_sentences)
     log(f"corpus: {len(corpus.train)} sentences, {len(corpus.held_out)} held out")
     tokenizer = m.train_tokenizer(corpus.train, vocab_size=recipe.vocab_size)
     train_rows, held_out_rows = (_encode(tokenizer, part) for part in (corpus.train, corpus.held_out))
@@ -184,6 +199,7 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> Prepar
     _write_prompts(root / "prompts.jsonl", "train", list(prompts))
     _write_prompts(root / "validation.jsonl", "validation", list(validation))
 
+    log(f"reward model: sampling {recipe.num_samples} texts and rating them")
     texts = _RewardTexts(policy, tokenizer, recipe)
     rows = texts.real(train_rows) + texts.samples(prompts, recipe.num_samples, seed=seed)
     reward = m.train_reward_model(policy, rows, texts.gold(rows), recipe, seed=seed, log=log)

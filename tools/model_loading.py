@@ -4,6 +4,7 @@ Given: the control plane and the model repository. Returns: nothing, once every 
 
 from __future__ import annotations
 
+import compileall
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -55,6 +56,7 @@ def load_and_probe(
     models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
     if not models:
         raise ServerStartError(f"{repository} holds no model: `python -m tools render` makes them")
+    _compile_ahead(repository)
     deadline = time.monotonic() + section.start_timeout_s
 
     def time_left() -> float:
@@ -71,6 +73,16 @@ def load_and_probe(
         _load_together(control, models.intersection(group), time_left, check, log)
     for model in sorted(models):
         _probe(control, model, time_left)
+
+
+def _compile_ahead(repository: Path) -> None:
+    """Write each model's bytecode before Triton first looks at its folder.
+
+    Stubs run isolated, so PYTHONDONTWRITEBYTECODE does not reach them. A `__pycache__` that appears during
+    the first load is a change to Triton: loading the ensemble would then load both its models once more.
+    """
+    for model in repository.glob("*/[1-9]*/model.py"):
+        compileall.compile_file(model, quiet=2)  # what it cannot write, a stub cannot write either
 
 
 def _load_together(

@@ -143,7 +143,7 @@ def _words(run: Run, words: Sequence[tuple[str, float]]) -> str:
 
 
 def _word_row(run: Run, word: str, gain: float, total: float, scale: float) -> str:
-    pattern = _word_pattern([word])
+    pattern = word_pattern([word])
     counts = [
         sum(bool(pattern.search(text)) for text in texts)
         for texts in ([p.text_before for p in run.pairs], [p.text_after for p in run.pairs])
@@ -162,7 +162,7 @@ def _texts(run: Run, words: Sequence[tuple[str, float]]) -> str:
     if not groups:
         return "<section><h2>Texts</h2><p>This run kept no held-out texts.</p></section>"
     score = "gold score" if run.gold else "reward"
-    marked = _word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0])
+    marked = word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0])
     rows = []
     for label, group in groups:
         rows.append(f"<tr><th colspan=3>{label}</th></tr>")
@@ -181,21 +181,22 @@ def _text_row(pair: Pair, gain: float, gold: bool, marked: re.Pattern[str]) -> s
         (pair.text_before, pair.gold_before, pair.reward_before),
         (pair.text_after, pair.gold_after, pair.reward_after),
     ):
-        shown = _highlight(text[len(pair.prompt) :], marked)
+        shown = highlight(text[len(pair.prompt) :], marked)
         score = gold_score if gold else reward
         cells.append(f"<td><small>{score:+.2f}</small><em>{escape(pair.prompt)}</em>{shown}</td>")
     kind = "up" if gain > 0 else "down" if gain < 0 else ""
     return f'<tr>{"".join(cells)}<td class="n {kind}">{gain:+.2f}</td></tr>'
 
 
-def _highlight(text: str, marked: re.Pattern[str]) -> str:
+def highlight(text: str, marked: re.Pattern[str]) -> str:
     """Escaped text, the matches of `marked` wrapped; split first, so that no match cuts an entity."""
     return "".join(
         f"<mark>{escape(piece)}</mark>" if i % 2 else escape(piece) for i, piece in enumerate(marked.split(text))
     )
 
 
-def _word_pattern(words: Sequence[str]) -> re.Pattern[str]:
+def word_pattern(words: Sequence[str]) -> re.Pattern[str]:
+    """Returns a pattern whose one group is any of the words, whole and in any case; without words, never."""
     if not words:
         return re.compile(r"(?!)()")
     return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", re.IGNORECASE)

@@ -41,7 +41,7 @@ def panels(run: Run) -> list[tuple[str, str]]:
     ]
     if run.gold:
         chosen.insert(1, ("The score PPO never saw, on held-out prompts, with 95 % intervals.", draw_gold))
-    return [(caption, _svg(draw, run)) for caption, draw in chosen]
+    return [(caption, svg(draw, run)) for caption, draw in chosen]
 
 
 def write_curves(run_dir: Path, out_png: Path) -> None:
@@ -145,7 +145,7 @@ def draw_versions(axes: Axes, run: Run) -> None:
         lw=1.2,
         ls=":",
         drawstyle="steps-post",
-        label="that scored the step",
+        label="version that scored the step",
     )
     axes.yaxis.get_major_locator().set_params(integer=True)
     _finish(axes, "Critic weights version in service", "minutes since the first step", [s[0] for s in served])
@@ -207,7 +207,8 @@ def _finish(axes: Axes, title: str, xlabel: str, x: Sequence[float], *, columns:
         axes.legend(loc="best", ncols=columns)
 
 
-def _svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
+def svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
+    """Returns one picture as an SVG text, the same bytes for the same run."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

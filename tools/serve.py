@@ -43,8 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = None
     try:
         config = load_config(arguments.config, overrides)
-        overrides = [*prepared_demo(config, log=_say), *overrides]
-        config = load_config(arguments.config, overrides)
+        preparation, made = demo_preparation(config)
+        if preparation:
+            _run_module("preparing the demo", preparation)
+            overrides = [*made, *overrides]
+            config = load_config(arguments.config, overrides)
         ensure_first_version(config, arguments.config, overrides)
         server = start_server(config, log=_say)
         _say("serving; Ctrl-C stops it")
@@ -62,20 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say("stopped")
 
 
-def prepared_demo(config: RunConfig, *, log: Callable[[str], None] = print) -> list[str]:
-    """The overrides that name the demo's checkpoints and prompts, prepared if need be; [] without `demo:`."""
+def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
+    """Arguments of `python -m` that prepare the demo, and overrides naming what they make; [] without `demo:`."""
     if config.demo is None:
-        return []
-    from tools.demo_prepare import prepare  # torch: only where there is something to train
-
-    demo = prepare(config.demo.cache_dir, config.run.seed, config.demo.quick, log)
-    return [
-        f"reward.checkpoint={demo.reward}",
-        f"critic.checkpoint={demo.critic}",
-        f"actor.checkpoint={demo.policy}",
-        f"actor.prompts={demo.prompts}",
-        f"actor.validation_prompts={demo.validation}",
-    ]
+        return [], []
+    out = config.demo.cache_dir / f"seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
+    arguments = ["tools.demo_prepare", "--out", str(out), "--seed", str(config.run.seed)]
+    made = {
+        "reward.checkpoint": "reward",
+        "critic.checkpoint": "critic",
+        "actor.checkpoint": "policy",
+        "actor.prompts": "prompts.jsonl",
+        "actor.validation_prompts": "validation.jsonl",
+    }
+    quick = ["--quick"] if config.demo.quick else []
+    return [*arguments, *quick], [f"{key}={out / name}" for key, name in made.items()]
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
@@ -89,13 +93,19 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     """
     if (config.run.weights_dir / "CURRENT").exists():
         return
-    _say("making version 0 of the critic's weights")
-    command = [sys.executable, "-m", "trainer", "--config", str(path), "--init-only", *overrides]
-    code = subprocess.run(command, check=False).returncode
+    _run_module(
+        "making version 0 of the critic's weights",
+        ["trainer", "--config", str(path), "--init-only", *overrides],
+    )
+
+
+def _run_module(what: str, arguments: Sequence[str]) -> None:
+    _say(what)
+    # Not in our session: a Ctrl-C is for us, and the exception it raises here ends the child.
+    code = subprocess.run([sys.executable, "-m", *arguments], check=False, start_new_session=True).returncode
     if code != 0:
         raise ServerStartError(
-            f"there is no critic to serve: `python -m trainer --init-only` ended with exit code {code} "
-            f"for the reason above; critic.checkpoint is {config.critic.checkpoint}"
+            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code} for the reason above"
         )
 
 

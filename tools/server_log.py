@@ -16,7 +16,8 @@ _TRITON_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([\w.]+):\d+\] ?(.*)")
 # What a server without a GPU complains of, and what belongs to a table or a traceback.
 _NOISE = re.compile(
     r"CudaDriverHelper has not been|CUDA driver version is insufficient|no pinned memory pool"
-    r"|DCGM unable to start|Failed to initialize NVML|^Signal \(\d+\) received|^[+|]|^At:$|^  \S.*\(\d+\): |^\s*$"
+    r"|DCGM unable to start|Failed to initialize NVML|^Signal \(\d+\) received"
+    r"|^[+|]|^At:$|^  \S.*\(\d+\): |^\s*$"
 )
 _PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
 # After these lines Triton waits for the model for ever, and says nothing.

@@ -89,7 +89,7 @@ def server_environment(home: TritonHome) -> dict[str, str]:
     # The stub finds site-packages through the first python3 on PATH; PYTHONPATH means nothing to it.
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), path])
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a new __pycache__ would count as a changed model
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # for Python processes that models start; stubs ignore it
     environment["HF_HUB_OFFLINE"] = "1"
     environment["TOKENIZERS_PARALLELISM"] = "false"
     return environment

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from python_backend.durable import sync_directory, sync_file
+from python_backend.durable import remove_folder, sweep, sync_directory, sync_file, write_json
 from python_backend.modeling import save_critic
 from python_backend.weights import WEIGHTS_FILE
 from trainer.critic_update import CriticUpdate
@@ -56,7 +56,11 @@ class CheckpointFolder:
         return max((step for step in self.steps() if at_most is None or step <= at_most), default=None)
 
     def save(self, update: CriticUpdate, state: CheckpointState) -> Path:
-        """Write a checkpoint, replacing one of the same step."""
+        """Write a checkpoint; where the step has one already, the weights are the same and only its state is new."""
+        final = self.root / str(state.step)
+        if (final / STATE_FILE).is_file():  # replacing the folder would leave a moment without either
+            write_json(final / STATE_FILE, asdict(state))
+            return final
         self.root.mkdir(parents=True, exist_ok=True)
         staging = self.root / f".staging-{uuid.uuid4().hex}"
         staging.mkdir()
@@ -66,8 +70,6 @@ class CheckpointFolder:
             (staging / STATE_FILE).write_text(json.dumps(asdict(state)))
             for path in staging.iterdir():
                 sync_file(path)
-            final = self.root / str(state.step)
-            shutil.rmtree(final, ignore_errors=True)
             staging.rename(final)
             sync_directory(self.root)
             return final
@@ -91,14 +93,15 @@ class CheckpointFolder:
         """Delete checkpoints above `step` (a rewind took their steps out)."""
         for newer in self.steps():
             if newer > step:
-                shutil.rmtree(self.root / str(newer))
+                remove_folder(self.root / str(newer))
 
     def prune(self, *, keep: int) -> None:
         """Keep the newest `keep` that critic_save asked for, and the newest of all."""
         steps = self.steps()
         asked = [step for step in steps if self.state(step).asked]
         for step in set(steps[:-1]) - set(asked[-keep:]):
-            shutil.rmtree(self.root / str(step))
+            remove_folder(self.root / str(step))
+        sweep(self.root)
 
 
 def _optimizer_tensors(update: CriticUpdate) -> dict[str, torch.Tensor]:

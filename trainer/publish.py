@@ -113,11 +113,9 @@ class Publisher:
         Raises:
             ControlPlaneError: Triton refused or did not answer; the old process serves on.
         """
-        version = self._store.current()
-        assert version is not None
         start = time.monotonic()
         self._load()
-        return Reload(version, "triton", reload_ms=(time.monotonic() - start) * 1e3)
+        return Reload(self._store.current() or 0, "triton", reload_ms=(time.monotonic() - start) * 1e3)
 
     def _load(self) -> None:
         label = f"{self._store.current()}-{uuid.uuid4().hex[:8]}"

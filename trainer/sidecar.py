@@ -4,6 +4,7 @@ Given: the configuration. Returns: when told to stop, with a checkpoint of every
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -12,7 +13,7 @@ from dataclasses import asdict
 
 from python_backend.config import RunConfig
 from python_backend.journal import Entry, Heartbeat, Journal, Result
-from python_backend.modeling import load_critic
+from python_backend.modeling import CheckpointError, load_critic
 from python_backend.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.control_plane import ControlPlaneError
@@ -42,7 +43,7 @@ class Sidecar:
         self._step = 0
         self._last_beat = 0.0
         self._reload: threading.Thread | None = None
-        self._give_up_at = time.monotonic() + STOP_PATIENCE_S
+        self._give_up_at: float | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Follow the journal until `stop` is set. Raises JournalLocked if another sidecar does."""
@@ -70,22 +71,22 @@ class Sidecar:
                 self._write_checkpoint(asked=False)
 
     def _train(self, entry: Entry) -> None:
-        answered = self._journal.result(entry)  # a replay of what was answered before a crash
+        replay = self._journal.result(entry) is not None  # answered before a crash: its version was served then
         payload, digest = self._journal.load(entry)
         report, reload, error = None, None, None
         try:
             report = self._update.train(payload, lambda n: self._beat("training", step=entry.step, micro_batch=n))
-            if entry.step % self._settings.publish.every == 0:
+            if entry.step % self._settings.publish.every == 0 and not replay:
                 reload = self._publisher.publish(self._update.critic, step=entry.step, beat=self._wait)
         except (FloatingPointError, VersionRejected) as trouble:  # the caller is told; the old version serves on
             error = str(trouble)
             logger.error("step %d: %s", entry.step, error)
         self._step = entry.step
-        version = reload.version if reload else self._current()
-        if answered is None:
+        if not replay:
+            version = reload.version if reload else self._current()
             loss = report.loss_mean if report else None
             self._journal.finish(entry, Result(entry.name, version, loss, digest, error))
-        self._log_update(report, reload)
+            self._log_update(report, reload)
         if self._step % self._settings.checkpoint_every == 0:
             self._write_checkpoint(asked=False)
 
@@ -124,7 +125,10 @@ class Sidecar:
             aside = self._journal.set_aside_after(entry)
             self._checkpoints.drop_after(entry.target)
             parent = max(m.version for m in map(self._store.manifest, self._store.versions()) if m.step <= self._step)
-            self._publisher.publish(self._update.critic, step=self._step, beat=self._wait, parent=parent)
+            try:
+                self._publisher.publish(self._update.critic, step=self._step, beat=self._wait, parent=parent)
+            except VersionRejected as trouble:  # the caller is told; the old version serves on
+                error = str(trouble)
             logger.warning("rewound to step %d; set aside: %s", self._step, ", ".join(aside) or "nothing")
         else:
             self._restore(at_most=None)
@@ -141,7 +145,8 @@ class Sidecar:
             return None  # the main loop replays
         for entry in self._journal.entries():
             if entry.kind == "train" and entry.step == self._step + 1 <= at_most:
-                self._update.train(self._journal.load(entry)[0], lambda n: self._beat("replaying", micro_batch=n))
+                with contextlib.suppress(FloatingPointError):  # its caller was told then, and training went on
+                    self._update.train(self._journal.load(entry)[0], lambda n: self._beat("replaying", micro_batch=n))
                 self._step = entry.step
         if self._step != at_most:
             kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
@@ -151,6 +156,11 @@ class Sidecar:
     def _next_entry(self) -> Entry | None:
         for entry in self._journal.entries():
             due = entry.step > self._step if entry.kind == "train" else self._journal.result(entry) is None
+            if due and entry.kind == "train" and entry.step != self._step + 1:
+                raise CheckpointError(
+                    f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
+                    f"and the steps after it end at {self._step}: put the missing checkpoint back, or begin a new run"
+                )
             if due:
                 return entry
         return None
@@ -180,8 +190,10 @@ class Sidecar:
         """Beat while a server is waited for; give up STOP_PATIENCE_S after a stop was asked for."""
         self._beat(state)
         if not self._stop.is_set():
+            return
+        if self._give_up_at is None:
             self._give_up_at = time.monotonic() + STOP_PATIENCE_S
-        elif time.monotonic() > self._give_up_at:
+        if time.monotonic() > self._give_up_at:
             raise StoppedWaiting(f"stopped while {state}: the step is journalled and will be trained again")
 
     def _beat(self, state: str, *, step: int | None = None, micro_batch: int = 0) -> None:

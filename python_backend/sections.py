@@ -1,0 +1,315 @@
+"""The sections of the one YAML: every field with its type, default and meaning.
+Given: values. Returns: frozen sections, derived paths and addresses as properties; `config.py` reads the file.
+A field's docstring is its documentation.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seed = Annotated[int, Field(ge=0, lt=2**24)]  # steps and batches count on in the 40 bits below it
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration; field docstrings are their documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """What every room knows: where the run lies and which run it is."""
+
+    dir: Path = Path("runs/default")
+    """Folder of everything the run writes; relative paths start at the working directory."""
+    run_id: str | None = None
+    """Identity of the run in the journal; default: the name of `dir`."""
+    seed: Seed = 0
+    """Seed of prompts, sampling and initial weights."""
+
+    @field_validator("run_id")
+    @classmethod
+    def _safe_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value):
+            raise ValueError("use 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit")
+        return value
+
+    @property
+    def identity(self) -> str:
+        """`run_id`, or the folder's name, cleaned to what a run id may contain."""
+        return self.run_id or re.sub(r"[^A-Za-z0-9._-]", "-", self.dir.resolve().name).lstrip("._-")[:64] or "run"
+
+    @property
+    def journal_dir(self) -> Path:
+        """Folder of the training journal."""
+        return self.dir / "journal"
+
+    @property
+    def weights_dir(self) -> Path:
+        """Folder of the critic's weights versions."""
+        return self.dir / "weights" / "critic"
+
+    @property
+    def repository_dir(self) -> Path:
+        """Model repository rendered for this run."""
+        return self.dir / "model_repository"
+
+    @property
+    def logs_dir(self) -> Path:
+        """Folder of the processes' logs."""
+        return self.dir / "logs"
+
+
+class ServerSection(Section):
+    """The tritonserver process. Ports of 0 mean: take a free one (`tools run` only)."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; keep it on loopback unless a proxy with TLS and auth stands in front."""
+    http_port: Port = 8000
+    """Port of inference over HTTP."""
+    grpc_port: Port = 8001
+    """Port of model control over gRPC."""
+    metrics_port: Port = 8002
+    """Port of the Prometheus metrics."""
+    tritonserver: Path | None = None
+    """The executable; default: the one inside the nvidia-pytriton wheel, then PATH."""
+    start_timeout_s: Seconds = 180.0
+    """Longest wait until every model answers a real request."""
+    load_timeout_s: Seconds = 120.0
+    """Longest wait for one model load."""
+    exit_timeout_s: CountOrZero = 5
+    """How long tritonserver waits for open connections when it stops."""
+    training_key_env: str | None = None
+    """Environment variable that holds the key which critic_train and critic_save demand; none: no key."""
+
+    @property
+    def http_url(self) -> str:
+        """`host:port` of inference."""
+        return f"{self.host}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port` of model control."""
+        return f"{self.host}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """`host:port` of the metrics."""
+        return f"{self.host}:{self.metrics_port}"
+
+
+class ModelSection(Section):
+    """How one model is loaded and batched inside tritonserver."""
+
+    checkpoint: Path
+    """Hugging Face checkpoint folder (safetensors)."""
+    device: Device = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    instances: Count = 1
+    """Copies of the model, each in a process of its own."""
+    threads: Count = 1
+    """Torch threads of each instance."""
+    token_budget: Count = 1024
+    """Most tokens, padding included, in one forward; a longer row runs alone."""
+    micro_batch_rows: Count = 64
+    """Most rows in one forward."""
+    queue_delay_us: CountOrZero = 2000
+    """How long the dynamic batcher waits for more requests."""
+    preferred_batch_size: Count | list[Count] = []
+    """Triton's preferred batch sizes; no upper bound."""
+    max_batch_size: Count = 9_999_999
+    """Largest batch that one request or one merge may have (more rows than that: an error)."""
+    max_length: Count | None = None
+    """Longest sequence, in tokens; default: the checkpoint's own limit."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in the forward; heads stay fp32."""
+
+
+class Standardization(Section):
+    """Rewards leave the model as `(r - mean) / std`."""
+
+    mean: float = 0.0
+    """Mean of the raw scores."""
+    std: Annotated[float, Field(gt=0)] = 1.0
+    """Standard deviation of the raw scores."""
+
+
+class RewardSection(ModelSection):
+    """The reward model: a sequence classification checkpoint with one label."""
+
+    checkpoint: Path = Path("checkpoints/reward")
+    """Hugging Face checkpoint folder (safetensors)."""
+    standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
+    """`checkpoint`: `reward_standardization` of its config.json when there; `off`; or {mean, std}."""
+
+
+class CriticSection(ModelSection):
+    """The critic: version 0 is made from this checkpoint, later versions come from the sidecar."""
+
+    checkpoint: Path = Path("checkpoints/critic")
+    """Token classification checkpoint with one label, or any checkpoint whose body it starts from."""
+    reload: Literal["swap", "triton"] = "swap"
+    """How a published version comes into service: in place in milliseconds, or by Triton's load API."""
+    poll_interval_ms: Count = 5
+    """How often an instance looks whether CURRENT has moved."""
+
+
+class PublishSection(Section):
+    """When and how weights versions are written."""
+
+    every: Count = 1
+    """Publish after every n-th critic_train."""
+    keep: Count = 3
+    """Newest versions kept, beside those in service and version 0."""
+
+
+class TrainerSection(Section):
+    """The critic sidecar."""
+
+    lr: Annotated[float, Field(gt=0)] = 9e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] = 9e-7
+    """Learning rate at the end of the cosine."""
+    warmup_steps: CountOrZero = 10
+    """Optimizer steps of linear warm-up."""
+    constant_steps: CountOrZero = 1000
+    """Optimizer steps at `min_lr` after the cosine."""
+    max_steps: Count = 10_000
+    """Optimizer steps of the whole schedule: warm-up, cosine and constant end."""
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """AdamW's betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, on matrices only."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm."""
+    clip_value: float = 0.2
+    """Clip range of the value loss around the rollout's values; <= 0: plain squared error."""
+    global_batch_size: Count = 64
+    """Rows per optimizer step; N rows make ceil(N / this) steps."""
+    epochs: Count = 1
+    """Passes over one payload."""
+    token_budget: Count = 4096
+    """Most tokens, padding included, in one forward; never changes the result."""
+    threads: Count = 1
+    """Torch threads."""
+    device: Device = "cpu"
+    """Where the critic trains."""
+    checkpoint_every: Count = 20
+    """Write a checkpoint after so many steps, beside those that critic_save asks for."""
+    keep_checkpoints: Count = 3
+    """Newest checkpoints kept, beside those that an actor's checkpoint names."""
+    reload_on_save: Literal["triton", "none"] = "triton"
+    """Also reload through Triton's load API at every critic_save."""
+    serve_timeout_s: Seconds = 60.0
+    """Longest wait until every instance serves a published version."""
+    heartbeat_timeout_s: Seconds = 15.0
+    """Silence of the sidecar after which waiting critic_train callers get UNAVAILABLE."""
+    publish: PublishSection = PublishSection()
+    """Weights versions."""
+
+
+class ClientSection(Section):
+    """How the actor talks to the server."""
+
+    deadline_s: Seconds = 60.0
+    """Longest wait for one scoring attempt."""
+    train_deadline_s: Seconds = 600.0
+    """Longest wait for one critic_train or critic_save attempt."""
+    retries: CountOrZero = 4
+    """Further attempts after 503, a time-out or a broken connection."""
+    backoff_s: Seconds = 0.25
+    """First pause between attempts; doubles, with jitter."""
+    max_in_flight: Count = 256
+    """Most requests under way at once."""
+    rows_per_request: Count = 1
+    """Rows in one scoring request."""
+
+
+class ActorSection(Section):
+    """The PPO loop."""
+
+    checkpoint: Path = Path("checkpoints/policy")
+    """Hugging Face causal LM folder; also the frozen reference."""
+    prompts: Path = Path("data/prompts.jsonl")
+    """JSONL, one {"text": …} a line; other columns travel as metadata."""
+    validation_prompts: Path | None = None
+    """JSONL of held-out prompts, sampled and scored before and after."""
+    validation_size: CountOrZero = 256
+    """Prompts taken from `validation_prompts`."""
+    steps: Count = 100
+    """PPO steps."""
+    rollout_size: Count = 128
+    """Prompts, and so responses, of one step."""
+    generation_batch: Count = 32
+    """Prompts generated together; scoring of one batch runs while the next is generated."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are an error at start."""
+    max_new_tokens: Count = 128
+    """Longest response."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; log-probs are taken under it."""
+    top_k: CountOrZero = 0
+    """Sample among the k likeliest tokens; 0: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    ppo_epochs: Count = 1
+    """Passes over one rollout."""
+    minibatch_size: Count = 32
+    """Rows per policy optimizer step."""
+    token_budget: Count = 4096
+    """Most tokens, padding included, in one forward of an update; never changes the result."""
+    lr: Annotated[float, Field(gt=0)] = 9e-7
+    """Learning rate of the policy."""
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """AdamW's betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, on matrices only."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm."""
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO's clip range."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy in the loss."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the KL penalty in the token rewards."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "abs"
+    """Per-token KL estimate; `abs` is the reference's default."""
+    gamma: Fraction = 1.0
+    """Discount."""
+    lam: Fraction = 0.95
+    """GAE's lambda."""
+    mask_unfinished: bool = True
+    """Give responses that did not end no policy gradient."""
+    max_staleness: CountOrZero = 1
+    """Critic updates that may be on their way while a row is scored."""
+    max_failed_fraction: Fraction = 0.1
+    """Largest share of a rollout whose reward may be missing (masked) before the run stops."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints of policy and critic."""
+    keep_checkpoints: Count = 2
+    """Newest policy checkpoints kept."""
+    threads: Count = 1
+    """Torch threads."""
+    device: Device = "cpu"
+    """Where the policy runs."""
+    client: ClientSection = ClientSection()
+    """Requests to the server."""
+
+
+class DemoSection(Section):
+    """Only for the demo: what `tools run` prepares before it starts the rooms."""
+
+    cache_dir: Path = Path("runs/prepared")
+    """Where the prepared checkpoints are kept between runs."""
+    quick: bool = False
+    """A small version of the preparation, for tests."""

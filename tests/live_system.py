@@ -1,0 +1,414 @@
+"""What the integration tests run: tiny random checkpoints, a run's YAML, its processes, and a bare HTTP client.
+Given: a folder. Returns: checkpoints of a few kilobytes, started processes, raw answers of the real server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
+)
+from tritonclient.http import InferInput, InferRequestedOutput
+from tritonclient.http.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from python_backend.config import RunConfig, load_config
+from python_backend.journal import Journal
+from python_backend.modeling import quiet_transformers
+from python_backend.weights import WeightsStore
+from tools.child import Child
+from tools.ports import with_free_ports
+from tools.render_configs import render_repository
+from trainer.publish import initialise_store
+
+POSITIONS = 128
+TRAINING_KEY = "open sesame"
+KEY = {"x-triton-training-key": TRAINING_KEY}
+TEXTS = (
+    "Return the number of items in the list.",
+    "The parser reads a line and returns its words.",
+    "A lovely evening by the sea makes everyone happy.",
+    "Errors are terrible when nobody explains them.",
+    "Open the file, read it, and close it again.",
+    "Good friends laugh together on a warm day.",
+    "This method raises an exception if the key is missing.",
+    "Bad weather ruined the sad little picnic.",
+)
+OTHER_TEXTS = (
+    "zebra quartz jumped over vexing fjords; nymphs sphinx black waltz",
+    "0123456789 +-*/ () [] {} <> == != and or not if else while for in",
+)
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+
+# ---- checkpoints ----
+
+
+def make_tokenizer(texts: Sequence[str] = TEXTS, vocab_size: int = 200) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False, initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
+    )
+
+
+def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
+    """A Llama with random weights: `kind` is reward, critic or policy. Weights are large, so that rows differ."""
+    classes = {
+        "reward": LlamaForSequenceClassification,
+        "critic": LlamaForTokenClassification,
+        "policy": LlamaForCausalLM,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=POSITIONS, num_labels=1, pad_token_id=2, bos_token_id=0,
+        eos_token_id=1, initializer_range=0.02 if kind == "policy" else 0.25,
+    )  # fmt: skip
+    if kind == "reward":
+        config.reward_standardization = {"mean": 0.25, "std": 2.0}
+    quiet_transformers()
+    torch.manual_seed(seed)
+    model = classes[kind](config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    """One folder each; `other_reward` counts tokens in a vocabulary of its own."""
+
+    reward: Path
+    critic: Path
+    policy: Path
+    other_reward: Path
+    other_policy: Path
+    prompts: Path
+
+
+def make_checkpoints(folder: Path) -> Checkpoints:
+    """All that a run needs."""
+    ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": " ".join(text.split()[:3])}) + "\n" for text in TEXTS))
+    return Checkpoints(
+        make_checkpoint(folder / "reward", "reward", ours, seed=1),
+        make_checkpoint(folder / "critic", "critic", ours, seed=2),
+        make_checkpoint(folder / "policy", "policy", ours, seed=3),
+        make_checkpoint(folder / "other-reward", "reward", theirs, seed=4),
+        make_checkpoint(folder / "other-policy", "policy", theirs, seed=5),
+        prompts,
+    )
+
+
+# ---- what a direct forward says ----
+
+
+def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
+    """`[B]`: transformers' own forward of each row alone, standardised as the checkpoint says."""
+    model = LlamaForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
+    constants = model.config.reward_standardization
+    with torch.no_grad():
+        scores = [float(model(input_ids=torch.from_numpy(row)[None]).logits[0, 0]) for row in rows]
+    return (np.asarray(scores) - constants["mean"]) / constants["std"]
+
+
+def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`[length_i]` each: transformers' own forward of each row alone."""
+    model = LlamaForTokenClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
+    with torch.no_grad():
+        return [model(input_ids=torch.from_numpy(row)[None]).logits[0, :, 0].numpy() for row in rows]
+
+
+def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
+    """Token rows int64 `[length_i]`."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
+
+
+def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict[str, np.ndarray]:
+    """`tokens` [B, S] and `sequence_lengths` [B, 1]; what lies behind a row is a valid token that must not count."""
+    width = width or max(row.size for row in rows)
+    tokens = np.full((len(rows), width), 7, np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : row.size] = row
+    return {"tokens": tokens, "sequence_lengths": np.asarray([[row.size] for row in rows], np.int64)}
+
+
+def training_inputs(*, seed: int, rows: int = 4, width: int = 12, **changes: np.ndarray) -> dict[str, np.ndarray]:
+    """A padded training payload: tokens [N, S]; returns, prev_values, mask [N, S-1]."""
+    generator = np.random.default_rng(seed)
+    shape = (rows, width - 1)
+    payload = {
+        "tokens": generator.integers(0, 100, (rows, width), dtype=np.int64),
+        "returns": generator.normal(size=shape).astype(np.float32),
+        "prev_values": generator.normal(size=shape).astype(np.float32) * 0.1,
+        "mask": np.ones(shape, np.float32),
+    }
+    return {**payload, **changes}
+
+
+def identity(run_id: str, step: int) -> dict[str, np.ndarray]:
+    """`run_id` and `step` of a training request."""
+    return {"run_id": np.asarray([run_id.encode()], dtype=np.object_), "step": np.asarray([step], np.int64)}
+
+
+# ---- a run and its processes ----
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRun:
+    """A run's YAML with real ports."""
+
+    path: Path
+    config: RunConfig
+
+    @property
+    def store(self) -> WeightsStore:
+        """The critic's versions."""
+        return WeightsStore(self.config.run.weights_dir)
+
+    @property
+    def journal(self) -> Journal:
+        """What was accepted."""
+        return Journal(self.config.run.journal_dir, self.config.run.identity)
+
+    @property
+    def url(self) -> str:
+        """`host:port` of inference."""
+        return self.config.server.http_url
+
+    @property
+    def run_id(self) -> str:
+        """Its identity in the journal."""
+        return self.config.run.identity
+
+    def next_step(self) -> int:
+        """The training step that may be sent next."""
+        return self.journal.last_step() + 1
+
+    def start(self, name: str, *arguments: str, module: str | None = None, **env: str) -> Child:
+        """`python -m <module> --config <the YAML> <arguments>`, its output in the run's logs."""
+        module_arguments = (module or name).split()
+        log = self.config.run.logs_dir / f"{name}.log"
+        return Child(name, [*module_arguments, "--config", str(self.path), *arguments], log, {**ENVIRONMENT, **env})
+
+    def critic_metrics(self) -> list[dict[str, Any]]:
+        """What the sidecar wrote about its updates and reloads."""
+        path = self.config.run.dir / "critic_metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> LiveRun:
+    """A run in `folder` on free ports; `sections` are merged over small settings."""
+    data: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder), "run_id": "test"},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+        "reward": {"checkpoint": str(checkpoints.reward)},
+        "critic": {"checkpoint": str(checkpoints.critic)},
+        "trainer": {
+            "lr": 1e-3, "warmup_steps": 0, "constant_steps": 10, "max_steps": 100, "checkpoint_every": 100,
+            "publish": {"keep": 12},
+        },
+        "actor": {
+            "checkpoint": str(checkpoints.policy), "prompts": str(checkpoints.prompts),
+            "validation_prompts": str(checkpoints.prompts), "validation_size": 8, "steps": 3, "rollout_size": 8,
+            "generation_batch": 4, "max_new_tokens": 8, "minibatch_size": 4, "checkpoint_every": 2, "lr": 1e-3,
+            "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 20, "train_deadline_s": 60},
+        },
+    }  # fmt: skip
+    for name, section in sections.items():
+        for key, value in section.items():
+            old = data[name].get(key)
+            data[name][key] = {**old, **value} if isinstance(old, dict) else value
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(data))
+    server = with_free_ports(load_config(path).server)
+    data["server"] |= {key: getattr(server, key) for key in ("http_port", "grpc_port", "metrics_port")}
+    path.write_text(yaml.safe_dump(data))
+    return LiveRun(path, load_config(path))
+
+
+@dataclasses.dataclass
+class System:
+    """A run with its processes; tests may stop and start the sidecar."""
+
+    run: LiveRun
+    server: Child
+    sidecar: Child
+
+    def stop_sidecar(self) -> int:
+        """As Ctrl-C does; its exit code."""
+        return stop_process(self.sidecar)
+
+    def start_sidecar(self, *arguments: str) -> None:
+        """A new one, following the journal from where the last one stopped."""
+        self.sidecar = start_sidecar(self.run, *arguments)
+
+    def stop(self) -> None:
+        """Both processes, in the order of `tools run`."""
+        stop_process(self.sidecar)
+        stop_process(self.server)
+
+
+@dataclasses.dataclass
+class FinishedRun(System):
+    """A system on which an actor has run to its end."""
+
+    exit_code: int
+    actor_log: str
+
+
+def start_system(run: LiveRun) -> System:
+    """Server and sidecar of a new run, the server ready.
+
+    Version 0 and the repository are made here, where torch and transformers are loaded already. The server is a
+    process of its own: other tests count what this one has started.
+    """
+    initialise_store(run.store, run.config.critic.checkpoint, run_id=run.run_id)
+    render_repository(run.config, run.config.run.repository_dir)
+    server = run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
+    system = System(run, server, start_sidecar(run))
+    try:
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
+    except BaseException:
+        system.stop()
+        raise
+    return system
+
+
+def start_sidecar(run: LiveRun, *arguments: str) -> Child:
+    """`python -m trainer`; returns at once, the journal keeps what it has not seen."""
+    return run.start("sidecar", *arguments, module="trainer")
+
+
+def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Have the server load `model` with its active configuration, changed by `change`."""
+    from tritonclient.grpc import InferenceServerClient as GrpcClient
+
+    with GrpcClient(run.config.server.grpc_url) as control:
+        config = control.get_model_config(model, as_json=True)["config"]
+        change(config)
+        control.load_model(model, config=json.dumps(config), client_timeout=120.0)
+
+
+def stop_process(child: Child) -> int:
+    """Ask it to stop, as a person would; its exit code."""
+    return child.stop(signal.SIGINT, 60.0)
+
+
+def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float = 120.0) -> None:
+    """Return when `condition` holds; fail when one of the children has ended, or after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        for child in children:
+            if child.poll() is not None:
+                raise AssertionError(child.obituary())
+        if time.monotonic() > deadline:
+            logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
+            raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")
+        time.sleep(0.02)
+
+
+# ---- a bare client: no checks, no retries ----
+
+
+class Refused(Exception):
+    """The server answered with an error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"HTTP {code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class BareClient:
+    """What another project's client may send: any tensors, any names."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        self._url = url
+        self._headers = dict(headers or {})
+
+    async def __aenter__(self) -> BareClient:
+        self._http = InferenceServerClient(self._url, conn_limit=256)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def infer(
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = ()
+    ) -> dict[str, np.ndarray]:
+        """The outputs (all if none are named). Raises Refused."""
+        inputs = []
+        for name, array in arrays.items():
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            inputs.append(tensor)
+        wanted = [InferRequestedOutput(name) for name in outputs] or None
+        try:
+            answer = await self._http.infer(model, inputs, outputs=wanted, headers=dict(self._headers))
+        except InferenceServerException as error:
+            raise Refused(str(error.status()), str(error.message())) from error
+        return {item["name"]: answer.as_numpy(item["name"]) for item in answer.get_response()["outputs"]}
+
+
+Answer = dict[str, np.ndarray]
+
+
+def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
+    """Several requests at once, each `(model, arrays[, outputs])`; the answers in their order."""
+
+    async def together() -> list[Answer | Refused]:
+        async with BareClient(url, headers=headers) as client:
+            return await asyncio.gather(*(caught(client, *request) for request in requests))
+
+    async def caught(client: BareClient, *request: Any) -> Answer | Refused:
+        try:
+            return await client.infer(*request)
+        except Refused as error:
+            return error
+
+    return asyncio.run(together())
+
+
+def ask(
+    url: str,
+    model: str,
+    arrays: Mapping[str, np.ndarray],
+    outputs: Sequence[str] = (),
+    *,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """One request. Raises Refused."""
+    (answer,) = ask_all(url, [(model, arrays, outputs)], headers=headers)
+    if isinstance(answer, Refused):
+        raise answer
+    return answer

@@ -1,0 +1,44 @@
+"""Servers that the integration tests share; each is started once per session, when a test first asks for it.
+A test module takes them in by `pytest_plugins = ["server_fixtures"]`. Loading torch in two stubs is what takes time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+from live_system import Checkpoints, FinishedRun, System, TRAINING_KEY, make_checkpoints, make_run, start_system, stop_process
+
+KEY_VARIABLE = "RLHF_TEST_TRAINING_KEY"
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Tiny random models."""
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
+    """Server and sidecar with the default reload, one tokenizer, and a training key."""
+    with mock.patch.dict(os.environ, {KEY_VARIABLE: TRAINING_KEY}):
+        run = make_run(tmp_path_factory.mktemp("live"), checkpoints, server={"training_key_env": KEY_VARIABLE})
+        system = start_system(run)
+        yield system
+        system.stop()
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
+    """Three PPO steps, no training key; server and sidecar run on, and models may be loaded with other settings."""
+    system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
+    actor = system.run.start("actor")
+    try:
+        code = actor.process.wait(180)
+        system = FinishedRun(system.run, system.server, system.sidecar, code, actor.log_path.read_text())
+        yield system
+    finally:
+        stop_process(actor)
+        system.stop()

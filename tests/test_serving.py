@@ -1,0 +1,167 @@
+"""Served scores: equal to a direct forward whatever they are batched with, batched at all, and wrong rows fail alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from live_system import (
+    Checkpoints,
+    FinishedRun,
+    Refused,
+    System,
+    ask,
+    ask_all,
+    direct_rewards,
+    direct_values,
+    random_rows,
+    reload_model,
+    scoring_inputs,
+)
+
+from python_backend.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
+from python_backend.weights import WeightsStore
+from trainer.control_plane import ControlPlane
+
+pytest_plugins = ["server_fixtures"]
+TOLERANCE = 1e-5
+LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
+NUM_CONCURRENT = 64
+
+
+def mixed_rows(count: int, *, seed: int, longest: int = 128) -> list[np.ndarray]:
+    """Rows of many different lengths."""
+    return random_rows(np.random.default_rng(seed).integers(1, longest + 1, count).tolist(), seed=seed)
+
+
+def expected_values(store: WeightsStore, rows: list[np.ndarray], versions: np.ndarray) -> list[np.ndarray]:
+    """Each row's direct values under the version that its answer names."""
+    by_version = {v: direct_values(store.folder(v), rows) for v in {int(v) for v in versions.flat}}
+    return [by_version[int(v)][i] for i, v in enumerate(versions.flat)]
+
+
+def assert_scores(system: System, checkpoints: Checkpoints, rows: list[np.ndarray], answers: list[Any]) -> None:
+    """`answers[i]` are the three outputs of row i, padded to any S."""
+    versions = np.asarray([answer["weights_version"][0, 0] for answer in answers])
+    rewards = np.asarray([answer["rewards"][0, 0] for answer in answers])
+    np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
+    for row, answer, values in zip(rows, answers, expected_values(system.run.store, rows, versions), strict=True):
+        np.testing.assert_allclose(answer["values"][0, : row.size], values, atol=TOLERANCE, rtol=0)
+        assert not answer["values"][0, row.size :].any()
+
+
+def test_rows_alone(live: System, checkpoints: Checkpoints) -> None:
+    rows = random_rows(LENGTHS, seed=1)
+    answers = [ask(live.run.url, CRITIC_INFER, scoring_inputs([row])) for row in rows]
+    assert [answer["values"].shape for answer in answers] == [(1, row.size) for row in rows]
+    assert_scores(live, checkpoints, rows, answers)
+
+
+def test_rows_in_one_request_are_padded_to_its_own_width(live: System, checkpoints: Checkpoints) -> None:
+    rows = random_rows(LENGTHS[::-1], seed=2)
+    answer = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows, width=140))  # wider than the model's 128 positions
+    assert {name: array.shape for name, array in answer.items()} == {
+        "rewards": (12, 1),
+        "values": (12, 140),
+        "weights_version": (12, 1),
+    }
+    assert {name: array.dtype for name, array in answer.items()} == {
+        "rewards": np.float32,
+        "values": np.float32,
+        "weights_version": np.int64,
+    }
+    by_row = [{name: array[i : i + 1] for name, array in answer.items()} for i in range(len(rows))]
+    assert_scores(live, checkpoints, rows, by_row)
+
+
+def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, checkpoints: Checkpoints) -> None:
+    rows = mixed_rows(NUM_CONCURRENT, seed=3)
+    with ControlPlane(live.run.config.server.grpc_url) as control:
+        before = {model: control.statistics(model) for model in (REWARD_MODEL, CRITIC)}
+        answers = ask_all(live.run.url, [(CRITIC_INFER, scoring_inputs([row])) for row in rows])
+        after = {model: control.statistics(model) for model in (REWARD_MODEL, CRITIC)}
+    assert_scores(live, checkpoints, rows, answers)
+    for model in (REWARD_MODEL, CRITIC):
+        assert mean_batch(before[model], after[model]) > 4, model
+
+
+def test_without_the_ragged_flag_different_lengths_do_not_batch(finished: FinishedRun, checkpoints: Checkpoints) -> None:
+    """The flag is what the test above measures: the same requests, and a batch for each."""
+
+    def drop_the_flag(config: dict[str, Any]) -> None:
+        assert any(tensor.pop("allow_ragged_batch", False) for tensor in config["input"])
+        config["parameters"]["label"] = {"string_value": "without the ragged flag"}
+
+    rows = [row for row in random_rows(range(1, NUM_CONCURRENT + 1), seed=3)]
+    reload_model(finished.run, REWARD_MODEL, drop_the_flag)
+    with ControlPlane(finished.run.config.server.grpc_url) as control:
+        before = control.statistics(REWARD_MODEL)
+        answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
+        after = control.statistics(REWARD_MODEL)
+    rewards = [answer["rewards"][0, 0] for answer in answers if not isinstance(answer, Refused)]
+    np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
+    assert mean_batch(before, after) < 1.5
+
+
+def test_lengths_may_be_left_out(live: System, checkpoints: Checkpoints) -> None:
+    rows = random_rows([9, 9, 9], seed=4)
+    answer = ask(live.run.url, CRITIC_INFER, {"tokens": np.stack(rows)})
+    by_row = [{name: array[i : i + 1] for name, array in answer.items()} for i in range(len(rows))]
+    assert_scores(live, checkpoints, rows, by_row)
+
+
+def test_requests_with_and_without_lengths_do_not_mix(live: System, checkpoints: Checkpoints) -> None:
+    rows = mixed_rows(32, seed=5)
+    inputs = [scoring_inputs([row]) if i % 2 else {"tokens": row[None]} for i, row in enumerate(rows)]
+    assert_scores(live, checkpoints, rows, ask_all(live.run.url, [(CRITIC_INFER, arrays) for arrays in inputs]))
+
+
+def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
+    rows = mixed_rows(8, seed=6)
+    with ControlPlane(live.run.config.server.grpc_url) as control:
+        before = control.statistics(REWARD_MODEL)
+        answer = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows), ["values", "weights_version"])
+        after = control.statistics(REWARD_MODEL)
+    assert sorted(answer) == ["values", "weights_version"]
+    assert after.inference_count == before.inference_count
+
+
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC])
+def test_the_models_behind_the_ensemble_answer_too(live: System, checkpoints: Checkpoints, model: str) -> None:
+    rows = random_rows([4, 40], seed=7)
+    whole = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows))
+    for name, array in ask(live.run.url, model, scoring_inputs(rows)).items():
+        np.testing.assert_allclose(array, whole[name], atol=TOLERANCE, rtol=0)
+
+
+def test_one_wrong_request_among_good_ones_fails_alone(live: System, checkpoints: Checkpoints) -> None:
+    rows = mixed_rows(32, seed=8)
+    wrong = rows[11].copy()
+    wrong[-1] = 4711
+    requests = [(CRITIC_INFER, scoring_inputs([wrong if i == 11 else row])) for i, row in enumerate(rows)]
+    answers = ask_all(live.run.url, requests)
+    refused = answers.pop(11)
+    assert isinstance(refused, Refused)
+    assert refused.code == "400"
+    assert f"tokens[0, {wrong.size - 1}]: 4711 is outside the vocabulary [0, 200)" in refused.message
+    assert_scores(live, checkpoints, [row for i, row in enumerate(rows) if i != 11], answers)
+
+
+def test_one_wrong_row_fails_its_request_and_no_other(live: System, checkpoints: Checkpoints) -> None:
+    rows = mixed_rows(32, seed=9, longest=60)
+    bad = random_rows([5, 70, 6], seed=10)
+    bad[1][3] = -1
+    answers = ask_all(
+        live.run.url,
+        [(CRITIC_INFER, scoring_inputs(bad)), *((CRITIC_INFER, scoring_inputs([row])) for row in rows)],
+    )
+    refused = answers.pop(0)
+    assert isinstance(refused, Refused)
+    assert (refused.code, "tokens[1, 3]: -1 is outside the vocabulary" in refused.message) == ("400", True)
+    assert_scores(live, checkpoints, rows, answers)
+
+
+def mean_batch(before: Any, after: Any) -> float:
+    """Rows per execution between two looks at the statistics."""
+    return (after.inference_count - before.inference_count) / (after.execution_count - before.execution_count)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs what runs inside tritonserver into one Python: this package and its `serving` extra, in the pinned versions.
+# Usage: [PYTHON=python3] tools/install_serving.sh. It must be the Python of the server's stub: in an NGC image python3.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-python3}
+
+"$python" -m pip --version >/dev/null || { echo "error: $python has no pip: set PYTHON to one that has" >&2; exit 1; }
+"$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "$root[serving]"
+# From another folder, so that what is imported is what was installed.
+cd / && "$python" -c '
+import numpy, safetensors, tokenizers, torch, transformers, python_backend.contract
+print(*(f"{m.__name__} {m.__version__}" for m in (numpy, safetensors, tokenizers, torch, transformers)), sep=", ")
+'
