@@ -64,8 +64,8 @@ class TritonPythonModel(ScoringModel):
         self._poll_s = parameters.number("poll_interval_ms") / 1000
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
-        if parameters.text("reload") == "swap":
-            self._watcher.start()
+        self._swaps = parameters.text("reload") == "swap"
+        self._watcher.start()
         log(f"{parameters.model}: serving weights version {number}")
 
     def finalize(self) -> None:
@@ -97,7 +97,7 @@ class TritonPythonModel(ScoringModel):
         touched = time.monotonic()
         while not self._stop.wait(self._poll_s):
             try:
-                number = self._store.current()
+                number = self._store.current() if self._swaps else None
                 if number is not None and number not in (self._version.number, refused):
                     refused = self._swap(number)
                 if time.monotonic() - touched > TOUCH_INTERVAL_S:

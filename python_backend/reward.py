@@ -17,6 +17,7 @@ from python_backend.contract import (
     SENTENCES,
     SEQUENCE_LENGTHS,
     TOKENS,
+    ContractError,
     Limits,
     ScoringRows,
     check_row,
@@ -78,8 +79,11 @@ class SentenceReader:
         sentences = call.array(SENTENCES)
         if sentences is None:
             return scoring_rows(call.array(TOKENS), call.array(SEQUENCE_LENGTHS), self._limits)
-        rows = [self._tokenize(text) for text in sentence_texts(sentences)]
+        texts = sentence_texts(sentences)
+        rows = [self._tokenize(text) for text in texts]
         for i, row in enumerate(rows):
+            if row.size == 0:
+                raise ContractError(f"{SENTENCES}[{i}]: {texts[i]!r} has no token, an empty sequence cannot be scored")
             check_row(row, i, self._limits)
         return ScoringRows(rows, max(row.size for row in rows))
 

@@ -72,9 +72,9 @@ class Call:
         return None if tensor is None else tensor.as_numpy()
 
     def header(self, name: str) -> str | None:
-        """A forwarded HTTP header."""
-        text = self._request.parameters()
-        return json.loads(text).get(name) if text else None
+        """A forwarded HTTP header; `name` in lower case, the client may have spelled it otherwise."""
+        sent = json.loads(self._request.parameters() or "{}")
+        return next((value for key, value in sent.items() if key.lower() == name), None)
 
     def answer(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Send the outputs."""

@@ -114,10 +114,21 @@ class WeightsStore:
         except (OSError, ValueError, TypeError) as error:
             raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
 
-    def add(self, write: Callable[[Path], None], *, run_id: str, step: int, parent: int | None, epoch: int) -> Manifest:
+    def add(
+        self,
+        write: Callable[[Path], None],
+        *,
+        run_id: str,
+        step: int,
+        parent: int | None,
+        epoch: int,
+        reuse: bool = True,
+    ) -> Manifest:
         """Write a new version; CURRENT stays where it is.
 
-        An identical version of the same run and step (a replay after a crash) is returned instead of written again.
+        With `reuse`, the newest version is returned instead of being written again if it is the same run's, step's
+        and content: a replay after a crash. An older one is not: numbers must rise when steps are trained again after
+        a rewind.
 
         Args:
             write: puts model.safetensors and config.json into the folder it is given.
@@ -131,8 +142,8 @@ class WeightsStore:
         try:
             write(staging)
             digest = sha256_of(staging / WEIGHTS_FILE)
-            existing = self._find(run_id=run_id, step=step, sha256=digest)
-            if existing is not None and parent == existing.parent:
+            existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
+            if existing is not None:
                 return existing
             version = self.next_version()
             manifest = Manifest(version, run_id, step, digest, tensor_types(staging / WEIGHTS_FILE), parent, epoch)
@@ -208,11 +219,8 @@ class WeightsStore:
         return doomed
 
     def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
-        for version in reversed(self.versions()):
-            manifest = self.manifest(version)
-            if (manifest.run_id, manifest.step, manifest.sha256) == (run_id, step, sha256):
-                return manifest
-        return None
+        newest = [self.manifest(version) for version in self.versions()[-1:]]
+        return next((m for m in newest if (m.run_id, m.step, m.sha256) == (run_id, step, sha256)), None)
 
     def _record_path(self, instance: str, pid: int) -> Path:
         return self._serving / f"{instance}-{pid}.json"

@@ -145,9 +145,9 @@ def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
-    """Token rows int64 `[length_i]`."""
+    """Token rows int64 `[length_i]`, without special tokens: transformers' own reward forward skips padding ids."""
     generator = np.random.default_rng(seed)
-    return [generator.integers(0, vocab_size, length, dtype=np.int64) for length in lengths]
+    return [generator.integers(3, vocab_size, length, dtype=np.int64) for length in lengths]
 
 
 def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict[str, np.ndarray]:

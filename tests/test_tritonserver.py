@@ -24,7 +24,9 @@ from tiny_models import (
     write_scoring_model,
 )
 
+from python_backend.config import RunConfig
 from tools.ports import check_ports
+from tools.serve import demo_preparation
 from tools.server_log import readable, stub_failure
 from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from trainer.control_plane import ControlPlane, ControlPlaneError
@@ -168,6 +170,25 @@ def test_a_model_without_model_py_does_not_hang(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic")
     (tmp_path / "repository" / "critic" / "1" / "model.py").unlink()
     with tiny_server(tmp_path) as server, pytest.raises(ServerStartError, match=r"model\.py is missing: "):
+        server.wait_ready()
+
+
+def test_a_configuration_that_triton_cannot_read(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    (tmp_path / "repository" / "critic" / "config.pbtxt").write_text("nonsense")
+    with (
+        tiny_server(tmp_path) as server,
+        pytest.raises(ServerStartError, match=r"critic could not be loaded: .* failed to read text proto"),
+    ):
+        server.wait_ready()
+
+
+def test_a_model_whose_process_dies(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic", on_load="os._exit(3)")
+    with (
+        tiny_server(tmp_path) as server,
+        pytest.raises(ServerStartError, match="critic could not be loaded: its process has died"),
+    ):
         server.wait_ready()
 
 
@@ -338,3 +359,11 @@ def test_two_servers_do_not_touch_each_other(tmp_path: Path) -> None:
             control.probe_scoring("critic", ("values",), timeout_s=10)
         with ControlPlane(two.section.grpc_url) as control, pytest.raises(ControlPlaneError):
             control.probe_scoring("critic", ("values",), timeout_s=10)
+
+
+def test_the_demo_is_prepared_where_its_seed_says() -> None:
+    assert demo_preparation(RunConfig()) == ([], [])
+    config = RunConfig.model_validate({"demo": {"cache_dir": "cache", "quick": True}, "run": {"seed": 3}})
+    arguments, overrides = demo_preparation(config)
+    assert arguments == ["tools.demo_prepare", "--out", "cache/seed-3-quick", "--seed", "3", "--quick"]
+    assert "critic.checkpoint=cache/seed-3-quick/critic" in overrides

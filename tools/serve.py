@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Arguments of `python -m` that prepare the demo, and overrides naming what they make; [] without `demo:`."""
+    """Arguments of `python -m` that prepare the demo, and overrides that name the result; none without it."""
     if config.demo is None:
         return [], []
     out = config.demo.cache_dir / f"seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
@@ -102,7 +102,8 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
 def _run_module(what: str, arguments: Sequence[str]) -> None:
     _say(what)
     # Not in our session: a Ctrl-C is for us, and the exception it raises here ends the child.
-    code = subprocess.run([sys.executable, "-m", *arguments], check=False, start_new_session=True).returncode
+    command = [sys.executable, "-u", "-m", *arguments]
+    code = subprocess.run(command, check=False, start_new_session=True).returncode
     if code != 0:
         raise ServerStartError(
             f"{what} failed: `python -m {arguments[0]}` ended with exit code {code} for the reason above"

@@ -19,6 +19,7 @@ _NOISE = re.compile(
     r"|DCGM unable to start|Failed to initialize NVML|^Signal \(\d+\) received"
     r"|^[+|]|^At:$|^  \S.*\(\d+\): |^\s*$"
 )
+_TABLE = re.compile(r"^[+|]|\|$")
 _PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
 # After these lines Triton waits for the model for ever, and says nothing.
 _STUB_FAILURES = (
@@ -64,10 +65,17 @@ def readable(line: bytes) -> str | None:
 
 
 def tail(path: Path, num_lines: int = 12) -> str:
-    """The last lines of the log."""
+    """The last lines of the log, tables left out."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - num_lines * BYTES_PER_LINE))
-        return "\n".join(file.read().decode("utf-8", "backslashreplace").splitlines()[-num_lines:])
+        lines = file.read().decode("utf-8", "backslashreplace").splitlines()
+    return "\n".join([line for line in lines if not _TABLE.search(line)][-num_lines:])
+
+
+def last_error(path: Path) -> str | None:
+    """The newest error that Triton itself has logged."""
+    errors = [parts[3] for parts in map(_TRITON_LINE.match, tail(path, 100).splitlines()) if parts and parts[1] == "E"]
+    return errors[-1].strip('"').rstrip(".") if errors else None
 
 
 def stub_failure(path: Path) -> str | None:

@@ -22,7 +22,7 @@ from python_backend.config import ServerSection
 from python_backend.durable import write_json
 from tools.model_loading import load_and_probe
 from tools.ports import check_ports, with_free_ports
-from tools.server_log import follow, stub_failure, tail
+from tools.server_log import follow, last_error, stub_failure, tail
 from tools.triton_home import ServerStartError, TritonHome, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
@@ -131,7 +131,9 @@ class TritonServer:
                 )
         except ControlPlaneError as error:
             self._raise_if_dying()
-            raise ServerStartError(f"{error}; the whole log is in {self.log_path}") from error
+            # Of a configuration that it cannot read, Triton tells the reason to its log alone.
+            reason = f" ({last_error(self.log_path)})" if "failed to poll" in str(error) else ""
+            raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
         if state_file is not None:
             self._state_file = state_file
             at = self.section

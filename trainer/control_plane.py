@@ -181,7 +181,7 @@ class ControlPlane:
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
         status = str(error.status()).removeprefix("StatusCode.")
         if status == "DEADLINE_EXCEEDED":
-            return f"{subject}: no answer within {timeout_s:g} s"
+            return f"{subject}: no answer within {round(timeout_s, 1):g} s"
         if status == "UNAVAILABLE" and _CONNECTION_ERROR.search(str(error.message())):
             return f"{subject}: the server on {self._url} cannot be reached"
         return f"{subject}: {root_cause(str(error.message()))}"
@@ -190,6 +190,7 @@ class ControlPlane:
 def root_cause(message: str) -> str:
     """Triton's error text without its layers: the innermost error, and where Python raised it."""
     message = message.strip().rstrip(";").strip()
+    message = re.sub(r"Stub process '[^']*' is not healthy\.", "its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)
     message = re.sub(r"^\[request id: [^\]]*\] ", "", message)
     message = re.sub(r"^(Internal|Invalid argument|Unavailable|Not found|Unknown): ", "", message)

@@ -62,16 +62,20 @@ class Publisher:
             critic: holds the trained weights.
             step: critic updates that made them.
             beat: called with a word on what is waited for.
-            parent: version they come from; default: the newest one of an earlier step.
+            parent: version that these weights are a copy of (a rewind): they get a new number in any case.
 
         Raises:
             VersionRejected: verification or an instance refused; CURRENT names the version before.
             OSError: the disk refuses; nothing was published.
         """
         start = time.monotonic()
-        parent = self._parent(step) if parent is None else parent
         manifest = self._store.add(
-            lambda folder: save_critic(critic, folder), run_id=self._run_id, step=step, parent=parent, epoch=self._epoch
+            lambda folder: save_critic(critic, folder),
+            run_id=self._run_id,
+            step=step,
+            parent=self._store.current() if parent is None else parent,
+            epoch=self._epoch,
+            reuse=parent is None,
         )
         written = time.monotonic()
         self.verify(manifest.version, critic)
@@ -145,10 +149,6 @@ class Publisher:
             self._load()
         except ControlPlaneError as error:  # the server may be down: keep waiting, the update is on disk
             logger.warning("%s", error)
-
-    def _parent(self, step: int) -> int | None:
-        manifests = [self._store.manifest(version) for version in self._store.versions()]
-        return max((m.version for m in manifests if m.step < step), default=None)
 
 
 def initialise_store(store: WeightsStore, checkpoint: Path, *, run_id: str) -> None:

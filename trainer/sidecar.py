@@ -22,7 +22,7 @@ from trainer.publish import Publisher, Reload, VersionRejected, initialise_store
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
-BEAT_S = 0.1
+BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0
 
 

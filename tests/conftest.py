@@ -1,0 +1,9 @@
+"""What every test gets: one torch thread, so that bits and timings do not depend on the machine's cores."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)

@@ -1,0 +1,155 @@
+"""`python_backend.config`: one YAML, typed; what is wrong in it is said by key and value."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from python_backend.config import ConfigError, RunConfig, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(tmp_path: Path, text: str | bytes = "", *overrides: str) -> RunConfig:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_config(path, overrides)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path):
+    assert load(tmp_path) == RunConfig()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_repositorys_own_files_are_valid(path: Path):
+    load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("actor: {step: 3}", "unknown key actor.step; did you mean actor.steps?"),
+        ("actr: {steps: 3}", "unknown key actr; did you mean actor?"),
+        ("trainer: {publish: {evry: 3}}", "unknown key trainer.publish.evry; did you mean trainer.publish.every?"),
+        ("actor: {client: {retry: 3}}", "unknown key actor.client.retry; did you mean actor.client.retries?"),
+        ("demo: {quik: true}", "unknown key demo.quik; did you mean demo.quick?"),
+        ("reward: {standardization: {meen: 1}}", "did you mean reward.standardization.mean?"),
+        ("zzz: 1", "unknown key zzz; known: run, server, reward, critic, trainer, actor, demo"),
+        ("1: 2", "1: Keys should be strings"),
+        ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
+        ("actor: {steps: many}", "actor.steps: Input should be a valid integer"),
+        ("actor: {lr: .nan}", "actor.lr: Input should be a finite number (got nan)"),
+        ("actor: {clip_ratio: 1}", "actor.clip_ratio: Input should be less than 1 (got 1)"),
+        ("actor: {betas: [0.9, 1.0]}", "actor.betas.1: Input should be less than 1 (got 1.0)"),
+        ("actor: {betas: [0.9]}", "actor.betas.1: Field required"),
+        ("actor: {kl_estimator: k9}", "actor.kl_estimator: Input should be 'k1', 'abs', 'k2' or 'k3' (got 'k9')"),
+        ("actor: 3", "actor: Input should be a valid dictionary or instance of ActorSection (got 3)"),
+        ("critic: {device: gpu}", "critic.device: String should match"),
+        ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),
+        ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),
+        ("run: {seed: 16777216}", "run.seed: Input should be less than 16777216"),
+        ("run: {run_id: a b}", "run.run_id: use 1 to 64 letters, digits, '.', '_' or '-'"),
+        ("server: {http_port: 70000}", "server.http_port: Input should be less than or equal to 65535 (got 70000)"),
+        ("actor: {minibatch_size: 64, rollout_size: 32}", "actor.minibatch_size (64) is larger than actor.rollout"),
+        ("trainer: {max_steps: 100}", "warmup_steps (10) + trainer.constant_steps (1000) is larger than trainer.max"),
+        ("- 1", "my.yaml must hold sections"),
+        ("a: [", "my.yaml is not valid YAML"),
+        (b"\xff\xfe", "my.yaml is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, text: str | bytes, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, text)
+
+
+def test_all_problems_are_said_at_once(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "actor: {step: 3, lr: -1}\nserver: {http_port: x}")
+    assert [line.split("my.yaml: ")[1][:15] for line in str(caught.value).splitlines()] == [
+        "server.http_por", "actor.lr: Input", "unknown key act",
+    ]  # fmt: skip
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(f"cannot read the configuration {path}")):
+            load_config(path)
+
+
+def test_overrides_win_over_the_file(tmp_path: Path):
+    config = load(
+        tmp_path, "actor: {steps: 3, lr: 0.1}", "actor.steps=5", "actor.client.retries=0", "run.dir=runs/a=b",
+        "trainer.betas=[0.5, 0.6]", "actor.validation_prompts=null", "reward.standardization={mean: 1, std: 2}",
+    )  # fmt: skip
+    assert (config.actor.steps, config.actor.lr, config.actor.client.retries) == (5, 0.1, 0)
+    assert config.run.dir == Path("runs/a=b")
+    assert config.trainer.betas == (0.5, 0.6)
+    assert config.reward.standardization.std == 2
+    assert load(tmp_path, "actor:", "actor.steps=2").actor.steps == 2  # a section with nothing in it
+
+
+def test_scientific_notation_is_a_number(tmp_path: Path):
+    assert load(tmp_path, "actor: {lr: 1e-3}").actor.lr == 1e-3  # YAML 1.1 reads it as text
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.steps", "override 'actor.steps' must look like section.key=value"),
+        ("=3", "override '=3' must look like"),
+        ("actor.steps=[", "override 'actor.steps=[': the value is not valid YAML"),
+        ("actor.stepz=3", "unknown key actor.stepz; did you mean actor.steps?"),
+        ("actor..steps=3", "unknown key actor."),
+        ("actor.steps=x", "actor.steps: Input should be a valid integer"),
+        ("run.dir.x=1", "override 'run.dir.x=1': 'dir' is a value, not a section"),
+    ],
+)
+def test_overrides_are_refused_by_name(tmp_path: Path, override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, "run: {dir: here}", override)
+
+
+@pytest.mark.parametrize(
+    ("folder", "identity"), [("runs/demo", "demo"), ("my run!", "my-run-"), ("_._", "run"), ("x" * 99, "x" * 64)]
+)
+def test_the_run_is_named_by_its_folder(tmp_path: Path, folder: str, identity: str):
+    config = load(tmp_path, "", f"run.dir={tmp_path / folder}")
+    assert config.run.identity == identity
+    assert load(tmp_path, "", f"run.run_id={identity}").run.identity == identity  # and may be written out
+
+
+def test_every_seed_fits_the_generator_with_its_steps(tmp_path: Path):
+    """`seed << 40` plus steps and rows is what sampling starts from (actor/loop.py)."""
+    largest = load(tmp_path, "run: {seed: 16777215}").run.seed
+    torch.Generator().manual_seed((largest << 40) + 2**40 - 1)
+
+
+def sections_of(model: type[BaseModel]) -> list[type[BaseModel]]:
+    found = [model]
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += sections_of(field.annotation)
+    return found
+
+
+def test_every_key_has_a_default_and_says_what_it_is():
+    for section in sections_of(RunConfig):
+        for name, field in section.model_fields.items():
+            assert not field.is_required(), f"{section.__name__}.{name}"
+            assert field.description, f"{section.__name__}.{name}"
+
+
+def test_the_defaults_are_valid_themselves(tmp_path: Path):
+    """pydantic does not check defaults: a round trip through YAML does."""
+    dumped = RunConfig().model_dump(mode="json", exclude={"demo"})
+    assert load(tmp_path, yaml.safe_dump(dumped)) == RunConfig()
+
+
+def test_the_configuration_is_frozen():
+    with pytest.raises(ValidationError):
+        RunConfig().actor.steps = 3

@@ -1,0 +1,298 @@
+"""`python_backend.contract`: good requests are cut to their rows, each bad one is refused by field and value."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from python_backend import contract
+from python_backend.contract import ContractError, Limits, TrainPayload, scoring_rows, train_payload
+
+LIMITS = Limits(vocab_size=10, max_length=6)
+TOKENS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]])
+LENGTHS = np.array([[4], [2], [3]])
+
+
+def padded(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
+    """A training payload of the rows above; `[N, S-1]` targets are 10 * row + position."""
+    targets = np.add.outer(10 * np.arange(3), np.arange(3)).astype(np.float32)
+    mask = np.array([[0, 1, 1], [1, 0, 0], [0, 1, 0]], np.float32)
+    arrays = {
+        "tokens": TOKENS, "sequence_lengths": LENGTHS, "returns": targets, "prev_values": -targets, "mask": mask,
+    }  # fmt: skip
+    return {**arrays, **changes}
+
+
+def packed(**changes: np.ndarray | None) -> dict[str, np.ndarray | None]:
+    """The same payload without padding."""
+    arrays = {
+        "tokens": np.array([[1, 2, 3, 4, 5, 6, 7, 8, 9]]),
+        "sequence_lengths": LENGTHS,
+        "returns": np.array([[0, 1, 2, 10, 20, 21]], np.float32),
+        "prev_values": -np.array([[0, 1, 2, 10, 20, 21]], np.float32),
+        "mask": np.array([[0, 1, 1, 1, 0, 1]], np.float32),
+    }
+    return {**arrays, **changes}
+
+
+def at(array: np.ndarray, index: tuple[int, int], value: float) -> np.ndarray:
+    changed = array.copy()
+    changed[index] = value
+    return changed
+
+
+def refused(text: str):
+    return pytest.raises(ContractError, match=re.escape(text))
+
+
+# ---- scoring ----
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:, 0], LENGTHS.astype(np.int32)])
+def test_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
+    rows = scoring_rows(TOKENS.astype(dtype), lengths, LIMITS)
+    assert rows.width == 4
+    assert [row.tolist() for row in rows.tokens] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+    assert {row.dtype for row in rows.tokens} == {np.dtype(np.int64)}
+
+
+def test_without_lengths_every_row_is_whole():
+    assert [row.size for row in scoring_rows(TOKENS, None, LIMITS).tokens] == [4, 4, 4]
+
+
+def test_padding_may_hold_anything_and_be_any_length():
+    tokens = np.pad(TOKENS, ((0, 0), (0, 50)), constant_values=-100)
+    rows = scoring_rows(tokens, LENGTHS, LIMITS)
+    assert (rows.width, [row.size for row in rows.tokens]) == (54, [4, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        (None, None, "tokens: missing"),
+        (TOKENS.astype(np.float32), LENGTHS, "tokens: dtype float32, must be int64 or int32"),
+        (TOKENS.astype(np.uint8), LENGTHS, "tokens: dtype uint8"),
+        (TOKENS[0], LENGTHS, "tokens: shape [4], must be [B, S]"),
+        (TOKENS[None], LENGTHS, "tokens: shape [1, 3, 4]"),
+        (TOKENS[:0], LENGTHS[:0], "tokens: shape [0, 4], there is no row"),
+        (TOKENS[:0], None, "tokens: shape [0, 4], there is no row"),
+        (TOKENS[:, :0], None, "sequence_lengths[0]: 0, an empty sequence"),
+        (at(TOKENS, (2, 1), 10), LENGTHS, "tokens[2, 1]: 10 is outside the vocabulary [0, 10)"),
+        (at(TOKENS, (0, 3), -1), LENGTHS, "tokens[0, 3]: -1 is outside the vocabulary [0, 10)"),
+        (at(TOKENS, (1, 0), 2**40), LENGTHS, "tokens[1, 0]: 1099511627776 is outside"),
+        (np.ones((1, 7), np.int64), None, "tokens[0]: 7 tokens, the model has 6 positions"),
+        (TOKENS, at(LENGTHS, (1, 0), 0), "sequence_lengths[1]: 0, must be between 1 and the 4 tokens sent"),
+        (TOKENS, at(LENGTHS, (2, 0), -3), "sequence_lengths[2]: -3"),
+        (TOKENS, at(LENGTHS, (2, 0), 5), "sequence_lengths[2]: 5, must be between 1 and the 4 tokens sent"),
+        (TOKENS, LENGTHS.T, "sequence_lengths: shape [1, 3], must be [3, 1]"),
+        (TOKENS, LENGTHS[:2], "sequence_lengths: shape [2, 1], must be [3, 1]"),
+        (TOKENS, LENGTHS.astype(np.float32), "sequence_lengths: dtype float32"),
+    ],
+)
+def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, message: str):
+    with refused(message):
+        scoring_rows(tokens, lengths, LIMITS)
+
+
+def test_a_model_without_position_limit_takes_any_length():
+    assert scoring_rows(np.ones((1, 5000), np.int64), None, Limits(10)).tokens[0].size == 5000
+
+
+# ---- training ----
+
+
+def test_padded_and_packed_are_the_same_payload():
+    one, other = train_payload(padded(), LIMITS), train_payload(packed(), LIMITS)
+    for name, array in one.arrays().items():
+        np.testing.assert_array_equal(array, other.arrays()[name])
+        assert array.dtype == other.arrays()[name].dtype
+    assert one.digest() == other.digest()
+    assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert one.returns.tolist() == [0, 1, 2, 10, 20, 21]
+    assert one.mask.tolist() == [0, 1, 1, 1, 0, 1]
+
+
+def test_the_digest_knows_no_padding_and_no_integer_width():
+    wide = padded(
+        tokens=np.pad(TOKENS, ((0, 0), (0, 2)), constant_values=-1).astype(np.int32),
+        **{name: np.pad(padded()[name], ((0, 0), (0, 2))) for name in ("returns", "prev_values", "mask")},
+    )
+    assert train_payload(wide, LIMITS).digest() == train_payload(padded(), LIMITS).digest()
+
+
+@pytest.mark.parametrize("name", ["tokens", "returns", "prev_values", "mask"])
+def test_the_digest_knows_every_field(name: str):
+    changed = padded(**{name: at(padded()[name], (0, 1), 7)})
+    assert train_payload(changed, LIMITS).digest() != train_payload(padded(), LIMITS).digest()
+
+
+def test_the_digest_knows_where_a_row_ends():
+    two = packed(tokens=np.array([[1, 2, 3, 4, 5]]), sequence_lengths=np.array([2, 3]))
+    other = packed(tokens=np.array([[1, 2, 3, 4, 5]]), sequence_lengths=np.array([3, 2]))
+    for arrays in (two, other):
+        arrays.update({name: np.ones((1, 3), np.float32) for name in ("returns", "prev_values", "mask")})
+    assert train_payload(two, LIMITS).digest() != train_payload(other, LIMITS).digest()
+
+
+def test_without_lengths_rows_end_behind_the_last_masked_position():
+    payload = train_payload(padded(sequence_lengths=None), LIMITS)
+    assert payload.lengths.tolist() == [4, 2, 3]
+    nothing = padded(sequence_lengths=None, mask=at(at(padded()["mask"], (1, 0), 0), (2, 1), 0))
+    assert train_payload(nothing, LIMITS).lengths.tolist() == [4, 2, 2]  # a row without a mask keeps one position
+
+
+def test_padding_of_a_training_row_may_hold_anything():
+    tokens = np.where(np.arange(4)[None] < LENGTHS, TOKENS, -100)
+    assert train_payload(padded(tokens=tokens), LIMITS).digest() == train_payload(padded(), LIMITS).digest()
+    assert train_payload(padded(tokens=tokens, sequence_lengths=None), LIMITS).lengths.tolist() == [4, 2, 3]
+
+
+def test_one_row_is_packed_and_padded_at_once():
+    arrays = {name: array[:1] for name, array in padded().items()}
+    assert train_payload(arrays, LIMITS).lengths.tolist() == [4]
+
+
+NAN = np.full((3, 3), np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": None}, "tokens: missing"),
+        ({"returns": None}, "returns: missing"),
+        ({"prev_values": None}, "prev_values: missing"),
+        ({"mask": None}, "mask: missing"),
+        ({"tokens": TOKENS.astype(np.float64)}, "tokens: dtype float64"),
+        ({"tokens": TOKENS[0]}, "tokens: shape [4], must be [N, S]"),
+        ({"tokens": TOKENS[:0]}, "tokens: shape [0, 4]"),
+        ({"tokens": TOKENS[:, :1]}, "tokens: shape [3, 1], a row needs at least 2 tokens"),
+        ({"tokens": at(TOKENS, (0, 3), 10)}, "tokens[0, 3]: 10 is outside the vocabulary [0, 10)"),
+        ({"returns": padded()["returns"].astype(np.float64)}, "returns: dtype float64, must be float32"),
+        ({"returns": at(padded()["returns"], (2, 0), np.nan)}, "returns[2, 0]: nan, must be finite"),
+        ({"prev_values": at(padded()["returns"], (1, 2), -np.inf)}, "prev_values[1, 2]: -inf, must be finite"),
+        ({"mask": NAN}, "mask[0, 0]: nan"),
+        ({"mask": np.ones((3, 4), np.float32)}, "mask: shape [3, 4], must be [3, 3]"),
+        ({"mask": np.ones((2, 3), np.float32)}, "mask: shape [2, 3], must be [3, 3]"),
+        ({"mask": np.ones(9, np.float32)}, "mask: shape [9], must be [3, 3]"),
+        ({"mask": np.ones((3, 3), bool)}, "mask: dtype bool, must be float32"),
+        ({"mask": at(padded()["mask"], (0, 2), -1)}, "mask[0, 2]: -1, must not be negative"),
+        ({"mask": at(padded()["mask"], (1, 1), 1)}, "mask[1, 1]: 1, but the sequence has 2 tokens"),
+        ({"mask": np.zeros((3, 3), np.float32)}, "mask: all 0"),
+        ({"sequence_lengths": at(LENGTHS, (0, 0), 5)}, "sequence_lengths[0]: 5, must be between 1 and the 4"),
+        ({"sequence_lengths": at(LENGTHS, (0, 0), 0)}, "sequence_lengths[0]: 0"),
+        ({"sequence_lengths": LENGTHS[:2]}, "sequence_lengths: shape [2, 1], must be [3, 1]"),
+    ],
+)
+def test_padded_payloads_are_refused_by_field_and_value(changes: dict, message: str):
+    with refused(message):
+        train_payload(padded(**changes), LIMITS)
+
+
+HUGE = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: they sum to 6, tokens holds 9"),
+        ({"sequence_lengths": np.array([4, 0, 5])}, "sequence_lengths[1]: 0"),
+        ({"sequence_lengths": np.array([HUGE, HUGE, 11])}, f"sequence_lengths[0]: {HUGE}"),  # sums to 9 in 64 bits
+        ({"sequence_lengths": LENGTHS.T}, "sequence_lengths: shape [1, 3], must be [3, 1]"),
+        ({"sequence_lengths": LENGTHS.astype(np.float32)}, "sequence_lengths: dtype float32"),
+        ({"mask": np.ones((1, 8), np.float32)}, "mask: shape [1, 8], must be [1, 6]"),
+        ({"tokens": at(packed()["tokens"], (0, 8), 10)}, "tokens[0, 8]: 10 is outside"),
+        ({"returns": at(packed()["returns"], (0, 5), np.nan)}, "returns[0, 5]: nan"),
+    ],
+)
+def test_packed_payloads_are_refused_by_field_and_value(changes: dict, message: str):
+    with refused(message):
+        train_payload(packed(**changes), LIMITS)
+
+
+def test_a_training_row_longer_than_the_positions_is_refused():
+    with refused("tokens[0]: 4 tokens, the model has 3 positions"):
+        train_payload(padded(), Limits(10, 3))
+
+
+@given(st.data())
+def test_padding_never_changes_a_payload(data: st.DataObject):
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=5).filter(lambda s: max(s) > 1))
+    extra = data.draw(st.integers(0, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    rows, width = len(sizes), max(sizes) + extra
+    lengths = np.array(sizes)[:, None]
+    inside = np.arange(width)[None] < lengths
+    tokens = np.where(inside, rng.integers(0, 10, (rows, width)), -1)
+    targets = [rng.normal(size=(rows, width - 1)).astype(np.float32) for _ in range(2)]
+    mask = (np.arange(width - 1)[None] < lengths - 1).astype(np.float32)
+    wide = {"tokens": tokens, "sequence_lengths": lengths, "mask": mask}
+    wide |= {"returns": targets[0], "prev_values": targets[1]}
+    tight = {"tokens": tokens[inside][None], "sequence_lengths": lengths}
+    tight |= {name: wide[name][mask > 0][None] for name in ("returns", "prev_values", "mask")}
+    one, other = train_payload(wide, LIMITS), train_payload(tight, LIMITS)
+    assert isinstance(one, TrainPayload)
+    assert one.digest() == other.digest()
+
+
+# ---- identity, sentences, metadata ----
+
+
+def text(value: bytes) -> np.ndarray:
+    return np.array([value], dtype=np.object_)
+
+
+def test_identity_is_optional():
+    assert contract.step_identity(None, None) == (None, None)
+    assert contract.step_identity(text(b"run-1"), np.array([3])) == ("run-1", 3)
+    assert contract.step_identity(np.empty(0, np.object_), np.array([3], np.int32)) == (None, 3)
+
+
+@pytest.mark.parametrize(
+    ("run_id", "step", "message"),
+    [
+        (text(b"../../etc"), None, "run_id: '../../etc'"),
+        (text(b""), None, "run_id: ''"),
+        (text(b"a" * 65), None, "run_id: 'aaa"),
+        (text(b"a\n"), None, "run_id: 'a\\n'"),
+        (text(b"\xff"), None, "run_id: not UTF-8"),
+        (np.array([b"a", b"b"], dtype=np.object_), None, "run_id: shape [2], must be [1]"),
+        (None, np.array([0]), "step: 0, must be at least 1"),
+        (None, np.array([-7]), "step: -7"),
+        (None, np.array([1.0]), "step: dtype float64"),
+        (None, np.array([1, 2]), "step: shape [2], must be [1]"),
+    ],
+)
+def test_identities_are_refused_by_field_and_value(run_id, step, message: str):
+    with refused(message):
+        contract.step_identity(run_id, step)
+
+
+def test_sentences():
+    assert contract.sentence_texts(np.array([["é".encode()], [b""]], dtype=np.object_)) == ["é", ""]
+    for bad, message in (
+        (np.array([b"a"], dtype=np.object_), "sentences: shape [1], must be [B, 1]"),
+        (np.empty((0, 1), np.object_), "sentences: shape [0, 1]"),
+        (np.array([[b"a", b"b"]], dtype=np.object_), "sentences: shape [1, 2]"),
+        (np.array([[b"ok"], [b"\xff"]], dtype=np.object_), "sentences[1]: not UTF-8"),
+    ):
+        with refused(message):
+            contract.sentence_texts(bad)
+
+
+def test_metadata():
+    rows = np.array([[b'{"a": 1}'], [b"{}"]], dtype=np.object_)
+    assert contract.metadata_rows(rows, 2) == [{"a": 1}, {}]
+    assert contract.metadata_rows(None, 2) == [{}, {}]
+    for bad, message in (
+        (rows, "metadata: shape [2, 1], must be [3, 1]"),
+        (np.array([[b"{}"], [b"{"], [b"{}"]], dtype=np.object_), "metadata[1]: '{' is not JSON"),
+        (np.array([[b"{}"], [b"{}"], [b"[1]"]], dtype=np.object_), "metadata[2]: '[1]', must be a JSON object"),
+        (np.array([[b"1" * 5000], [b"{}"], [b"{}"]], dtype=np.object_), "metadata[0]: '111"),
+    ):
+        with refused(message):
+            contract.metadata_rows(bad, 3)

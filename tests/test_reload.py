@@ -1,0 +1,254 @@
+"""New weights come into service, in both ways, while others are asking: one version per request, none that is damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import (
+    KEY,
+    Answer,
+    BareClient,
+    FinishedRun,
+    LiveRun,
+    Refused,
+    System,
+    ask,
+    direct_values,
+    identity,
+    random_rows,
+    reload_model,
+    scoring_inputs,
+    training_inputs,
+    wait_for,
+)
+
+from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from python_backend.modeling import CriticModel, load_critic, save_critic
+from python_backend.weights import WEIGHTS_FILE, Manifest
+from trainer.control_plane import ControlPlane, ControlPlaneError
+from trainer.publish import Publisher, VersionRejected
+
+pytest_plugins = ["server_fixtures"]
+TOLERANCE = 1e-5
+NUM_CLIENTS = 16
+ROWS = random_rows([3, 17, 40], seed=0)
+SAVE = {"dummy_var": np.zeros(1, np.int64)}
+
+
+def serve_values(run: LiveRun) -> tuple[list[np.ndarray], int]:
+    """The rows' served values and their version."""
+    answer = ask(run.url, CRITIC_INFER, scoring_inputs(ROWS), ["values", "weights_version"])
+    (version,) = set(answer["weights_version"].ravel().tolist())
+    return [answer["values"][i, : row.size] for i, row in enumerate(ROWS)], version
+
+
+def assert_serves(run: LiveRun, version: int) -> list[np.ndarray]:
+    """The server serves `version`, and its values are that folder's; returns them."""
+    values, served = serve_values(run)
+    assert served == version
+    for ours, direct in zip(values, direct_values(run.store.folder(version), ROWS), strict=True):
+        np.testing.assert_allclose(ours, direct, atol=TOLERANCE, rtol=0)
+    return values
+
+
+def test_an_update_changes_the_served_values_by_swap(live: System) -> None:
+    before = assert_serves(live.run, live.run.store.current() or 0)
+    pid = live.run.store.serving()[0].pid
+    answer = ask(live.run.url, CRITIC_TRAIN, training_inputs(seed=1), headers=KEY)
+    after = assert_serves(live.run, int(answer["weights_version"][0]))
+    assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
+    assert live.run.critic_metrics()[-1]["reload"] == "swap"
+    assert live.run.store.serving()[0].pid == pid
+
+
+@pytest.fixture
+def reloading_by_triton(finished: FinishedRun) -> Iterator[FinishedRun]:
+    """The finished run with `critic.reload=triton`: the instance no longer looks at CURRENT by itself."""
+    finished.stop_sidecar()
+
+    def set_reload(word: str) -> None:
+        reload_model(finished.run, CRITIC, lambda config: config["parameters"].update(reload={"string_value": word}))
+
+    set_reload("triton")
+    finished.start_sidecar("critic.reload=triton")
+    yield finished
+    finished.stop_sidecar()
+    set_reload("swap")
+    finished.start_sidecar()
+
+
+def test_an_update_changes_the_served_values_through_triton(reloading_by_triton: FinishedRun) -> None:
+    run = reloading_by_triton.run
+    before = assert_serves(run, run.store.current() or 0)
+    pid = run.store.serving()[0].pid
+    answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=2))
+    after = assert_serves(run, int(answer["weights_version"][0]))
+    assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
+    assert run.critic_metrics()[-1]["reload"] == "triton"
+    assert run.store.serving()[0].pid != pid
+    with ControlPlane(run.config.server.grpc_url) as control:
+        label = control.active_parameters(CRITIC)["weights_version"]
+    assert label.startswith(f"{run.store.current()}-")
+
+
+# ---- under load ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One request under load."""
+
+    rows: list[np.ndarray]
+    answer: Answer
+
+
+async def keep_asking(url: str, done: asyncio.Event, seed: int) -> list[Asked]:
+    """One client: asks until `done`, requests of one to three rows."""
+    generator = np.random.default_rng(seed)
+    asked = []
+    async with BareClient(url) as client:
+        while not done.is_set():
+            rows = random_rows(generator.integers(1, 60, generator.integers(1, 4)).tolist(), seed=len(asked) + 1000 * seed)
+            asked.append(Asked(rows, await client.infer(CRITIC_INFER, scoring_inputs(rows))))
+    return asked
+
+
+def test_no_request_fails_or_mixes_versions_during_reloads(live: System) -> None:
+    """5 swaps and 2 reloads through Triton's load API, under 16 clients."""
+    first, reloads = live.run.next_step(), len(triton_reloads(live.run))
+
+    async def train_and_save() -> None:
+        async with BareClient(live.run.url, headers=KEY) as client:
+            for i in range(5):
+                await client.infer(CRITIC_TRAIN, {**training_inputs(seed=10 + i), **identity("test", first + i)})
+                if i in (1, 3):
+                    await client.infer(CRITIC_SAVE, SAVE)
+                    await asyncio.to_thread(wait_for, lambda i=i: len(triton_reloads(live.run)) > reloads + i // 2)
+
+    async def under_load() -> list[list[Asked]]:
+        done = asyncio.Event()
+        clients = [asyncio.create_task(keep_asking(live.run.url, done, seed)) for seed in range(NUM_CLIENTS)]
+        try:
+            await train_and_save()
+        finally:
+            done.set()
+        return await asyncio.gather(*clients)  # a refused request raises here
+
+    asked = [item for client in asyncio.run(under_load()) for item in client]
+    by_version: dict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    for item in asked:
+        versions = set(item.answer["weights_version"].ravel().tolist())
+        assert len(versions) == 1
+        by_version[versions.pop()] += [(row, item.answer["values"][i]) for i, row in enumerate(item.rows)]
+    assert len(by_version) >= 4
+    for version, pairs in by_version.items():
+        direct = direct_values(live.run.store.folder(version), [row for row, _ in pairs])
+        for (row, values), expected in zip(pairs, direct, strict=True):
+            np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
+
+
+def triton_reloads(run: LiveRun) -> list[dict[str, Any]]:
+    """Those that the sidecar has written down."""
+    return [line for line in run.critic_metrics() if line.get("reload") == "triton"]
+
+
+# ---- damaged versions ----
+
+
+@pytest.fixture
+def publisher(live: System) -> Iterator[Publisher]:
+    """A publisher on the live store; the sidecar beside it has nothing to do."""
+    yield make_publisher(live.run, Publisher)
+
+
+def make_publisher(run: LiveRun, kind: type[Publisher]) -> Publisher:
+    return kind(
+        run.store, run_id=run.run_id, epoch=99, grpc_url=run.config.server.grpc_url, reload="swap", timeout_s=30.0, keep=12
+    )
+
+
+class TruncatingPublisher(Publisher):
+    """The disk loses the end of the file after the version was verified."""
+
+    def verify(self, version: int, critic: CriticModel) -> None:
+        super().verify(version, critic)
+        cut(self._store.folder(version) / WEIGHTS_FILE)
+
+
+def cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def current_critic(run: LiveRun) -> CriticModel:
+    return load_critic(run.store.folder(run.store.current() or 0))
+
+
+def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) -> None:
+    current = live.run.store.current() or 0
+    with pytest.raises(VersionRejected) as caught:
+        make_publisher(live.run, TruncatingPublisher).publish(
+            current_critic(live.run), step=live.run.journal.last_step(), beat=lambda _: None, parent=-1
+        )
+    print(caught.value)
+    assert "was refused by critic_0" in str(caught.value)
+    assert "unreadable model.safetensors" in str(caught.value)
+    assert live.run.store.current() == current
+    assert_serves(live.run, current)
+
+
+def test_a_version_with_nan_is_refused_before_it_is_served(live: System, publisher: Publisher) -> None:
+    current = live.run.store.current() or 0
+    critic = current_critic(live.run)
+    with torch.no_grad():
+        critic.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
+    with pytest.raises(VersionRejected) as caught:
+        publisher.publish(critic, step=live.run.journal.last_step(), beat=lambda _: None)
+    print(caught.value)
+    assert "model.layers.1.mlp.up_proj.weight holds values that are not finite" in str(caught.value)
+    assert live.run.store.current() == current
+    assert_serves(live.run, current)
+
+
+def test_the_server_goes_on_to_the_next_version_after_a_refused_one(live: System, publisher: Publisher) -> None:
+    test_a_truncated_version_is_refused_and_the_old_one_serves_on(live)
+    answer = ask(live.run.url, CRITIC_TRAIN, training_inputs(seed=30), headers=KEY)
+    assert_serves(live.run, int(answer["weights_version"][0]))
+
+
+def test_a_fresh_process_refuses_a_damaged_version_and_the_old_one_serves_on(live: System) -> None:
+    """Triton's load fails with a sentence; the process that serves stays."""
+    store, current = live.run.store, live.run.store.current() or 0
+    damaged = add_version(live.run)
+    cut(store.folder(damaged.version) / WEIGHTS_FILE)
+    store.set_current(damaged.version)
+    try:
+        with ControlPlane(live.run.config.server.grpc_url) as control, pytest.raises(ControlPlaneError) as caught:
+            control.load(CRITIC, parameters={"weights_version": "a damaged one"}, timeout_s=60.0)
+        print(caught.value)
+        assert str(store.folder(damaged.version)) in str(caught.value)
+        assert serve_values(live.run)[1] == current
+    finally:
+        store.set_current(current)
+    assert_serves(live.run, current)
+
+
+def add_version(run: LiveRun) -> Manifest:
+    critic = current_critic(run)
+    return run.store.add(
+        lambda folder: save_critic(critic, folder), run_id=run.run_id, step=run.journal.last_step(), parent=-2, epoch=99
+    )
+
+
+def test_a_refused_request_is_no_answer(live: System) -> None:
+    """What `keep_asking` relies on: an error raises."""
+    with pytest.raises(Refused):
+        ask(live.run.url, CRITIC_INFER, {"tokens": np.asarray([[-1]])})

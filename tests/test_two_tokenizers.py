@@ -1,0 +1,131 @@
+"""Models that count tokens in other vocabularies: a reward model is sent text, a critic is an error at start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import (
+    TEXTS,
+    Checkpoints,
+    FinishedRun,
+    System,
+    direct_rewards,
+    direct_values,
+    reload_model,
+    stop_process,
+)
+
+from actor.client import TritonClient
+from actor.rollout import Prompt, Rollout, Scores
+from actor.scoring import Scorer, TokenizerMismatch
+from python_backend.contract import CRITIC, REWARD_MODEL
+from python_backend.tokenization import load_tokenizer
+from tools.render_configs import parse_config, render_configs
+
+pytest_plugins = ["server_fixtures"]
+TOLERANCE = 1e-5
+
+
+def written(tokenizer: Any, texts: list[str]) -> Rollout:
+    """Texts as a policy would have written them, with its end-of-sequence token; prompts of two tokens."""
+    rows = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    tokens = torch.full((len(rows), max(map(len, rows))), tokenizer.pad_token_id)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = torch.tensor(row)
+    prompts = [Prompt(str(i), text, np.asarray(rows[i][:2])) for i, text in enumerate(texts)]
+    lengths = torch.tensor([len(row) for row in rows])
+    return Rollout(prompts, tokens, lengths, torch.full((len(rows),), 2), torch.ones(len(rows), dtype=torch.bool))
+
+
+async def compare_and_score(system: System, tokenizer: Any, rollout: Rollout) -> tuple[Scorer, Scores]:
+    async with TritonClient(system.run.url, system.run.config.actor.client) as client:
+        scorer = Scorer(client, tokenizer, rows_per_request=2)
+        await scorer.compare_tokenizers()
+        return scorer, await scorer.score(rollout)
+
+
+@pytest.fixture
+def other_reward(finished: FinishedRun, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
+    """The finished run's server with a reward model of another tokenizer, rendered as the configuration would."""
+    reward = finished.run.config.reward.model_copy(update={"checkpoint": checkpoints.other_reward})
+    text = render_configs(finished.run.config.model_copy(update={"reward": reward}))[REWARD_MODEL]
+    rendered = parse_config(REWARD_MODEL, text).parameters
+    before: dict[str, Any] = {}
+
+    def change(config: dict[str, Any]) -> None:
+        before.update({key: dict(value) for key, value in config["parameters"].items()})
+        config["parameters"].update({key: {"string_value": rendered[key].string_value} for key in rendered})
+
+    reload_model(finished.run, REWARD_MODEL, change)
+    yield finished
+    reload_model(finished.run, REWARD_MODEL, lambda config: config["parameters"].update(before))
+
+
+def test_a_reward_model_with_another_tokenizer_is_sent_sentences(
+    other_reward: FinishedRun, checkpoints: Checkpoints
+) -> None:
+    ours, theirs = load_tokenizer(checkpoints.policy), load_tokenizer(checkpoints.other_reward)
+    rollout = written(ours, list(TEXTS))
+    scorer, scores = asyncio.run(compare_and_score(other_reward, ours, rollout))
+    assert scorer.sends_sentences
+    assert scores.scored.all()
+    their_rows = [np.asarray(theirs(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
+    assert [row.tolist() for row in their_rows] != [row.tolist()[:-1] for row in rollout.rows()]
+    direct = direct_rewards(checkpoints.other_reward, their_rows)
+    np.testing.assert_allclose(scores.rewards, direct, atol=TOLERANCE, rtol=0)
+    # The values still belong to the policy's own tokens.
+    folder = other_reward.run.store.folder(int(scores.versions[0]))
+    for row, values, expected in zip(rollout.rows(), scores.values, direct_values(folder, rollout.rows()), strict=True):
+        np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) -> None:
+    ours = load_tokenizer(checkpoints.policy)
+    rollout = written(ours, list(TEXTS))
+    scorer, scores = asyncio.run(compare_and_score(live, ours, rollout))
+    assert not scorer.sends_sentences
+    np.testing.assert_allclose(
+        scores.rewards, direct_rewards(checkpoints.reward, rollout.rows()), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_a_critic_with_another_tokenizer_stops_the_actor_at_its_start(live: System, checkpoints: Checkpoints) -> None:
+    last = live.run.journal.last_step()
+    actor = live.run.start("actor-other", f"actor.checkpoint={checkpoints.other_policy}", module="actor")
+    try:
+        assert actor.process.wait(120) == 2
+    finally:
+        stop_process(actor)
+    log = actor.log_path.read_text()
+    print(log)
+    (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert "the critic's tokenizer differs from the policy's" in sentence
+    assert str(checkpoints.critic) in sentence
+    assert "Traceback" not in log
+    assert live.run.journal.last_step() == last
+    assert not [entry for entry in live.run.journal.entries() if entry.kind == "rewind"]
+
+
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC])
+def test_a_model_rendered_without_a_fingerprint_is_named(live: System, checkpoints: Checkpoints, model: str) -> None:
+    """A fingerprint is missing when a config was rendered far from its checkpoint; only the answer can say so."""
+    ours = load_tokenizer(checkpoints.policy)
+
+    class Forgetful(TritonClient):
+        async def model_parameters(self, name: str) -> dict[str, str]:
+            found = await super().model_parameters(name)
+            return {**found, "tokenizer_fingerprint": ""} if name == model else found
+
+    async def compare() -> None:
+        async with Forgetful(live.run.url, live.run.config.actor.client) as client:
+            await Scorer(client, ours, rows_per_request=1).compare_tokenizers()
+
+    with pytest.raises(TokenizerMismatch) as caught:
+        asyncio.run(compare())
+    print(caught.value)
+    assert str(caught.value).startswith(f"{model} was rendered without its checkpoint's tokenizer")

@@ -1,0 +1,230 @@
+"""`python_backend.weights`: versions are whole, immutable, numbered upwards, and CURRENT never names another."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from python_backend.weights import Manifest, ServingRecord, WeightsError, WeightsStore, tensor_types
+
+
+def writer(value: float) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        save_file({"w": np.full((2, 3), value, np.float32)}, folder / "model.safetensors")
+        (folder / "config.json").write_text("{}")
+
+    return write
+
+
+def add(
+    store: WeightsStore, step: int, *, parent: int | None = None, value: float | None = None, reuse: bool = True
+) -> Manifest:
+    write = writer(step if value is None else value)
+    return store.add(write, run_id="run", step=step, parent=parent, epoch=1, reuse=reuse)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightsStore:
+    return WeightsStore(tmp_path / "weights")
+
+
+def record(version: int, *, instance: str = "critic_0", pid: int | None = None, **more: object) -> ServingRecord:
+    host = more.pop("host", socket.gethostname())
+    return ServingRecord(instance, host, pid or os.getpid(), version, None, time.time(), **more)
+
+
+def test_an_empty_store_is_empty(store: WeightsStore):
+    assert (store.current(), store.versions(), store.serving()) == (None, [], [])
+    with pytest.raises(WeightsError, match="version 0 is not in the weights store"):
+        store.set_current(0)
+
+
+def test_versions_count_upwards_and_say_what_they_are(store: WeightsStore):
+    for step in range(3):
+        manifest = add(store, step, parent=step - 1 if step else None)
+        assert manifest == store.manifest(step) == store.verify_files(step)
+        assert manifest.tensors == {"w": ["F32", [2, 3]]}
+    assert store.versions() == [0, 1, 2]
+    assert store.current() is None  # adding does not serve
+    store.set_current(1)
+    assert store.current() == 1
+    assert sorted(p.name for p in store.root.iterdir()) == ["0", "1", "2", "CURRENT"]  # no staging left
+
+
+def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: WeightsStore):
+    add(store, 0)
+    first = add(store, 1, parent=0)
+    assert add(store, 1, parent=0) == first  # the same step after a crash
+    assert add(store, 0, parent=0, reuse=False).version == 2  # old bytes, a new number: a rollback
+    assert add(store, 1, parent=2).version == 3  # the same bytes as 1, trained again after it: CURRENT must rise
+    assert add(store, 1, parent=2, value=9).version == 4  # other bytes
+    assert store.versions() == [0, 1, 2, 3, 4]
+
+
+def test_numbers_never_return(store: WeightsStore):
+    for step in range(4):
+        add(store, step)
+    store.set_current(3)
+    store.prune(keep=1)
+    assert store.versions() == [0, 3]
+    assert add(store, 4).version == 4
+    (store.folder(9)).mkdir()  # a folder without a manifest is no version, yet its number is taken
+    assert store.versions() == [0, 3, 4]
+    assert add(store, 5).version == 10
+
+
+def test_a_failed_write_leaves_nothing(store: WeightsStore):
+    def broken(folder: Path) -> None:
+        writer(1)(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        store.add(broken, run_id="run", step=1, parent=None, epoch=1)
+    assert list(store.root.iterdir()) == []
+
+
+def test_what_a_crash_left_is_no_version_and_is_swept(store: WeightsStore):
+    add(store, 0)
+    for name in (".staging-1", ".removed-2"):
+        writer(1)(_made(store.root / name))
+    assert store.versions() == [0]
+    store.prune(keep=1)
+    assert [p.name for p in store.root.iterdir()] == ["0"]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_pruning_keeps_what_is_needed(store: WeightsStore):
+    for step in range(8):
+        add(store, step)
+    store.set_current(4)
+    store.acknowledge(record(2))
+    assert store.prune(keep=2) == [1, 3, 5]
+    assert store.versions() == [0, 2, 4, 6, 7]
+
+
+def test_a_removal_cut_short_leaves_no_half_version(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+    for step in range(3):
+        add(store, step)
+
+    def killed(folder: Path, **_: object) -> None:
+        (folder / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("python_backend.durable.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.prune(keep=1)
+    for version in store.versions():
+        store.verify_files(version)
+
+
+def damage_truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_cut_in_the_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:20])
+
+
+def damage_empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def damage_no_header(file: Path) -> None:
+    file.write_bytes((2).to_bytes(8, "little") + b"[]")
+
+
+def damage_no_offsets(file: Path) -> None:
+    header = b'{"w": {"dtype": "F32"}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def damage_missing(file: Path) -> None:
+    file.unlink()
+
+
+def damage_one_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_truncated, damage_cut_in_the_header, damage_empty, damage_no_header, damage_no_offsets, damage_missing,
+        damage_one_bit,
+    ],
+)  # fmt: skip
+def test_damage_is_found(store: WeightsStore, damage: Callable[[Path], None]):
+    add(store, 0)
+    damage(store.folder(0) / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"version 0: .*model\.safetensors"):
+        store.verify_files(0)
+
+
+def test_a_manifest_that_names_other_tensors_is_found(store: WeightsStore):
+    manifest = add(store, 0)
+    lie = {**vars(manifest), "tensors": {"w": ["F32", [3, 2]]}}
+    (store.folder(0) / "manifest.json").write_text(json.dumps(lie))
+    with pytest.raises(WeightsError, match="version 0: tensors differ"):
+        store.verify_files(0)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"version": 0}', "\udcff"])
+def test_unreadable_manifests_are_said_so(store: WeightsStore, text: str):
+    add(store, 0)
+    (store.folder(0) / "manifest.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(WeightsError, match="version 0: unreadable manifest"):
+        store.manifest(0)
+
+
+@pytest.mark.parametrize("text", ["", "three", "-1", "\udcff"])
+def test_an_unreadable_current_is_said_so(store: WeightsStore, text: str):
+    add(store, 0)
+    (store.root / "CURRENT").write_text(text, errors="surrogateescape")
+    with pytest.raises(WeightsError, match=r"CURRENT holds .*, not a version number"):
+        store.current()
+
+
+def test_serving_records_live_as_long_as_their_process(store: WeightsStore):
+    add(store, 0)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store.acknowledge(record(0))
+    store.acknowledge(record(0, instance="critic_1", pid=child.pid))
+    assert [r.instance for r in store.serving()] == ["critic_0", "critic_1"]
+    child.communicate()
+    assert [r.instance for r in store.serving()] == ["critic_0"]
+    store.prune(keep=1)
+    assert [p.name for p in (store.root / "serving").iterdir()] == [f"critic_0-{os.getpid()}.json"]
+    store.withdraw("critic_0", os.getpid())
+    store.withdraw("critic_0", os.getpid())  # twice is once
+    assert store.serving() == []
+
+
+def test_records_of_other_hosts_live_as_long_as_they_are_touched(store: WeightsStore):
+    store.acknowledge(record(0, host="elsewhere", pid=1))
+    path = next((store.root / "serving").iterdir())
+    assert store.serving()[0].host == "elsewhere"
+    os.utime(path, (time.time() - 60,) * 2)
+    assert store.serving() == []
+    store.touch("critic_0", 1)
+    assert store.serving()[0].host == "elsewhere"
+
+
+def test_tensor_types_reads_names_dtypes_and_shapes(tmp_path: Path):
+    save_file({"b": np.zeros(3, np.int64), "a": np.zeros((1, 2), np.float16)}, tmp_path / "x", metadata={"k": "v"})
+    assert tensor_types(tmp_path / "x") == {"a": ["F16", [1, 2]], "b": ["I64", [3]]}
