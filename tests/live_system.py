@@ -269,6 +269,7 @@ class System:
     def start_sidecar(self, *arguments: str) -> None:
         """A new one, following the journal from where the last one stopped."""
         self.sidecar = start_sidecar(self.run, *arguments)
+        wait_for(self.run.journal.is_followed, self.sidecar)
 
     def stop(self) -> None:
         """Both processes, in the order of `tools run`."""

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-from live_system import Checkpoints, FinishedRun, System, TRAINING_KEY, make_checkpoints, make_run, start_system, stop_process
+from live_system import (
+    TRAINING_KEY,
+    Checkpoints,
+    FinishedRun,
+    System,
+    make_checkpoints,
+    make_run,
+    start_system,
+    stop_process,
+)
 
 KEY_VARIABLE = "RLHF_TEST_TRAINING_KEY"
 

@@ -254,8 +254,7 @@ def test_the_same_content_padded_otherwise_is_the_same_step(live: System) -> Non
     step = live.run.next_step()
     padded = {**training_inputs(seed=22), "sequence_lengths": np.full((4, 1), 12)}
     wider = {
-        name: array if name == "sequence_lengths" else np.pad(array, ((0, 0), (0, 5)))
-        for name, array in padded.items()
+        name: array if name == "sequence_lengths" else np.pad(array, ((0, 0), (0, 5))) for name, array in padded.items()
     }
     assert train(live, {**padded, **identity("test", step)}) == train(live, {**wider, **identity("test", step)})
 

@@ -116,7 +116,9 @@ async def keep_asking(url: str, done: asyncio.Event, seed: int) -> list[Asked]:
     asked = []
     async with BareClient(url) as client:
         while not done.is_set():
-            rows = random_rows(generator.integers(1, 60, generator.integers(1, 4)).tolist(), seed=len(asked) + 1000 * seed)
+            rows = random_rows(
+                generator.integers(1, 60, generator.integers(1, 4)).tolist(), seed=len(asked) + 1000 * seed
+            )
             asked.append(Asked(rows, await client.infer(CRITIC_INFER, scoring_inputs(rows))))
     return asked
 
@@ -171,7 +173,13 @@ def publisher(live: System) -> Iterator[Publisher]:
 
 def make_publisher(run: LiveRun, kind: type[Publisher]) -> Publisher:
     return kind(
-        run.store, run_id=run.run_id, epoch=99, grpc_url=run.config.server.grpc_url, reload="swap", timeout_s=30.0, keep=12
+        run.store,
+        run_id=run.run_id,
+        epoch=99,
+        grpc_url=run.config.server.grpc_url,
+        reload="swap",
+        timeout_s=30.0,
+        keep=12,
     )
 
 
@@ -188,15 +196,20 @@ def cut(path: Path) -> None:
     path.write_bytes(data[: len(data) // 2])
 
 
-def current_critic(run: LiveRun) -> CriticModel:
-    return load_critic(run.store.folder(run.store.current() or 0))
+def next_critic(run: LiveRun) -> CriticModel:
+    """What is served, and a little more: never equal to a version in the store, which would be taken instead."""
+    critic = load_critic(run.store.folder(run.store.current() or 0))
+    with torch.no_grad():
+        for parameter in critic.model.parameters():
+            parameter += 0.01 * torch.rand_like(parameter)
+    return critic
 
 
 def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) -> None:
     current = live.run.store.current() or 0
     with pytest.raises(VersionRejected) as caught:
         make_publisher(live.run, TruncatingPublisher).publish(
-            current_critic(live.run), step=live.run.journal.last_step(), beat=lambda _: None, parent=-1
+            next_critic(live.run), step=live.run.journal.last_step(), beat=lambda _: None
         )
     print(caught.value)
     assert "was refused by critic_0" in str(caught.value)
@@ -207,7 +220,7 @@ def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) 
 
 def test_a_version_with_nan_is_refused_before_it_is_served(live: System, publisher: Publisher) -> None:
     current = live.run.store.current() or 0
-    critic = current_critic(live.run)
+    critic = next_critic(live.run)
     with torch.no_grad():
         critic.model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
     with pytest.raises(VersionRejected) as caught:
@@ -242,9 +255,13 @@ def test_a_fresh_process_refuses_a_damaged_version_and_the_old_one_serves_on(liv
 
 
 def add_version(run: LiveRun) -> Manifest:
-    critic = current_critic(run)
+    critic = next_critic(run)
     return run.store.add(
-        lambda folder: save_critic(critic, folder), run_id=run.run_id, step=run.journal.last_step(), parent=-2, epoch=99
+        lambda folder: save_critic(critic, folder),
+        run_id=run.run_id,
+        step=run.journal.last_step(),
+        parent=None,
+        epoch=99,
     )
 
 

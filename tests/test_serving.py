@@ -86,7 +86,9 @@ def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, che
         assert mean_batch(before[model], after[model]) > 4, model
 
 
-def test_without_the_ragged_flag_different_lengths_do_not_batch(finished: FinishedRun, checkpoints: Checkpoints) -> None:
+def test_without_the_ragged_flag_different_lengths_do_not_batch(
+    finished: FinishedRun, checkpoints: Checkpoints
+) -> None:
     """The flag is what the test above measures: the same requests, and a batch for each."""
 
     def drop_the_flag(config: dict[str, Any]) -> None:

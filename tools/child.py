@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from tools.server_log import tail
 
-# The kernel tells the child to stop when its parent is killed outright; see tools/tritonserver.py for why like this.
+# prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does it,
+# then becomes the child; Python code between fork and exec (preexec_fn) can deadlock with threads.
 _STARTER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -23,12 +25,23 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+def start_bound(command: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that ends with this one, in a session of its own: a Ctrl-C in the terminal is ours to pass on.
+
+    Must be called from a thread that lives as long as the child should: the kernel watches the thread.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *command],
+        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True,
+    )  # fmt: skip
+
+
 class ChildDied(RuntimeError):
     """A process of the run ended by itself; the message names it, how it ended, and what it said last."""
 
 
 class Child:
-    """One Python module of the run, in a session of its own: a Ctrl-C in the terminal is for the parent to pass on."""
+    """One Python module of the run."""
 
     def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
         """Start `python -m <arguments>`."""
@@ -36,12 +49,8 @@ class Child:
         self.log_path = log_path
         self._stopping = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), sys.executable, "-u", "-m", *arguments]
         with log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, **env},
-            )  # fmt: skip
+            self.process = start_bound([sys.executable, "-u", "-m", *arguments], log, {**os.environ, **env})
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""

@@ -23,7 +23,7 @@ from python_backend.config import ConfigError, RunConfig, load_config
 from tools.child import Child, ChildDied
 from tools.display import RunDisplay
 from tools.ports import with_free_ports
-from tools.serve import ensure_first_version, start_server
+from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.triton_home import ServerStartError
 from tools.tritonserver import TritonServer
 
@@ -87,13 +87,10 @@ class Run:
             self._server = None
 
     def _prepare(self) -> None:
-        demo = self.config.demo
-        assert demo is not None
-        out = demo.cache_dir / f"seed-{self.config.run.seed}{'-quick' if demo.quick else ''}"
         self._display.phase("preparing checkpoints and prompts")
-        arguments = ["tools.demo_prepare", "--out", str(out), "--seed", str(self.config.run.seed)]
+        arguments, overrides = demo_preparation(self.config)
         log_path = self.config.run.logs_dir / "prepare.log"
-        child = Child("preparation", [*arguments, *(["--quick"] if demo.quick else [])], log_path, LIBRARY_ENV)
+        child = Child("preparation", arguments, log_path, LIBRARY_ENV)
         try:
             with log_path.open(errors="replace") as log:
                 while child.poll() is None:
@@ -103,11 +100,7 @@ class Run:
             child.raise_if_failed()
         finally:
             child.stop(signal.SIGTERM, 5.0)
-        self._override(
-            f"reward.checkpoint={out / 'reward'}", f"critic.checkpoint={out / 'critic'}",
-            f"actor.checkpoint={out / 'policy'}", f"actor.prompts={out / 'prompts.jsonl'}",
-            f"actor.validation_prompts={out / 'validation.jsonl'}",
-        )  # fmt: skip
+        self._override(*overrides)
 
     def _relay(self, text: str) -> None:
         for line in text.splitlines():

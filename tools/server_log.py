@@ -21,6 +21,9 @@ _NOISE = re.compile(
 )
 _TABLE = re.compile(r"^[+|]|\|$")
 _PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
+_POLL_FAILURE = re.compile(
+    r"Error parsing text-format \S+: (.*?)\.?$|Poll failed for model directory [^:]*: (.*)\"", re.MULTILINE
+)
 # After these lines Triton waits for the model for ever, and says nothing.
 _STUB_FAILURES = (
     (
@@ -66,16 +69,19 @@ def readable(line: bytes) -> str | None:
 
 def tail(path: Path, num_lines: int = 12) -> str:
     """The last lines of the log, tables left out."""
+    start = max(0, path.stat().st_size - num_lines * BYTES_PER_LINE)
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - num_lines * BYTES_PER_LINE))
+        file.seek(start)
         lines = file.read().decode("utf-8", "backslashreplace").splitlines()
+    if start:
+        del lines[0]  # cut in two
     return "\n".join([line for line in lines if not _TABLE.search(line)][-num_lines:])
 
 
-def last_error(path: Path) -> str | None:
-    """The newest error that Triton itself has logged."""
-    errors = [parts[3] for parts in map(_TRITON_LINE.match, tail(path, 100).splitlines()) if parts and parts[1] == "E"]
-    return errors[-1].strip('"').rstrip(".") if errors else None
+def poll_failure(path: Path) -> str:
+    """What the log says of a configuration that Triton could not read; empty if nothing."""
+    reasons = ["".join(groups) for groups in _POLL_FAILURE.findall(tail(path, 100))]
+    return ": ".join(reversed(reasons[-2:]))  # the parser's reason comes before the file's name
 
 
 def stub_failure(path: Path) -> str | None:

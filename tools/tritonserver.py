@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,25 +19,16 @@ import psutil
 
 from python_backend.config import ServerSection
 from python_backend.durable import write_json
+from tools.child import start_bound
 from tools.model_loading import load_and_probe
 from tools.ports import check_ports, with_free_ports
-from tools.server_log import follow, last_error, stub_failure, tail
+from tools.server_log import follow, poll_failure, stub_failure, tail
 from tools.triton_home import ServerStartError, TritonHome, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 SHARED_MEMORY = Path("/dev/shm")
 KILL_AFTER_S = 10.0
 POLL_INTERVAL_S = 0.1
-
-# prctl(PR_SET_PDEATHSIG): if we are killed outright, the kernel tells the server to stop. A small process
-# does it, then becomes the server; Python code between fork and exec (preexec_fn) can deadlock with threads.
-_STARTER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the process that started the server is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class TritonServer:
@@ -94,14 +84,7 @@ class TritonServer:
         if self.log_path.exists():  # perhaps of a server that died: its reason is in there
             self.log_path.replace(self.log_path.with_suffix(".previous.log"))
         with self.log_path.open("wb") as log_file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *self._command()],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=subprocess.STDOUT,
-                env=server_environment(self.home),
-                start_new_session=True,
-            )
+            self._process = start_bound(self._command(), log_file, server_environment(self.home))
         self._follower = threading.Thread(
             target=follow,
             args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
@@ -132,7 +115,7 @@ class TritonServer:
         except ControlPlaneError as error:
             self._raise_if_dying()
             # Of a configuration that it cannot read, Triton tells the reason to its log alone.
-            reason = f" ({last_error(self.log_path)})" if "failed to poll" in str(error) else ""
+            reason = f" ({poll_failure(self.log_path)})" if "failed to poll" in str(error) else ""
             raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
         if state_file is not None:
             self._state_file = state_file

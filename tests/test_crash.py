@@ -1,0 +1,170 @@
+"""Processes killed outright, at any moment: each accepted step is trained once, in order, to the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from live_system import (
+    Checkpoints,
+    LiveRun,
+    System,
+    ask,
+    identity,
+    make_run,
+    start_system,
+    stop_process,
+    training_inputs,
+    wait_for,
+)
+
+from actor.client import TritonClient
+from actor.metrics import read_jsonl
+from python_backend.config import ClientSection
+from python_backend.contract import CRITIC, CRITIC_TRAIN
+
+pytest_plugins = ["server_fixtures"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_STEPS = 12
+NUM_KILLS = 4
+PATIENT = ClientSection(retries=60, backoff_s=0.2, train_deadline_s=60)
+
+
+def payload(step: int) -> dict[str, object]:
+    """What the scripted writer sends as `step`: several micro-batches, so that a kill may fall between them."""
+    return dict(training_inputs(seed=100 + step, rows=24, width=100))
+
+
+async def write_steps(run: LiveRun) -> list[int]:
+    """Send all steps, each when the one before is answered; their weights versions."""
+    versions = []
+    async with TritonClient(run.url, PATIENT) as client:
+        for step in range(1, NUM_STEPS + 1):
+            versions.append((await client.train(payload(step), run_id="test", step=step)).weights_version)
+            if step % 5 == 0:
+                await client.save(run_id="test")
+    return versions
+
+
+def final_digest(run: LiveRun) -> str:
+    """sha256 of the weights that are served at the end."""
+    manifest = run.store.manifest(run.store.current() or 0)
+    assert manifest.step == NUM_STEPS
+    return manifest.sha256
+
+
+def settings(**trainer: object) -> dict[str, dict[str, object]]:
+    return {
+        "trainer": {
+            "global_batch_size": 8,
+            "token_budget": 400,
+            "checkpoint_every": 4,
+            "publish": {"keep": 50},
+            **trainer,
+        }
+    }
+
+
+def test_killing_the_sidecar_changes_nothing(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """12 steps with four SIGKILLs at random moments, and without: the same bits."""
+    calm = make_run(tmp_path / "calm", checkpoints, **settings(reload_on_save="none"))
+    system = start_system(calm)
+    try:
+        asyncio.run(write_steps(calm))
+    finally:
+        system.stop()
+
+    shaken = make_run(tmp_path / "shaken", checkpoints, **settings(reload_on_save="none"))
+    system = start_system(shaken)
+    seed = random.randrange(1 << 32)
+    print(f"seed of the kills: {seed}")
+    try:
+        versions = asyncio.run(with_kills(system, random.Random(seed)))
+        assert final_digest(shaken) == final_digest(calm)
+        manifests = [shaken.store.manifest(version) for version in shaken.store.versions()]
+        steps = [manifest.step for manifest in manifests]
+        assert steps == list(range(NUM_STEPS + 1)), "each step published once, in order"
+        assert versions == [next(m.version for m in manifests if m.step == s) for s in range(1, NUM_STEPS + 1)]
+        for ours, theirs in zip(manifests, map(calm.store.manifest, calm.store.versions()), strict=True):
+            assert (ours.step, ours.sha256) == (theirs.step, theirs.sha256)
+        results = {result.entry: result for result in shaken.journal.results()}
+        assert [results[f"{step:08d}.train"].error for step in range(1, NUM_STEPS + 1)] == [None] * NUM_STEPS
+    finally:
+        system.stop()
+
+
+async def with_kills(system: System, generator: random.Random) -> list[int]:
+    """Write the steps while the sidecar is killed and started again."""
+    writer = asyncio.create_task(write_steps(system.run))
+    for _ in range(NUM_KILLS):
+        last = system.run.journal.last_step()
+        await until(
+            lambda last=last: system.run.journal.is_followed() and system.run.journal.last_step() > last, writer
+        )
+        await asyncio.sleep(generator.uniform(0, 0.6))
+        system.sidecar.process.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(system.sidecar.process.wait)
+        system.sidecar = system.run.start("sidecar", module="trainer")
+    return await writer
+
+
+async def until(condition: object, writer: asyncio.Task[list[int]]) -> None:
+    while not condition() and not writer.done():  # type: ignore[operator]
+        await asyncio.sleep(0.01)
+
+
+def test_a_killed_critic_stub_is_replaced(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """Triton does not restart a stub; the next publish does, and the answer comes."""
+    run = make_run(tmp_path / "stub", checkpoints, **settings(serve_timeout_s=3.0))
+    system = start_system(run)
+    try:
+        first = ask(run.url, CRITIC_TRAIN, {**payload(1), **identity("test", 1)})
+        (record,) = run.store.serving()
+        assert f"{CRITIC}_0" in record.instance
+        psutil.Process(record.pid).send_signal(signal.SIGKILL)
+        second = ask(run.url, CRITIC_TRAIN, {**payload(2), **identity("test", 2)})
+        assert int(second["weights_version"][0]) == int(first["weights_version"][0]) + 1
+        (fresh,) = run.store.serving()
+        assert (fresh.pid != record.pid, fresh.version) == (True, int(second["weights_version"][0]))
+    finally:
+        system.stop()
+
+
+def test_a_killed_actor_resumes_and_rewinds_the_critic(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """A checkpoint at step 2, killed during step 4: steps 3 and 4 are set aside and done again."""
+    run = make_run(tmp_path / "actor", checkpoints, actor={"steps": 6, "checkpoint_every": 2})
+    system = start_system(run)
+    actor = run.start("actor")
+    try:
+        metrics = run.config.run.dir / "metrics.jsonl"
+        wait_for(lambda: len(read_jsonl(metrics)) >= 3, actor)
+        actor.process.send_signal(signal.SIGKILL)
+        actor.process.wait()
+        killed_at = run.journal.last_step()
+        assert killed_at >= 3
+        checkpoint = max(int(path.name) for path in (run.config.run.dir / "checkpoints" / "actor").glob("[0-9]*"))
+        assert checkpoint in (2, 4)
+        version_before = run.store.current() or 0
+        actor = run.start("actor-again", module="actor")
+        assert actor.process.wait(180) == 0, actor.log_path.read_text()
+        log = actor.log_path.read_text()
+        print(log)
+        assert f"resuming from the checkpoint of step {checkpoint}" in log
+        assert [line["step"] for line in read_jsonl(metrics)] == [1, 2, 3, 4, 5, 6]
+        summary = json.loads((run.config.run.dir / "actor_summary.json").read_text())
+        assert summary["critic_updates"] == 6
+        manifest = run.store.manifest(run.store.current() or 0)
+        assert (manifest.step, manifest.version) == (6, summary["weights_version"])
+        assert summary["weights_version"] > version_before
+        aside = list((run.config.run.journal_dir / "test" / "set_aside").glob("*/*.train"))
+        assert {int(path.name.split(".")[0]) for path in aside} <= set(range(checkpoint + 1, killed_at + 1))
+        lines = read_jsonl(run.config.run.dir / "samples.jsonl")
+        assert {line["when"] for line in lines} == {"before", "after"}
+    finally:
+        stop_process(actor)
+        system.stop()
