@@ -70,6 +70,11 @@ class Bookkeeper:
             step, self._settings.steps, metrics["train_rollouts/rewards"],
             metrics["train_rollouts/init_policy_kl_per_sequence"], metrics["train_rollouts/weights_version"], seconds,
         )  # fmt: skip
+        if not batch.policy_mask.any():
+            logger.warning(
+                "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
+                "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,
+            )  # fmt: skip
 
     def log_validation(self, when: str, result: Validation) -> None:
         """Remember a validation and write its texts."""
@@ -86,7 +91,7 @@ class Bookkeeper:
         """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""
         state = {"step": step, "run_id": self._run_id, "masked_samples": self._masked_samples}
         save_checkpoint(self._checkpoints, self._policy, state, keep=self._settings.keep_checkpoints)
-        self._saves.append(asyncio.create_task(self._client.save(run_id=self._run_id)))
+        self._saves.append(asyncio.create_task(self._client.save(run_id=self._run_id, step=step)))
 
     async def finish(self, scorer: Scorer, version: int, seconds: float) -> dict[str, Any]:
         """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""

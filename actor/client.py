@@ -114,9 +114,10 @@ class TritonClient:
         answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s)
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
-    async def save(self, *, run_id: str) -> int:
-        """Have the critic write a checkpoint; returns the weights version served. Raises RequestFailed."""
-        return await self._save({contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id)})
+    async def save(self, *, run_id: str, step: int) -> int:
+        """Have the critic write its checkpoint of `step`; returns the weights version served. Raises RequestFailed."""
+        step_array = np.asarray([step], np.int64)
+        return await self._save({contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: step_array})
 
     async def rewind(self, *, run_id: str, step: int) -> int:
         """Make `step` the critic's last step; returns the weights version served. Raises RequestFailed."""
@@ -179,4 +180,5 @@ def _describe(url: str, model: str, attempts: int, error: Exception, deadline_s:
         return f"{model} at {url} refused{tries}: {error.message()}"
     if isinstance(error, asyncio.TimeoutError):
         return f"{model} at {url} gave no answer within {deadline_s:g} s{tries}"
-    return f"{model} at {url} cannot be reached{tries}: {error}; is `python -m tools serve` running there?"
+    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return f"{model} at {url} cannot be reached{tries}: {cause}; is `python -m tools serve` running there?"

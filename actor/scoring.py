@@ -39,9 +39,10 @@ class Scorer:
             RequestFailed: the server cannot be asked.
         """
         ours = fingerprint(self._tokenizer)
-        theirs = {}
+        theirs, folders = {}, {}
         for model in (REWARD_MODEL, CRITIC):
-            theirs[model] = (await self._client.model_parameters(model)).get("tokenizer_fingerprint", "")
+            parameters = await self._client.model_parameters(model)
+            theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
             if not theirs[model]:
                 raise TokenizerMismatch(
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be compared with the "
@@ -49,8 +50,9 @@ class Scorer:
                 )
         if theirs[CRITIC] != ours:
             raise TokenizerMismatch(
-                "the critic's tokenizer differs from the policy's: values belong to the policy's tokens, so the critic "
-                "must start from a checkpoint with the same vocabulary"
+                f"the critic's tokenizer differs from the policy's ({folders[CRITIC]} and "
+                f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
+                "from a checkpoint with the same vocabulary"
             )
         self.sends_sentences = theirs[REWARD_MODEL] != ours
 

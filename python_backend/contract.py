@@ -34,7 +34,7 @@ RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
 PREV_VALUES = "prev_values"  # as returns
 MASK = "mask"  # as returns
 RUN_ID = "run_id"  # BYTES [1], optional
-STEP = "step"  # INT64 [1], optional
+STEP = "step"  # INT64 [1], optional; of critic_save: the step that the checkpoint is of
 LOSS_MEAN = "loss_mean"  # FP32 [1]
 
 DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint

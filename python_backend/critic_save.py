@@ -1,6 +1,6 @@
 """critic_save inside tritonserver: asks the sidecar for a checkpoint, or for a rewind to an earlier step.
-Given: `dummy_var` INT64 [1], optional `run_id`, optional `rewind_to` INT64 [1]. Returns: `status` INT64 [1], 0 when it
-is on disk, and the `weights_version` INT64 [1] that is served then.
+Given: `dummy_var` INT64 [1], optional `run_id`, `step` INT64 [1] that the checkpoint is of, or `rewind_to` INT64 [1].
+Returns: `status` INT64 [1], 0 when it is on disk, and the `weights_version` INT64 [1] that is served then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from python_backend.contract import (
     REWIND_TO,
     RUN_ID,
     STATUS,
+    STEP,
     WEIGHTS_VERSION,
     optional_count,
     optional_text,
@@ -30,7 +31,8 @@ class TritonPythonModel(JournalModel):
         run_id = optional_text(RUN_ID, call.array(RUN_ID))
         target = optional_count(REWIND_TO, call.array(REWIND_TO), minimum=0)
         if target is None:
-            return self.journal.accept_save(run_id=run_id)
+            step = optional_count(STEP, call.array(STEP), minimum=0)
+            return self.journal.accept_save(run_id=run_id, step=step)
         return self.journal.accept_rewind(run_id=run_id, target=target)
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:

@@ -49,7 +49,7 @@ class JournalLocked(RuntimeError):
 class Entry:
     """One accepted request; entries are done in their order."""
 
-    step: int  # train: its own; save and rewind: the last step accepted before
+    step: int  # train: its own; save: the one it is of; rewind: the last one accepted before
     rank: int  # 0 train, then 1, 2, … in order of acceptance
     kind: Kind
     target: int = -1  # rewind only: the step to go back to
@@ -136,20 +136,31 @@ class Journal:
                 continue
             return entry
 
-    def accept_save(self, *, run_id: str | None) -> Entry:
-        """Ask for a checkpoint after everything accepted so far. Raises StepConflict during a rewind."""
+    def accept_save(self, *, run_id: str | None, step: int | None = None) -> Entry:
+        """Ask for a checkpoint of `step`, which may be on its way still; without it, of everything accepted so far.
+
+        Raises StepConflict if `step` is further ahead than the next one.
+        """
         self._check_run(run_id)
-        self._refuse_during_rewind()
-        return self._append("save")
+        last = self.last_step()
+        if step is not None and step > last + 1:
+            raise StepConflict(f"step: {step}, but the last step of run {self.run_id!r} is {last}")
+        return self._append("save", last if step is None else step)
 
     def accept_rewind(self, *, run_id: str | None, target: int) -> Entry:
-        """Ask that step `target` become the last one. Raises StepConflict if it lies ahead."""
+        """Ask that step `target` become the last one; asked again while it is under way, the entry is the same.
+
+        Raises StepConflict if `target` lies ahead, or a rewind to another step is under way.
+        """
         self._check_run(run_id)
+        pending = self._rewind_under_way()
+        if pending is not None and pending.target == target:
+            return pending
         last = self.last_step()
         if target > last:
             raise StepConflict(f"rewind_to: {target}, but the last step of run {self.run_id!r} is {last}")
         self._refuse_during_rewind()
-        return self._append("rewind", target)
+        return self._append("rewind", last, target)
 
     def result(self, entry: Entry) -> Result | None:
         """The outcome of `entry`; None while it is not done, an error if a rewind took it out."""
@@ -289,18 +300,21 @@ class Journal:
                 result = self.result(entry)
         return result.digest if result else None
 
-    def _refuse_during_rewind(self) -> None:
-        for entry in self.entries():
-            if entry.kind == "rewind" and self.result(entry) is None:
-                raise StepConflict(
-                    f"a rewind of run {self.run_id!r} to step {entry.target} is under way; wait for its answer"
-                )
+    def _rewind_under_way(self) -> Entry | None:
+        rewinds = (entry for entry in self.entries() if entry.kind == "rewind")
+        return next((entry for entry in rewinds if self.result(entry) is None), None)
 
-    def _append(self, kind: Kind, target: int = -1) -> Entry:
+    def _refuse_during_rewind(self) -> None:
+        pending = self._rewind_under_way()
+        if pending is not None:
+            raise StepConflict(
+                f"a rewind of run {self.run_id!r} to step {pending.target} is under way; wait for its answer"
+            )
+
+    def _append(self, kind: Kind, step: int, target: int = -1) -> Entry:
         while True:
-            last = self.last_step()
-            rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == last), default=0)
-            entry = Entry(last, rank, kind, target)
+            rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
+            entry = Entry(step, rank, kind, target)
             try:
                 self._create(entry, json.dumps({"target": target}).encode())
             except FileExistsError:  # another writer took the rank: look again

@@ -58,6 +58,10 @@ class Parameters:
         return Path(self.text(name)).absolute()
 
 
+class StepFailed(RuntimeError):
+    """The sidecar did what was journalled, and it failed; the message is the sidecar's."""
+
+
 class Call:
     """One request and its way back."""
 
@@ -83,7 +87,7 @@ class Call:
     def fail(self, error: Exception, *, unavailable: bool = False) -> None:
         """Send the error: a broken contract is the caller's (400), UNAVAILABLE may be retried (503)."""
         code = pb_utils.TritonError.INTERNAL
-        message = f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
         if unavailable:
             code, message = pb_utils.TritonError.UNAVAILABLE, str(error)
         elif isinstance(error, ContractError):
@@ -244,7 +248,12 @@ class JournalModel:
         while not self._stop.wait(0.005):
             with self._lock:
                 waiting = list(self._waiting)
-            finished = [item for item in waiting if self._settle(*item)]
+            try:
+                finished = [item for item in waiting if self._settle(*item)]
+            except Exception as error:  # thread edge: a waiter that died would leave every caller without an answer
+                log_error(f"journal: {type(error).__name__}: {error}")
+                self._stop.wait(1.0)
+                continue
             if finished:
                 with self._lock:
                     self._waiting = [item for item in self._waiting if item not in finished]
@@ -253,7 +262,7 @@ class JournalModel:
         result = self.journal.result(entry)
         if result is not None:
             if result.error:
-                call.fail(RuntimeError(result.error))
+                call.fail(StepFailed(result.error))
             else:
                 call.answer(self.reply(result))
             return True

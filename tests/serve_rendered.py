@@ -1,4 +1,4 @@
-"""`python -m serve_rendered`: `tools serve` on a repository that is rendered already: saves an import of transformers."""
+"""`python -m serve_rendered`: `tools serve` on a repository that is there already: saves an import of transformers."""
 
 import sys
 

@@ -184,7 +184,10 @@ BAD_TRAINING = {
         {**PACKED, "sequence_lengths": np.asarray([[12], [12], [12], [11]])},
         "sequence_lengths: they sum to 47, tokens holds 48",
     ),
-    "packed targets of the wrong shape": ({**PACKED, "mask": PACKED["mask"][:, :-1]}, "mask: shape [1, 43], must be [1, 44]"),
+    "packed targets of the wrong shape": (
+        {**PACKED, "mask": PACKED["mask"][:, :-1]},
+        "mask: shape [1, 43], must be [1, 44]",
+    ),
     "run id with a slash": (
         {**GOOD, "run_id": np.asarray([b"../other"], dtype=np.object_)},
         "run_id: '../other', use 1 to 64 letters",

@@ -1,5 +1,7 @@
 """`python_backend.batching`: the plan holds every row once, within its budget, and wastes no forward."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_every_row_once_and_within_the_budget(lengths: list[int], token_budget: 
 @given(lengths=lengths_of_rows, token_budget=st.integers(1, 100), max_rows=st.integers(1, 9))
 def test_no_batch_could_have_taken_the_next_row(lengths: list[int], token_budget: int, max_rows: int):
     plan = plan_micro_batches(lengths, token_budget=token_budget, max_rows=max_rows)
-    for batch, following in zip(plan, plan[1:], strict=False):
+    for batch, following in itertools.pairwise(plan):
         assert len(batch) == max_rows or (len(batch) + 1) * lengths[following[0]] > token_budget
 
 

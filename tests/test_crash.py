@@ -168,3 +168,32 @@ def test_a_killed_actor_resumes_and_rewinds_the_critic(tmp_path: Path, checkpoin
     finally:
         stop_process(actor)
         system.stop()
+
+
+@pytest.mark.parametrize("role", ["sidecar", "server"])
+def test_an_actor_whose_server_or_sidecar_dies_ends_with_one_sentence(
+    tmp_path: Path, checkpoints: Checkpoints, role: str
+) -> None:
+    client = {"retries": 1, "deadline_s": 10}
+    run = make_run(tmp_path / role, checkpoints, actor={"steps": 5000, "checkpoint_every": 2, "client": client})
+    system = start_system(run)
+    actor = run.start("actor")
+    try:
+        wait_for(lambda: len(read_jsonl(run.config.run.dir / "metrics.jsonl")) >= 3, actor)
+        process = system.sidecar.process if role == "sidecar" else psutil.Process(server_pid(run))
+        process.send_signal(signal.SIGKILL)
+        assert actor.process.wait(120) == 2
+        log = actor.log_path.read_text()
+        print(log[-2000:])
+        assert log.splitlines()[-1].startswith("error: critic_")
+        assert "Traceback" not in log
+        words = {"sidecar": "is journalled and will be done", "server": "is `python -m tools serve` running there?"}
+        assert words[role] in log.splitlines()[-1]
+    finally:
+        stop_process(actor)
+        system.stop()
+
+
+def server_pid(run: LiveRun) -> int:
+    """The tritonserver process."""
+    return int(json.loads((run.config.run.dir / "server.json").read_text())["pid"])

@@ -1,4 +1,4 @@
-"""`trainer.critic_update`: the way a payload is packed and cut changes nothing, the same bits come out, and it learns."""
+"""`trainer.critic_update`: how a payload is packed and cut changes nothing, the same bits come out, and it learns."""
 
 from __future__ import annotations
 

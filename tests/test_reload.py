@@ -1,4 +1,4 @@
-"""New weights come into service, in both ways, while others are asking: one version per request, none that is damaged."""
+"""New weights come into service, in both ways, under load: one version per request, and none that is damaged."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def triton_reloads(run: LiveRun) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def publisher(live: System) -> Iterator[Publisher]:
+def publisher(live: System) -> Publisher:
     """A publisher on the live store; the sidecar beside it has nothing to do."""
-    yield make_publisher(live.run, Publisher)
+    return make_publisher(live.run, Publisher)
 
 
 def make_publisher(run: LiveRun, kind: type[Publisher]) -> Publisher:

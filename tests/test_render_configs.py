@@ -136,9 +136,9 @@ def broken(model: str, old: str, new: str) -> dict:
     ("model", "old", "new", "message"),
     [
         ("critic", " allow_ragged_batch: true", "", "critic/config.pbtxt: input tokens needs allow_ragged_batch"),
-        ("reward_model", "dynamic_batching {\n  max_queue_delay_microseconds: 2000\n}", "", "dynamic_batching is missing"),
-        ("critic_train", 'backend: "python"', 'backend: python', "critic_train/config.pbtxt is not what Triton reads"),
-        ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not what Triton reads"),
+        ("critic", "dynamic_batching {\n  max_queue_delay_microseconds: 2000\n}", "", "dynamic_batching is missing"),
+        ("critic_train", 'backend: "python"', "backend: python", "critic_train/config.pbtxt is not what Triton"),
+        ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not what Triton"),
         ("critic", 'name: "critic"', 'name: "kritic"', "critic/config.pbtxt: name is 'kritic'"),
         ("critic", 'name: "values" data_type: TYPE_FP32', 'name: "values" data_type: TYPE_FP16', "tensor values"),
         ("critic_infer", 'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',

@@ -1,4 +1,4 @@
-"""Served scores: equal to a direct forward whatever they are batched with, batched at all, and wrong rows fail alone."""
+"""Served scores: equal to a direct forward, whatever they are batched with; batched at all; wrong rows fail alone."""
 
 from __future__ import annotations
 

@@ -1,214 +1,24 @@
-"""The real sidecar on a real journal and store, in a thread; a few lines stand for the serving instances.
-Under test: exactly once, answered when served, in order, and the same bits and numbers whatever was killed when.
-"""
+"""`trainer.sidecar`: exactly once, in order, answered when served; what cannot be served is said and left out."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_checkpoints import VOCAB, save_tiny
+from sidecar_rig import Killed, Rig, kill_at, overflowing, payload
 
 import trainer.sidecar
-from python_backend.config import RunConfig
-from python_backend.contract import StepConflict, TrainPayload
-from python_backend.journal import Entry, Journal, JournalLocked, Result
-from python_backend.modeling import CheckpointError, load_critic, quiet_transformers
-from python_backend.weights import ServingRecord, WeightsStore
-from trainer.checkpoint import CheckpointFolder
+from python_backend.contract import StepConflict
+from python_backend.journal import Journal, JournalLocked, Result
+from python_backend.modeling import CheckpointError, load_critic
 from trainer.publish import Publisher, VersionRejected
 from trainer.sidecar import Sidecar, StoppedWaiting
 
-PATIENCE_S = 30.0
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the sidecar catches it."""
-
-
-class Instance(threading.Thread):
-    """A critic instance as python_backend/critic.py is: sees CURRENT move, says what it serves."""
-
-    def __init__(self, store: WeightsStore, name: str = "critic_0") -> None:
-        super().__init__(daemon=True)
-        self.store, self.instance = store, name
-        self.refuses: set[int] = set()
-        self.served: list[int] = []
-        self.paused = threading.Event()
-        self._stop_now = threading.Event()
-
-    def run(self) -> None:
-        refused = None
-        while not self._stop_now.wait(0.001):
-            number = self.store.current()
-            if self.paused.is_set() or number is None or number in (*self.served[-1:], refused):
-                continue
-            if number in self.refuses:
-                refused = number
-                self._say(rejected=number, error="it looks odd")
-            else:
-                self.served.append(number)
-                self._say()
-
-    def _say(self, **more: Any) -> None:
-        previous = self.served[-2] if len(self.served) > 1 else None
-        self.store.acknowledge(
-            ServingRecord(
-                self.instance, socket.gethostname(), os.getpid(), self.served[-1], previous, time.time(), **more
-            )
-        )
-
-    def close(self) -> None:
-        self._stop_now.set()
-        self.join()
-        self.store.withdraw(self.instance, os.getpid())
-
-
-class Rig:
-    """One run's folder, its instances, and the sidecar that runs now."""
-
-    def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
-        trainer = {
-            "lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100, "global_batch_size": 3,
-            "checkpoint_every": 100, "reload_on_save": "none", **settings,
-        }  # fmt: skip
-        self.config = RunConfig.model_validate({
-            "run": {"dir": folder, "run_id": "run"}, "critic": {"checkpoint": checkpoint}, "trainer": trainer,
-            "server": {"grpc_port": 1},
-        })  # fmt: skip
-        self.journal = Journal(self.config.run.journal_dir, "run")
-        self.store = WeightsStore(self.config.run.weights_dir)
-        self.checkpoints = CheckpointFolder(folder / "checkpoints" / "critic")
-        self.instances: list[Instance] = []
-        self.error: BaseException | None = None
-        self.thread: threading.Thread | None = None
-
-    def serve(self, name: str = "critic_0") -> Instance:
-        instance = Instance(self.store, name)
-        instance.start()
-        self.instances.append(instance)
-        return instance
-
-    def start(self) -> Rig:
-        self.error, self.stop_now = None, threading.Event()
-        sidecar, stop = Sidecar(self.config), self.stop_now
-
-        def run() -> None:
-            try:
-                sidecar.run(stop)
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, daemon=True)
-        self.thread.start()
-        return self
-
-    def ended(self) -> BaseException | None:
-        """Wait until the sidecar ends by itself; what it died of."""
-        assert self.thread is not None
-        self.thread.join(PATIENCE_S)
-        assert not self.thread.is_alive()
-        return self.error
-
-    def stop(self) -> BaseException | None:
-        self.stop_now.set()
-        return self.ended()
-
-    def close(self) -> None:
-        if self.thread is not None:
-            self.stop()
-        for instance in self.instances:
-            instance.close()
-
-    def send(self, step: int, value: int | None = None) -> Entry:
-        return self.journal.accept_training(payload(step if value is None else value), run_id="run", step=step)
-
-    def answer(self, entry: Entry) -> Result:
-        deadline = time.monotonic() + PATIENCE_S
-        while (result := self.journal.result(entry)) is None:
-            assert self.error is None, self.error
-            assert time.monotonic() < deadline, f"{entry.name} was not answered"
-            time.sleep(0.002)
-        return result
-
-    def train(self, *steps: int) -> list[Result]:
-        return [self.answer(self.send(step)) for step in steps]
-
-    def save(self) -> Result:
-        return self.answer(self.journal.accept_save(run_id="run"))
-
-    def rewind(self, target: int) -> Result:
-        return self.answer(self.journal.accept_rewind(run_id="run", target=target))
-
-    def weights(self, version: int | None = None) -> torch.Tensor:
-        version = self.store.current() if version is None else version
-        tensors = load_file(self.store.folder(version) / "model.safetensors")
-        return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-
-
-def payload(value: int) -> TrainPayload:
-    rng = np.random.default_rng(value)
-    lengths = rng.integers(2, 9, 7)
-    count = int(lengths.sum()) - 7
-    targets = [rng.normal(size=count).astype(np.float32) for _ in range(2)]
-    return TrainPayload(rng.integers(0, VOCAB, lengths.sum()), lengths, *targets, np.ones(count, np.float32))
-
-
-def overflowing() -> TrainPayload:
-    """Finite returns whose gradient is not."""
-    sane = payload(0)
-    return TrainPayload(sane.tokens, sane.lengths, np.full_like(sane.returns, 1e38), sane.prev_values, sane.mask)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    quiet_transformers()
-    folder = tmp_path_factory.mktemp("critic")
-    save_tiny(folder, "gpt2", "critic")
-    return folder
-
-
-@pytest.fixture
-def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def new(name: str = "run", **settings: Any) -> Rig:
-        rigs.append(Rig(tmp_path / name, checkpoint, **settings))
-        return rigs[-1]
-
-    yield new
-    for rig in rigs:
-        rig.close()
-
-
-@pytest.fixture
-def rig(make: Callable[..., Rig]) -> Rig:
-    """A sidecar at work, and one instance."""
-    rig = make()
-    rig.serve()
-    return rig.start()
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Rig]:
-    """Six steps that nothing disturbed, every version kept: what each other run must equal."""
-    rig = Rig(tmp_path_factory.mktemp("straight"), checkpoint, publish={"keep": 100})
-    rig.serve()
-    rig.start().train(1, 2, 3, 4, 5, 6)
-    rig.stop()
-    yield rig
-    rig.close()
+pytest_plugins = ["sidecar_fixtures"]
 
 
 def test_each_step_is_a_version_of_its_own(rig: Rig, straight: Rig):
@@ -309,79 +119,7 @@ def test_a_stopped_sidecar_goes_on_where_it_was(make: Callable[..., Rig], straig
     assert [rig.store.manifest(version).epoch for version in range(4)] == [0, 1, 2, 3]
 
 
-# ---- killed ----
-
-KILLS = [
-    (WeightsStore, "add", "before"), (WeightsStore, "add", "after"), (Publisher, "verify", "after"),
-    (WeightsStore, "set_current", "before"), (WeightsStore, "set_current", "after"),
-    (WeightsStore, "prune", "before"), (WeightsStore, "prune", "after"),
-    (Journal, "finish", "before"), (Journal, "finish", "after"),
-    (CheckpointFolder, "save", "before"), (CheckpointFolder, "save", "after"),
-    (Journal, "forget_covered", "before"), (Journal, "forget_covered", "after"), (Journal, "drop", "before"),
-]  # fmt: skip
-
-
-def kill_at(patch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: int) -> None:
-    """Kill the sidecar before or after its `call`-th call of `owner.name`."""
-    original, calls = getattr(owner, name), []
-
-    def killing(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        if len(calls) == call and when == "before":
-            raise Killed
-        result = original(*args, **kwargs)
-        if len(calls) == call:
-            raise Killed
-        return result
-
-    patch.setattr(owner, name, killing)
-
-
-@pytest.mark.parametrize(("owner", "name", "when"), KILLS, ids=lambda value: getattr(value, "__name__", value))
-def test_whatever_is_killed_when_the_bits_and_numbers_are_the_same(
-    make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch,
-    owner: type, name: str, when: str,
-):  # fmt: skip
-    rig = make()
-    rig.serve()
-    save = None
-    entries = []
-    for step in range(1, 7):
-        entries.append(rig.send(step))
-        if step == 2:
-            save = rig.journal.accept_save(run_id="run")
-    rare = owner is CheckpointFolder or name in ("forget_covered", "drop")
-    with monkeypatch.context() as patch:
-        kill_at(patch, owner, name, when, call=1 if rare else 6)
-        assert isinstance(rig.start().ended(), Killed)
-    rig.start()
-    results = [rig.answer(entry) for entry in entries]
-    assert save is not None
-    assert rig.answer(save).error is None
-    assert results == [straight.journal.result(entry) for entry in entries]
-    assert [result.weights_version for result in results] == [1, 2, 3, 4, 5, 6]
-    assert torch.equal(rig.weights(), straight.weights(6))
-    served = rig.instances[0].served
-    assert served == sorted(served)
-    assert rig.store.current() == rig.store.versions()[-1] == 6
-    assert rig.stop() is None
-    steps = [
-        json.loads(line)["step"] for line in (rig.config.run.dir / "critic_metrics.jsonl").read_text().splitlines()
-    ]
-    assert len(steps) == len(set(steps))  # a replay is no second update
-
-
-def test_a_replay_leaves_current_alone_until_it_has_something_new(make: Callable[..., Rig]):
-    """Its early versions are pruned: making them again would serve old weights under new numbers."""
-    rig = make(publish={"keep": 1})
-    rig.serve()
-    rig.start().train(1, 2, 3, 4, 5)
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, Journal, "entries", "before", call=1)
-        assert isinstance(rig.ended(), Killed)
-    assert rig.store.versions() == [0, 5]
-    assert rig.start().train(6)[0].weights_version == 6
-    assert rig.instances[0].served == [0, 1, 2, 3, 4, 5, 6]
+# ---- stopped, alone, lost ----
 
 
 def test_a_stop_while_nobody_serves_loses_nothing(
@@ -433,93 +171,6 @@ def test_a_second_sidecar_is_refused(rig: Rig, make: Callable[..., Rig]):
     assert isinstance(error, JournalLocked)
     assert str(rig.journal.root) in str(error)
     assert rig.train(2)[0].weights_version == 2
-
-
-# ---- rewind ----
-
-
-@pytest.mark.parametrize(
-    ("target", "restart"), [(0, False), (0, True), (1, False), (2, True), (3, False), (3, True), (4, False)]
-)
-def test_a_rewind_serves_the_old_weights_under_a_new_number(rig: Rig, straight: Rig, target: int, restart: bool):
-    rig.train(1, 2)
-    rig.save()
-    rig.train(3, 4)
-    if restart:
-        rig.stop()
-        rig.start()
-    if target in (1, 3) and (target == 1 or restart):  # their entries are covered by a checkpoint and gone
-        result = rig.rewind(target)
-        assert "cannot be reached" in (result.error or "")
-        return
-    result = rig.rewind(target)
-    version = 4 if target == 4 else 5  # agreeing already needs no new version
-    assert (result.weights_version, result.error) == (version, None)
-    assert torch.equal(rig.weights(version), straight.weights(target))
-    assert rig.store.manifest(version).step == target
-    assert rig.journal.last_step() == target
-    again = rig.answer(rig.send(target + 1, value=50 + target))  # what follows may be something else
-    assert (again.weights_version, again.error) == (version + 1, None)
-    assert rig.store.manifest(version + 1).parent == version
-    assert rig.instances[0].served == list(range(version + 2))
-
-
-def test_the_same_steps_after_a_rewind_give_the_same_weights_under_new_numbers(rig: Rig, straight: Rig):
-    """An actor that is deterministic sends the very same again: the old versions must not come back as its own."""
-    rig.train(1)
-    rig.save()
-    rig.train(2, 3)
-    assert rig.rewind(1).weights_version == 4
-    results = rig.train(2, 3)
-    assert [result.weights_version for result in results] == [5, 6]
-    assert rig.store.current() == 6
-    assert torch.equal(rig.weights(), straight.weights(3))
-    assert rig.instances[0].served == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_a_rewind_out_of_reach_is_refused_and_training_goes_on(make: Callable[..., Rig], straight: Rig):
-    rig = make(checkpoint_every=2)
-    rig.serve()
-    rig.start().train(1, 2, 3, 4, 5)
-    assert rig.rewind(3).error == "rewind_to: 3 cannot be reached: checkpoints are at steps 4"
-    assert rig.journal.last_step() == 5
-    assert rig.train(6)[0].weights_version == 6
-    assert torch.equal(rig.weights(), straight.weights(6))
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "when"),
-    [
-        (Journal, "set_aside_after", "before"), (Journal, "set_aside_after", "after"),
-        (CheckpointFolder, "drop_after", "after"), (WeightsStore, "set_current", "after"), (Journal, "drop", "before"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)  # fmt: skip
-def test_a_rewind_that_is_killed_is_done_in_the_end(
-    rig: Rig, straight: Rig, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str
-):
-    rig.train(1)
-    rig.save()
-    rig.train(2, 3)
-    for _ in range(2):  # and once more while it is repeated
-        with monkeypatch.context() as patch:
-            kill_at(patch, owner, name, when, call=1)
-            if rig.error is None:
-                entry = rig.journal.accept_rewind(run_id="run", target=1)
-            else:
-                rig.start()
-            if rig.journal.result(entry) is not None:
-                break
-            assert isinstance(rig.ended(), Killed)
-    if not rig.thread.is_alive():
-        rig.start()
-    assert rig.answer(entry).error is None
-    assert torch.equal(rig.weights(), straight.weights(1))
-    assert rig.journal.last_step() == 1
-    rig.train(2, 3)
-    assert torch.equal(rig.weights(), straight.weights(3))
-    served = rig.instances[0].served
-    assert served == sorted(set(served))
 
 
 # ---- what cannot be trained or served ----

@@ -14,8 +14,8 @@ from typing import IO
 
 from tools.server_log import tail
 
-# prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does it,
-# then becomes the child; Python code between fork and exec (preexec_fn) can deadlock with threads.
+# prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does
+# it, then becomes the child; Python code between fork and exec (preexec_fn) can deadlock with threads.
 _STARTER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)

@@ -91,8 +91,14 @@ class Sidecar:
             self._write_checkpoint(asked=False)
 
     def _save(self, entry: Entry) -> None:
-        self._write_checkpoint(asked=True)
-        self._journal.finish(entry, Result(entry.name, self._current()))
+        error = None
+        if entry.step == self._step:
+            self._write_checkpoint(asked=True)
+        elif entry.step not in self._checkpoints.steps():
+            error = (
+                f"step: {entry.step}, but the critic stands at step {self._step}: no checkpoint of it can be written"
+            )
+        self._journal.finish(entry, Result(entry.name, self._current(), error=error))
         self._journal.drop(entry)
         if self._settings.reload_on_save == "triton":
             self._finish_reload()
@@ -161,7 +167,7 @@ class Sidecar:
                     f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
                     f"and the steps after it end at {self._step}: put the missing checkpoint back, or begin a new run"
                 )
-            if due:
+            if due and entry.step <= self._step + (entry.kind == "train"):  # a save may wait for its step to arrive
                 return entry
         return None
 

@@ -1,0 +1,55 @@
+"""Sidecars that the tests share: `rig` is at work and served, `make` builds others, `straight` nothing has disturbed.
+A test module takes them in by `pytest_plugins = ["sidecar_fixtures"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidecar_rig import Rig
+from tiny_checkpoints import save_tiny
+
+from python_backend.modeling import quiet_transformers
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    quiet_transformers()
+    folder = tmp_path_factory.mktemp("critic")
+    save_tiny(folder, "gpt2", "critic", n_layer=1)
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def new(name: str = "run", **settings: Any) -> Rig:
+        rigs.append(Rig(tmp_path / name, checkpoint, **settings))
+        return rigs[-1]
+
+    yield new
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(make: Callable[..., Rig]) -> Rig:
+    """A sidecar at work, and one instance."""
+    rig = make()
+    rig.serve()
+    return rig.start()
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Rig]:
+    """Six steps that nothing disturbed, every version kept: what each other run must equal."""
+    rig = Rig(tmp_path_factory.mktemp("straight"), checkpoint, publish={"keep": 100})
+    rig.serve()
+    rig.start().train(1, 2, 3, 4, 5, 6)
+    rig.stop()
+    yield rig
+    rig.close()

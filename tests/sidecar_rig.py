@@ -1,0 +1,181 @@
+"""The real sidecar on a real journal and store, in a thread; a few lines stand for the serving instances.
+Given: a run's folder and a checkpoint. Returns: a `Rig` to send steps to, to kill, and to look into.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_checkpoints import VOCAB
+
+from python_backend.config import RunConfig
+from python_backend.contract import TrainPayload
+from python_backend.journal import Entry, Journal, Result
+from python_backend.weights import ServingRecord, WeightsStore
+from trainer.checkpoint import CheckpointFolder
+from trainer.sidecar import Sidecar
+
+PATIENCE_S = 30.0
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the sidecar catches it."""
+
+
+class Instance(threading.Thread):
+    """A critic instance as python_backend/critic.py is: sees CURRENT move, says what it serves."""
+
+    def __init__(self, store: WeightsStore, name: str = "critic_0") -> None:
+        super().__init__(daemon=True)
+        self.store, self.instance = store, name
+        self.refuses: set[int] = set()
+        self.served: list[int] = []
+        self.paused = threading.Event()
+        self._stop_now = threading.Event()
+
+    def run(self) -> None:
+        refused = None
+        while not self._stop_now.wait(0.003):
+            number = self.store.current()
+            if self.paused.is_set() or number is None or number in (*self.served[-1:], refused):
+                continue
+            if number in self.refuses:
+                refused = number
+                self._say(rejected=number, error="it looks odd")
+            else:
+                self.served.append(number)
+                self._say()
+
+    def _say(self, **more: Any) -> None:
+        previous = self.served[-2] if len(self.served) > 1 else None
+        self.store.acknowledge(
+            ServingRecord(
+                self.instance, socket.gethostname(), os.getpid(), self.served[-1], previous, time.time(), **more
+            )
+        )
+
+    def close(self) -> None:
+        self._stop_now.set()
+        self.join()
+        self.store.withdraw(self.instance, os.getpid())
+
+
+class Rig:
+    """One run's folder, its instances, and the sidecar that runs now."""
+
+    def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
+        trainer = {
+            "lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100, "global_batch_size": 4,
+            "checkpoint_every": 100, "reload_on_save": "none", **settings,
+        }  # fmt: skip
+        self.config = RunConfig.model_validate({
+            "run": {"dir": folder, "run_id": "run"}, "critic": {"checkpoint": checkpoint}, "trainer": trainer,
+            "server": {"grpc_port": 1},
+        })  # fmt: skip
+        self.journal = Journal(self.config.run.journal_dir, "run")
+        self.store = WeightsStore(self.config.run.weights_dir)
+        self.checkpoints = CheckpointFolder(folder / "checkpoints" / "critic")
+        self.instances: list[Instance] = []
+        self.error: BaseException | None = None
+        self.thread: threading.Thread | None = None
+
+    def serve(self, name: str = "critic_0") -> Instance:
+        instance = Instance(self.store, name)
+        instance.start()
+        self.instances.append(instance)
+        return instance
+
+    def start(self) -> Rig:
+        self.error, self.stop_now = None, threading.Event()
+        sidecar, stop = Sidecar(self.config), self.stop_now
+
+        def run() -> None:
+            try:
+                sidecar.run(stop)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+        return self
+
+    def ended(self) -> BaseException | None:
+        """Wait until the sidecar ends by itself; what it died of."""
+        assert self.thread is not None
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+        return self.error
+
+    def stop(self) -> BaseException | None:
+        self.stop_now.set()
+        return self.ended()
+
+    def close(self) -> None:
+        if self.thread is not None:
+            self.stop()
+        for instance in self.instances:
+            instance.close()
+
+    def send(self, step: int, value: int | None = None) -> Entry:
+        return self.journal.accept_training(payload(step if value is None else value), run_id="run", step=step)
+
+    def answer(self, entry: Entry) -> Result:
+        deadline = time.monotonic() + PATIENCE_S
+        while (result := self.journal.result(entry)) is None:
+            assert self.error is None, self.error
+            assert time.monotonic() < deadline, f"{entry.name} was not answered"
+            time.sleep(0.005)
+        return result
+
+    def train(self, *steps: int) -> list[Result]:
+        return [self.answer(self.send(step)) for step in steps]
+
+    def save(self) -> Result:
+        return self.answer(self.journal.accept_save(run_id="run"))
+
+    def rewind(self, target: int) -> Result:
+        return self.answer(self.journal.accept_rewind(run_id="run", target=target))
+
+    def weights(self, version: int | None = None) -> torch.Tensor:
+        version = self.store.current() if version is None else version
+        tensors = load_file(self.store.folder(version) / "model.safetensors")
+        return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def payload(value: int) -> TrainPayload:
+    rng = np.random.default_rng(value)
+    lengths = rng.integers(2, 9, 7)
+    count = int(lengths.sum()) - 7
+    targets = [rng.normal(size=count).astype(np.float32) for _ in range(2)]
+    return TrainPayload(rng.integers(0, VOCAB, lengths.sum()), lengths, *targets, np.ones(count, np.float32))
+
+
+def overflowing() -> TrainPayload:
+    """Finite returns whose gradient is not."""
+    sane = payload(0)
+    return TrainPayload(sane.tokens, sane.lengths, np.full_like(sane.returns, 1e38), sane.prev_values, sane.mask)
+
+
+def kill_at(patch: pytest.MonkeyPatch, owner: type, name: str, when: str, call: int) -> None:
+    """Kill the sidecar before or after its `call`-th call of `owner.name`."""
+    original, calls = getattr(owner, name), []
+
+    def killing(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == call and when == "before":
+            raise Killed
+        result = original(*args, **kwargs)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    patch.setattr(owner, name, killing)

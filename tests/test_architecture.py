@@ -1,0 +1,173 @@
+"""What holds the rooms together: import rules, names, sizes, generated files, and what may never be imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from python_backend.config import load_config
+from tools import render_configs
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("python_backend", "trainer", "actor", "tools")
+HARD_LIMIT_LINES = 400
+# Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
+WITHOUT_TORCH = [
+    "python_backend.batching", "python_backend.config", "python_backend.contract", "python_backend.durable",
+    "python_backend.journal", "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
+    "python_backend.critic_train", "python_backend.tokenization", "python_backend.weights",
+    "trainer.__main__", "trainer.control_plane", "actor.__main__", "actor.client",
+    "tools.__main__", "tools.render_configs", "tools.run", "tools.serve",
+]  # fmt: skip
+NUMPY_ALONE = ["python_backend.batching", "python_backend.contract"]
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files that git knows, or would if they were added now."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [path for name in names if (path := ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_not_shadowed_by_an_installed_package(room: str):
+    file = importlib.import_module(room).__file__
+    assert file is not None
+    assert Path(file).resolve().parent == ROOT / room
+
+
+def test_import_rules():
+    from importlinter.cli import lint_imports
+
+    here = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        assert lint_imports(config_filename=str(ROOT / ".importlinter"), no_cache=True) == 0
+    finally:
+        os.chdir(here)
+
+
+def imported_after(modules: list[str], tmp_path: Path) -> dict[str, set[str]]:
+    """What a fresh interpreter has loaded after each of `modules`, imported in this order."""
+    (tmp_path / "triton_python_backend_utils.py").write_text("")  # exists only inside a stub
+    script = (
+        "import sys, importlib\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    print(name, *{module.partition('.')[0] for module in sys.modules})\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", script, *modules]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {name: set(loaded) for name, *loaded in lines}
+
+
+def test_what_does_not_compute_never_imports_torch(tmp_path: Path):
+    loaded = imported_after(WITHOUT_TORCH, tmp_path)
+    assert set(loaded) == set(WITHOUT_TORCH)
+    guilty = [name for name, packages in loaded.items() if packages & {"torch", "transformers"}]
+    assert not guilty[:1], f"{guilty[:1]} imports torch or transformers"
+
+
+def test_the_contract_needs_numpy_alone(tmp_path: Path):
+    loaded = imported_after(NUMPY_ALONE, tmp_path)[NUMPY_ALONE[-1]]
+    assert not loaded & {"pydantic", "safetensors", "torch", "transformers", "tritonclient", "yaml"}
+    assert "numpy" in loaded
+
+
+def test_model_files_are_one_import_of_a_class_that_exists():
+    files = sorted((ROOT / "model_repository").glob("*/1/model.py"))
+    assert [path.parts[-3] for path in files] == ["critic", "critic_save", "critic_train", "reward_model"]
+    for path in files:
+        (line,) = path.read_text().splitlines()
+        module, name = re.fullmatch(r"from (\S+) import (\w+)(?:  # noqa: F401)?", line).groups()
+        source = ROOT / Path(*module.split(".")).with_suffix(".py")
+        classes = {node.name for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)}
+        assert name == "TritonPythonModel"
+        assert name in classes, source
+
+
+def test_the_committed_repository_is_up_to_date():
+    config = load_config(render_configs.DEFAULT_CONFIG)
+    drifts = render_configs.check_repository(config, render_configs.DEFAULT_REPOSITORY, resolve_paths=False)
+    assert not drifts, "\n".join(drift.diff for drift in drifts)
+    expected = {model for model in render_configs.render_configs(config, resolve_paths=False)}
+    assert {path.name for path in (ROOT / "model_repository").iterdir()} == expected
+
+
+def test_no_file_is_over_the_limit():
+    sizes = {path: len(path.read_text().splitlines()) for path in tracked("*.py")}
+    assert len(sizes) > 50
+    too_long = {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > HARD_LIMIT_LINES}
+    assert not too_long
+
+
+def test_rooms_are_flat_and_have_no_catch_all():
+    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+        assert path.parent.parent == ROOT, path
+        assert path.stem not in {"utils", "common", "helpers", "base"}, path
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+def test_every_module_says_what_it_is():
+    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+        tree = ast.parse(path.read_text())
+        assert path.stem == "__init__" or ast.get_docstring(tree), path
+
+
+def test_nothing_is_pickled():
+    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+        assert not re.search(r"\bpickle\b|torch\.(load|save)\(", path.read_text()), path
+
+
+def test_no_file_knows_a_machine():
+    """Absolute paths of somebody's home or checkout; /dev, /usr, /opt and /tmp are the same everywhere."""
+    pattern = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|workspace)/[\w.-]")
+    for path in tracked():
+        if path.suffix in {".png", ".jpg", ".safetensors", ".pyc"} or path == Path(__file__):
+            continue
+        found = pattern.search(path.read_text(errors="replace"))
+        assert not found or path.name.startswith("Dockerfile"), f"{path}: {found}"
+
+
+KNOWN_COMMANDS = {
+    "make", "python", "python3", "git", "cd", "docker", "pip", "tritonserver", "curl", "tensorboard", "ls", "cp",
+    "export", "torchrun", "SEED=1", ".venv/bin/python", ".venv/bin/tensorboard", "bash", "source",
+}  # fmt: skip
+
+
+def readme_commands() -> list[str]:
+    """Commands of the README's fenced bash blocks, continuations joined, comments left out."""
+    if not (ROOT / "README.md").is_file():
+        return []
+    blocks = re.findall(r"^```(?:bash|sh|shell)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+def test_readme_commands_begin_with_something_known():
+    for command in readme_commands():
+        first = next(word for word in command.removeprefix("$ ").split() if "=" not in word)
+        assert first in KNOWN_COMMANDS or (ROOT / first).is_file(), command
+
+
+def test_what_the_readme_runs_is_there():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in readme_commands():
+        for target in re.findall(r"\bmake ([a-z-]+)", command):
+            assert target in targets, command
+        for module in re.findall(r"-m (\w+)", command):
+            assert module in {"pip", "pytest", "venv"} or (ROOT / module / "__main__.py").is_file(), command
+        for file in re.findall(r"(?:^|\s)((?:configs|tools|\.ci)/[\w./-]+)", command):
+            assert (ROOT / file).exists(), command

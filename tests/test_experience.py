@@ -1,0 +1,200 @@
+"""`actor.experience`: what is masked reaches nothing, and the metrics carry the names that people chart."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actor.experience import (
+    TooManyFailed,
+    check_failures,
+    distinct_bigrams,
+    make_batch,
+    rollout_metrics,
+    score_returns,
+)
+from actor.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
+
+SETTINGS = {"kl_coef": 0.1, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "mask_unfinished": True}
+PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
+
+
+def scored_rollout(*, scored: list[bool] | None = None, seed: int = 0) -> ScoredRollout:
+    """Four rows of different lengths; row 1 did not end."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 30, (4, WIDTH), generator=generator)
+    prompts = [Prompt(str(i), "", tokens[i, :n].numpy()) for i, n in enumerate(PROMPT_LENGTHS)]
+    is_end = torch.tensor([True, False, True, True])
+    rollout = Rollout(prompts, tokens, torch.tensor(LENGTHS), torch.tensor(PROMPT_LENGTHS), is_end)
+    ok = torch.tensor(scored or [True] * 4)
+    rewards = torch.where(ok, torch.tensor([1.0, 2.0, -1.0, 0.5]), 0.0)
+    values = torch.randn(4, WIDTH, generator=generator) * ok[:, None]
+    scores = Scores(rewards, values, torch.where(ok, 7, -1), ok, [] if ok.all() else ["503"])
+    logprobs = -torch.rand(2, 4, WIDTH - 1, generator=generator)
+    return ScoredRollout(rollout, scores, logprobs[0], logprobs[1])
+
+
+def poison(scored: ScoredRollout, where: Tensor, **changes: float) -> ScoredRollout:
+    """`logprobs` and `ref_logprobs` replaced where `where` is true."""
+    return dataclasses.replace(
+        scored, **{name: getattr(scored, name).masked_fill(where, value) for name, value in changes.items()}
+    )
+
+
+def fields(batch: PPOBatch, *names: str) -> dict[str, Tensor]:
+    names = names or ("mask", "policy_mask", "advantages", "returns", "prev_values", "kl")
+    return {name: getattr(batch, name) for name in names}
+
+
+def assert_same(one: PPOBatch, other: PPOBatch) -> None:
+    torch.testing.assert_close(fields(one), fields(other))
+
+
+def test_the_mask_holds_response_tokens():
+    batch = make_batch(scored_rollout(), **SETTINGS)
+    assert batch.mask.tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.policy_mask.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    everyone = make_batch(scored_rollout(), **{**SETTINGS, "mask_unfinished": False})
+    assert torch.equal(everyone.policy_mask, everyone.mask)
+
+
+def test_returns_by_hand():
+    """lam 1, gamma 1: the score, minus the KL penalty of this token and the later ones."""
+    scored = scored_rollout()
+    batch = make_batch(scored, **{**SETTINGS, "lam": 1.0})
+    kl = scored.logprobs - scored.ref_logprobs
+    for row, (prompt, length) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True)):
+        for t in range(WIDTH - 1):
+            expected = 0.0
+            if prompt - 1 <= t < length - 1:
+                expected = float(scored.scores.rewards[row] - 0.1 * kl[row, t : length - 1].sum())
+            assert float(batch.returns[row, t]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_advantages_are_whitened_over_the_mask():
+    batch = make_batch(scored_rollout(), **SETTINGS)
+    inside = batch.advantages[batch.mask > 0]
+    assert float(inside.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(inside.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert (batch.advantages[batch.mask == 0] == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
+def test_banned_tokens_outside_the_mask_never_leak(kind: str):
+    """A prompt or its padding may hold tokens that sampling forbids: their log-probs are -inf."""
+    scored, settings = scored_rollout(), {**SETTINGS, "kl_estimator": kind}
+    clean = make_batch(scored, **settings)
+    for bad in ({"logprobs": -math.inf}, {"ref_logprobs": -math.inf}, {"logprobs": math.nan, "ref_logprobs": 1e38}):
+        dirty = poison(scored, clean.mask == 0, **bad)
+        batch = make_batch(dirty, **settings)
+        assert_same(batch, clean)
+        metrics = rollout_metrics(dirty, batch, kl_coef=0.1)
+        assert metrics == pytest.approx(rollout_metrics(scored, clean, kl_coef=0.1))
+        assert all(map(math.isfinite, metrics.values()))
+
+
+def test_failed_rows_are_masked_and_never_used():
+    scored = scored_rollout(scored=[True, True, False, True])
+    batch = make_batch(scored, **SETTINGS)
+    assert (batch.mask[2] == 0).all()
+    assert (batch.policy_mask[2] == 0).all()
+    for name, tensor in fields(batch).items():
+        assert (tensor[2] == 0).all(), name
+    for junk in (math.nan, math.inf, 1e30):  # whatever stands in such a row
+        scores = dataclasses.replace(
+            scored.scores,
+            rewards=scored.scores.rewards.clone().index_fill(0, torch.tensor([2]), junk),
+            values=scored.scores.values.clone().index_fill(0, torch.tensor([2]), junk),
+        )
+        dirty = dataclasses.replace(scored, scores=scores)
+        dirty = poison(dirty, torch.tensor([False, False, True, False])[:, None], logprobs=junk, ref_logprobs=-1.0)
+        assert_same(make_batch(dirty, **SETTINGS), batch)
+        assert rollout_metrics(dirty, make_batch(dirty, **SETTINGS), kl_coef=0.1) == pytest.approx(
+            rollout_metrics(scored, batch, kl_coef=0.1)
+        )
+
+
+def test_the_other_rows_are_as_if_the_failed_one_had_not_been():
+    scored = scored_rollout(scored=[True, True, False, True])
+    keep = torch.tensor([0, 1, 3])
+    rollout, scores = scored.rollout, scored.scores
+    without = ScoredRollout(
+        Rollout(
+            [rollout.prompts[i] for i in keep], rollout.tokens[keep], rollout.lengths[keep],
+            rollout.prompt_lengths[keep], rollout.is_end[keep],
+        ),
+        Scores(scores.rewards[keep], scores.values[keep], scores.versions[keep], scores.scored[keep], []),
+        scored.logprobs[keep], scored.ref_logprobs[keep],
+    )  # fmt: skip
+    batch, expected = make_batch(scored, **SETTINGS), make_batch(without, **SETTINGS)
+    torch.testing.assert_close({k: v[keep] for k, v in fields(batch).items()}, fields(expected))
+    metrics, others = (rollout_metrics(s, b, kl_coef=0.1) for s, b in ((scored, batch), (without, expected)))
+    names = "rewards rewards_std init_policy_kl init_policy_kl_per_sequence rewards_with_kl explained_variance"
+    for name in [*names.split(), "advantages_std", "returns_mean", "values_std", "weights_version_min"]:
+        assert metrics[f"train_rollouts/{name}"] == pytest.approx(others[f"train_rollouts/{name}"]), name
+    assert metrics["train_rollouts/masked_samples"] == 1
+
+
+def test_metrics_have_the_names_that_people_chart():
+    """Reference section 7; consumed_samples is added by the bookkeeper, which counts steps."""
+    scored = scored_rollout()
+    metrics = rollout_metrics(scored, make_batch(scored, **SETTINGS), kl_coef=0.1)
+    names = {
+        "rollout_size", "response_lengths", "prompt_lengths", "generation_length", "rewards",
+        "fraction_of_samples_properly_ended", "init_policy_kl", "rewards_with_kl", "advantages_mean",
+        "advantages_std", "returns_mean", "returns_std", "values_mean", "values_std",
+    }  # fmt: skip
+    assert {f"train_rollouts/{name}" for name in names} <= set(metrics)
+    assert all(isinstance(value, float) for value in metrics.values())
+    by_hand = {
+        "rollout_size": 4, "response_lengths": np.mean(LENGTHS), "prompt_lengths": np.mean(PROMPT_LENGTHS),
+        "generation_length": np.mean(LENGTHS) - np.mean(PROMPT_LENGTHS), "rewards": 0.625, "weights_version": 7,
+        "fraction_of_samples_properly_ended": 0.75, "masked_samples": 0,
+    }  # fmt: skip
+    assert {name: metrics[f"train_rollouts/{name}"] for name in by_hand} == pytest.approx(by_hand)
+    kl = scored.logprobs - scored.ref_logprobs
+    sums = [float(kl[i, p - 1 : n - 1].sum()) for i, (p, n) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True))]
+    assert metrics["train_rollouts/init_policy_kl_per_sequence"] == pytest.approx(np.mean(sums), abs=1e-6)
+    assert metrics["train_rollouts/init_policy_kl"] == pytest.approx(sum(sums) / 10, abs=1e-6)
+    assert metrics["train_rollouts/rewards_with_kl"] == pytest.approx(0.625 - 0.1 * np.mean(sums), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scored", "allowed", "stops"),
+    [
+        ([True, True, True, True], 0.0, False),
+        ([True, True, True, False], 0.25, False),
+        ([True, True, True, False], 0.2, True),
+        ([True, True, True, False], 0.0, True),
+        ([True, False, False, False], 1.0, False),
+        ([False, False, False, False], 1.0, True),  # nothing to learn from
+    ],
+)
+def test_too_many_failures_stop_the_run(scored: list[bool], allowed: float, stops: bool):
+    scores = scored_rollout(scored=scored).scores
+    if not stops:
+        check_failures(scores, allowed)
+        return
+    failed = scored.count(False)
+    with pytest.raises(TooManyFailed, match=rf"{failed} of 4 rewards .*max_failed_fraction is {allowed:g}\): 503"):
+        check_failures(scores, allowed)
+
+
+def test_distinct_bigrams_by_hand():
+    tokens = torch.tensor([[9, 1, 2, 1, 2], [9, 9, 1, 2, 0]])
+    rollout = Rollout([], tokens, torch.tensor([5, 4]), torch.tensor([1, 2]), torch.tensor([True, True]))
+    assert distinct_bigrams(rollout) == pytest.approx(2 / 4)  # 12 21 12 | 12
+    short = Rollout([], tokens, torch.tensor([1, 2]), torch.tensor([1, 2]), torch.tensor([True, True]))
+    assert distinct_bigrams(short) == 0
+
+
+def test_score_returns_are_the_score_at_each_response_token():
+    scored = scored_rollout()
+    returns, mask = score_returns(scored.scores.rewards, scored.rollout)
+    assert torch.equal(mask, make_batch(scored, **SETTINGS).mask)
+    assert returns[1].tolist() == [2, 2, 2, 0, 0]

@@ -1,0 +1,152 @@
+"""`actor.prompts` and the JSONL files around it: every line is a prompt, every seed an order, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actor.metrics import MetricsLog, Timers, read_jsonl, write_jsonl
+from actor.prompts import PromptError, read_prompts, take
+from actor.rollout import Prompt
+
+ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
+
+
+def bytewise(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    assert not add_special_tokens
+    return {"input_ids": list(text.encode())}
+
+
+def write(tmp_path: Path, *lines: Any) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    texts = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines)
+    path.write_bytes("\n".join(texts).encode())
+    return path
+
+
+def read(path: Path, **limits: Any) -> list[Prompt]:
+    return read_prompts(path, bytewise, **{"max_tokens": 100, **limits})
+
+
+def test_lines_become_prompts(tmp_path: Path):
+    path = write(tmp_path, {"text": "ab"}, "", "  ", {"text": "é", "prompt_id": 7, "topic": "x", "n": 1}, "")
+    first, second = read(path)
+    assert (first.prompt_id, first.text, first.tokens.tolist(), first.metadata) == ("1", "ab", [97, 98], {})
+    assert (second.prompt_id, second.tokens.tolist()) == ("7", [195, 169])
+    assert second.metadata == {"topic": "x", "n": 1}
+    assert first.tokens.dtype == np.int64
+
+
+def test_windows_line_ends(tmp_path: Path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert [prompt.text for prompt in read(path)] == ["a", "b"]
+
+
+def test_a_line_ends_only_where_jsonl_says(tmp_path: Path):
+    """str.splitlines would cut at U+2028 and at U+0085, which JSON does not escape."""
+    assert [prompt.text for prompt in read(write(tmp_path, {"text": ODD}, {"text": "b"}))] == [ODD, "b"]
+
+
+def test_the_limit_takes_the_first_and_does_not_read_on(tmp_path: Path):
+    path = write(tmp_path, {"text": "a"}, {"text": "b"}, "broken")
+    assert [prompt.text for prompt in read(path, limit=2)] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
+        (["", "[1]"], "prompts.jsonl:2: must be an object with a \"text\", got '[1]'"),
+        (['{"prompt": "a"}'], 'prompts.jsonl:1: must be an object with a "text"'),
+        (['{"text": 3}'], 'prompts.jsonl:1: must be an object with a "text"'),
+        (['{"text": ""}'], "prompts.jsonl:1: 0 tokens, must be 1 to 5 (actor.max_prompt_tokens)"),
+        (['{"text": "abcdef"}'], "prompts.jsonl:1: 6 tokens, must be 1 to 5 (actor.max_prompt_tokens)"),
+        ([], "prompts.jsonl holds no prompt"),
+        (["", " "], "prompts.jsonl holds no prompt"),
+    ],
+)
+def test_bad_files_are_refused_by_line(tmp_path: Path, lines: list[str], message: str):
+    with pytest.raises(PromptError, match=re.escape(message)):
+        read(write(tmp_path, *lines), max_tokens=5)
+
+
+def test_unreadable_files_are_named(tmp_path: Path):
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
+    for path in (tmp_path / "none.jsonl", tmp_path, tmp_path / "latin.jsonl"):
+        with pytest.raises(PromptError, match=re.escape(f"cannot read the prompts {path}")):
+            read(path)
+
+
+PROMPTS = [Prompt(str(i), str(i), np.array([i])) for i in range(7)]
+
+
+def ids(start: int, count: int, seed: int = 0) -> list[str]:
+    return [prompt.prompt_id for prompt in take(PROMPTS, start=start, count=count, seed=seed)]
+
+
+def test_each_epoch_takes_every_prompt_once_in_its_own_order():
+    epochs = [ids(7 * epoch, 7) for epoch in range(4)]
+    assert all(sorted(epoch) == sorted(ids(0, 7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_steps_of_any_size_read_one_sequence():
+    whole = ids(0, 30)
+    for size in (1, 4, 7, 11):
+        assert [i for start in range(0, 30, size) for i in ids(start, min(size, 30 - start))] == whole
+    assert ids(13, 3) == whole[13:16]  # a resumed run goes on where it was
+
+
+def test_the_seed_decides_the_order():
+    assert ids(0, 20, seed=1) == ids(0, 20, seed=1)
+    assert ids(0, 20, seed=1) != ids(0, 20, seed=2)
+
+
+# ---- metrics.jsonl and samples.jsonl ----
+
+
+def test_jsonl_comes_back_as_it_was_written(tmp_path: Path):
+    lines = [{"text": ODD}, {"text": "b", "n": 1.5}]
+    write_jsonl(tmp_path / "x.jsonl", lines)
+    assert read_jsonl(tmp_path / "x.jsonl") == lines
+    assert read_jsonl(tmp_path / "none.jsonl") == []
+    write_jsonl(tmp_path / "x.jsonl", [])
+    assert read_jsonl(tmp_path / "x.jsonl") == []
+
+
+def test_a_last_line_cut_short_is_left_out_and_any_other_is_an_error(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    assert read_jsonl(path) == [{"step": 1}]
+    path.write_text('{"st\n{"step": 1}\n')
+    with pytest.raises(json.JSONDecodeError):
+        read_jsonl(path)
+
+
+def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
+    log = MetricsLog(tmp_path, first_step=1)
+    for step in (1, 2, 3):
+        log.write(step, {"a": float(step)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "a"')  # killed while writing
+    log = MetricsLog(tmp_path, first_step=3)
+    log.write(3, {"a": 30.0})
+    log.close()
+    assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_timers_add_up_by_phase():
+    timers = Timers()
+    for _ in range(2):
+        with timers.phase("generate"):
+            pass
+    metrics = timers.metrics()
+    assert set(metrics) == {"timers/generate", "timers/step_time"}
+    assert 0 <= metrics["timers/generate"] <= metrics["timers/step_time"]
