@@ -71,8 +71,7 @@ class TritonPythonModel(ScoringModel):
     def finalize(self) -> None:
         """Triton's entry point at unload."""
         self._stop.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
+        self._watcher.join()
         self._store.withdraw(self._instance, os.getpid())
 
     def current_model(self) -> Version:

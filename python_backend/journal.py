@@ -139,9 +139,10 @@ class Journal:
     def accept_save(self, *, run_id: str | None, step: int | None = None) -> Entry:
         """Ask for a checkpoint of `step`, which may be on its way still; without it, of everything accepted so far.
 
-        Raises StepConflict if `step` is further ahead than the next one.
+        Raises StepConflict if `step` is further ahead than the next one, or a rewind is under way.
         """
         self._check_run(run_id)
+        self._refuse_during_rewind()
         last = self.last_step()
         if step is not None and step > last + 1:
             raise StepConflict(f"step: {step}, but the last step of run {self.run_id!r} is {last}")

@@ -1,5 +1,5 @@
 """Servers that the integration tests share; each is started once per session, when a test first asks for it.
-A test module takes them in by `pytest_plugins = ["server_fixtures"]`. Loading torch in two stubs is what takes time.
+Loading torch in two stubs is what takes time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
-    """Three PPO steps, no training key; server and sidecar run on, and models may be loaded with other settings."""
+    """Three PPO steps, no training key; server and sidecar run on.
+
+    Tests may load its models with other settings; one that needs a certain setting loads the model itself.
+    """
     system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
     actor = system.run.start("actor")
     try:

@@ -24,7 +24,6 @@ from live_system import (
 
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
-pytest_plugins = ["server_fixtures"]
 NAN, INF = np.float32("nan"), np.float32("inf")
 
 

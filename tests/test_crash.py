@@ -28,7 +28,6 @@ from actor.metrics import read_jsonl
 from python_backend.config import ClientSection
 from python_backend.contract import CRITIC, CRITIC_TRAIN
 
-pytest_plugins = ["server_fixtures"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_STEPS = 12
 NUM_KILLS = 4
@@ -47,7 +46,7 @@ async def write_steps(run: LiveRun) -> list[int]:
         for step in range(1, NUM_STEPS + 1):
             versions.append((await client.train(payload(step), run_id="test", step=step)).weights_version)
             if step % 5 == 0:
-                await client.save(run_id="test")
+                await client.save(run_id="test", step=step)
     return versions
 
 

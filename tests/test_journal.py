@@ -276,6 +276,15 @@ def test_nothing_new_is_accepted_during_a_rewind(journal: Journal):
     assert train(journal, 2).step == 2
 
 
+def test_a_save_names_its_step_even_before_that_has_arrived(journal: Journal):
+    train(journal, 1)
+    assert journal.accept_save(run_id=None, step=2).name == "00000002.save.1"
+    assert train(journal, 2).step == 2
+    assert [entry.kind for entry in journal.entries()] == ["train", "train", "save"]
+    with conflict("step: 4, but the last step of run 'run' is 2"):
+        journal.accept_save(run_id=None, step=4)
+
+
 def test_whoever_waits_for_what_a_rewind_took_out_is_told(journal: Journal):
     """Such as a step that another process accepted between the rewind's check and its entry."""
     train(journal, 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from python_backend.weights import WEIGHTS_FILE, Manifest
 from trainer.control_plane import ControlPlane, ControlPlaneError
 from trainer.publish import Publisher, VersionRejected
 
-pytest_plugins = ["server_fixtures"]
 TOLERANCE = 1e-5
 NUM_CLIENTS = 16
 ROWS = random_rows([3, 17, 40], seed=0)
@@ -65,24 +63,17 @@ def test_an_update_changes_the_served_values_by_swap(live: System) -> None:
     answer = ask(live.run.url, CRITIC_TRAIN, training_inputs(seed=1), headers=KEY)
     after = assert_serves(live.run, int(answer["weights_version"][0]))
     assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
-    assert live.run.critic_metrics()[-1]["reload"] == "swap"
+    assert trainings(live.run)[-1]["reload"] == "swap"
     assert live.run.store.serving()[0].pid == pid
 
 
 @pytest.fixture
-def reloading_by_triton(finished: FinishedRun) -> Iterator[FinishedRun]:
-    """The finished run with `critic.reload=triton`: the instance no longer looks at CURRENT by itself."""
+def reloading_by_triton(finished: FinishedRun) -> FinishedRun:
+    """The finished run with `critic.reload=triton`: the instance no longer takes up CURRENT by itself."""
     finished.stop_sidecar()
-
-    def set_reload(word: str) -> None:
-        reload_model(finished.run, CRITIC, lambda config: config["parameters"].update(reload={"string_value": word}))
-
-    set_reload("triton")
+    reload_model(finished.run, CRITIC, lambda config: config["parameters"].update(reload={"string_value": "triton"}))
     finished.start_sidecar("critic.reload=triton")
-    yield finished
-    finished.stop_sidecar()
-    set_reload("swap")
-    finished.start_sidecar()
+    return finished
 
 
 def test_an_update_changes_the_served_values_through_triton(reloading_by_triton: FinishedRun) -> None:
@@ -92,7 +83,7 @@ def test_an_update_changes_the_served_values_through_triton(reloading_by_triton:
     answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=2))
     after = assert_serves(run, int(answer["weights_version"][0]))
     assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
-    assert run.critic_metrics()[-1]["reload"] == "triton"
+    assert trainings(run)[-1]["reload"] == "triton"
     assert run.store.serving()[0].pid != pid
     with ControlPlane(run.config.server.grpc_url) as control:
         label = control.active_parameters(CRITIC)["weights_version"]
@@ -157,9 +148,14 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System) -> None
             np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
 
 
+def trainings(run: LiveRun) -> list[dict[str, Any]]:
+    """The sidecar's lines on critic updates."""
+    return [line for line in run.critic_metrics() if "loss_mean" in line]
+
+
 def triton_reloads(run: LiveRun) -> list[dict[str, Any]]:
-    """Those that the sidecar has written down."""
-    return [line for line in run.critic_metrics() if line.get("reload") == "triton"]
+    """The sidecar's lines on reloads at a critic_save."""
+    return [line for line in run.critic_metrics() if line.get("reason") == "save"]
 
 
 # ---- damaged versions ----

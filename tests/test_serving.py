@@ -24,7 +24,6 @@ from python_backend.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
 from python_backend.weights import WeightsStore
 from trainer.control_plane import ControlPlane
 
-pytest_plugins = ["server_fixtures"]
 TOLERANCE = 1e-5
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
 NUM_CONCURRENT = 64

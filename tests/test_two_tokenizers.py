@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from python_backend.contract import CRITIC, REWARD_MODEL
 from python_backend.tokenization import load_tokenizer
 from tools.render_configs import parse_config, render_configs
 
-pytest_plugins = ["server_fixtures"]
 TOLERANCE = 1e-5
 
 
@@ -50,20 +48,14 @@ async def compare_and_score(system: System, tokenizer: Any, rollout: Rollout) ->
 
 
 @pytest.fixture
-def other_reward(finished: FinishedRun, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
+def other_reward(finished: FinishedRun, checkpoints: Checkpoints) -> FinishedRun:
     """The finished run's server with a reward model of another tokenizer, rendered as the configuration would."""
     reward = finished.run.config.reward.model_copy(update={"checkpoint": checkpoints.other_reward})
     text = render_configs(finished.run.config.model_copy(update={"reward": reward}))[REWARD_MODEL]
     rendered = parse_config(REWARD_MODEL, text).parameters
-    before: dict[str, Any] = {}
-
-    def change(config: dict[str, Any]) -> None:
-        before.update({key: dict(value) for key, value in config["parameters"].items()})
-        config["parameters"].update({key: {"string_value": rendered[key].string_value} for key in rendered})
-
-    reload_model(finished.run, REWARD_MODEL, change)
-    yield finished
-    reload_model(finished.run, REWARD_MODEL, lambda config: config["parameters"].update(before))
+    parameters = {key: {"string_value": rendered[key].string_value} for key in rendered}
+    reload_model(finished.run, REWARD_MODEL, lambda config: config["parameters"].update(parameters))
+    return finished
 
 
 def test_a_reward_model_with_another_tokenizer_is_sent_sentences(

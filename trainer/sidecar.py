@@ -167,7 +167,7 @@ class Sidecar:
                     f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
                     f"and the steps after it end at {self._step}: put the missing checkpoint back, or begin a new run"
                 )
-            if due and entry.step <= self._step + (entry.kind == "train"):  # a save may wait for its step to arrive
+            if due and not (entry.kind == "save" and entry.step > self._step):  # its step is on the way still
                 return entry
         return None
 
