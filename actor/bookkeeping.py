@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 class Bookkeeper:
     """Writes down one run."""
 
-    def __init__(self, config: RunConfig, policy: Policy, client: TritonClient) -> None:
+    def __init__(self, config: RunConfig, policy: Policy, client: TritonClient, *, num_prompts: int) -> None:
         self._settings = config.actor
         self._dir = config.run.dir
         self._run_id = config.run.identity
         self._checkpoints = config.run.dir / "checkpoints" / "actor"
         self._policy = policy
         self._client = client
+        self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
         self._saves: list[asyncio.Task[int]] = []
         self._masked_samples = 0
@@ -60,6 +61,7 @@ class Bookkeeper:
         seconds = measured["timers/step_time"]
         metrics |= {
             "train_rollouts/consumed_samples": consumed,
+            "train_rollouts/epoch": consumed // self._num_prompts,
             "train_rollouts/staleness": step - 1 - metrics["train_rollouts/weights_version_min"],
             "tokens_per_s": generated / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
@@ -85,6 +87,7 @@ class Bookkeeper:
         write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         write_json(self._dir / f"validation_{when}.json", line)
+        self._log.chart({f"val_rollouts/{name}": value for name, value in line.items()}, self._policy.optimizer_step)
         logger.info("validation %s: reward %.3f, KL %.2f nats per sequence", when, result.reward, result.kl)
 
     def checkpoint(self, step: int) -> None:

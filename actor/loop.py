@@ -33,9 +33,9 @@ class PPORun:
         self.client = client
         self.policy = Policy(self.settings.checkpoint, self.settings)
         self.scorer = Scorer(client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request)
-        self.books = Bookkeeper(config, self.policy, client)
         limits = {"max_tokens": self.settings.max_prompt_tokens}
         self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
+        self.books = Bookkeeper(config, self.policy, client, num_prompts=len(self.prompts))
         held_out, size = self.settings.validation_prompts, self.settings.validation_size
         self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
         self.updates: dict[int, asyncio.Task[TrainAnswer]] = {}  # critic updates under way, by step

@@ -52,6 +52,10 @@ class MetricsLog:
         """One line, and one point per curve."""
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        self.chart(metrics, step)
+
+    def chart(self, metrics: Mapping[str, float], step: int) -> None:
+        """Points for TensorBoard alone."""
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
         self._board.flush()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors import safe_open
 from safetensors.numpy import save as safetensors_bytes
@@ -266,6 +266,13 @@ class Journal:
         names = sorted((name.removesuffix(".json") for name in _names(self._results)), key=Entry.parse)
         found = [self.result(Entry.parse(name)) for name in names]
         return [result for result in found if result is not None]
+
+    def restore_results(self, saved: list[dict[str, Any]]) -> None:
+        """Put back outcomes that a checkpoint remembers and the journal has lost."""
+        for data in saved:
+            result = Result(**data)
+            if self.result(entry := Entry.parse(result.entry)) is None:
+                self.finish(entry, result)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Show progress."""

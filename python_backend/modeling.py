@@ -71,15 +71,18 @@ class CriticModel:
         return self.model(input_ids=ids, attention_mask=attention).logits.squeeze(-1).float()
 
     def with_weights(self, folder: Path) -> CriticModel:
-        """A second critic of the same architecture with the weights in `folder`, memory-mapped on a CPU.
+        """A second critic of the same architecture with the weights in `folder`: of the same dtypes as this one, and
+        memory-mapped on a CPU where the file's dtypes are those.
 
         Raises:
-            CheckpointError: names, shapes or dtypes differ from this critic's, or the file is damaged.
+            CheckpointError: names or shapes differ from this critic's, or the file is damaged.
         """
         with torch.device("meta"):
             module = type(self.model)(copy.deepcopy(self.model.config))
         _check_same_architecture(self.model.config, folder)
-        _assign(module, _read_tensors(folder), folder)
+        dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
+        tensors = _read_tensors(folder)
+        _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, folder)
         # Buffers outside the state dict (rotary frequencies) are computed from the configuration: same ones.
         for (owner, name), buffer in _unsaved_buffers(self.model).items():
             module.get_submodule(owner)._buffers[name] = buffer
@@ -108,7 +111,7 @@ def load_reward(folder: Path, *, device: str = "cpu", dtype: str = "float32") ->
 def load_critic(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> CriticModel:
     """The critic in a token classification checkpoint; a body without such a head gets one that answers 0.
 
-    A reward model's folder works too: body and score head are taken over.
+    A reward model's folder works too: its body, and its score head where both heads have one name (Llama, Qwen).
 
     Raises:
         CheckpointError: the folder is no checkpoint, or its body does not fit the architecture it names.
@@ -159,6 +162,9 @@ def check_checkpoint(folder: Path) -> None:
 def limits_of(model: Any) -> Limits:
     """Vocabulary and positions of a Hugging Face model."""
     positions = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():  # RoBERTa's positions begin behind its padding index
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions = module.num_embeddings - module.padding_idx - 1
     return Limits(model.get_input_embeddings().num_embeddings, int(positions) if positions else None)
 
 

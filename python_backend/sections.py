@@ -132,7 +132,7 @@ class ModelSection(Section):
     max_length: Count | None = None
     """Longest sequence, in tokens; default: the checkpoint's own limit."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the forward; heads stay fp32."""
+    """Type of the weights in the forward; rewards and values leave it as fp32."""
 
 
 class Standardization(Section):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest_plugins = ["server_fixtures", "sidecar_rig"]
+pytest_plugins = ["server_fixtures", "sidecar_fixtures"]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -23,9 +23,10 @@ def test_script_installs_the_serving_part_alone(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=840, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    others = ("tritonclient", "pytriton", "pydantic", "matplotlib")
     code = (
         "import importlib.util as u, numpy, safetensors, tokenizers, torch, transformers, python_backend.modeling;"
-        "print(numpy.__version__, [n for n in ('tritonclient', 'pytriton', 'pydantic', 'matplotlib') if u.find_spec(n)])"
+        f"print(numpy.__version__, [n for n in {others} if u.find_spec(n)])"
     )
     said = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     version, absent = said.split(maxsplit=1)

@@ -340,3 +340,16 @@ def test_heartbeat(journal: Journal):
         beat = Heartbeat(1, 2, 3, "training", 4.5)
         journal.beat(beat)
     assert journal.heartbeat() == beat
+
+
+def test_a_save_names_its_step_and_stands_behind_it(journal: Journal):
+    train(journal, 1)
+    early = journal.accept_save(run_id="run", step=2)  # it overtook its step
+    assert journal.last_step() == 1  # a save is no step
+    train(journal, 2)
+    train(journal, 3)
+    late = journal.accept_save(run_id="run", step=2)
+    names = ["00000001.train", "00000002.train", early.name, late.name, "00000003.train"]
+    assert [entry.name for entry in journal.entries()] == names
+    with conflict("step: 5, but the last step of run 'run' is 3"):
+        journal.accept_save(run_id="run", step=5)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from sidecar_rig import Killed, Rig, kill_at, overflowing, payload
 
-import trainer.sidecar
+import trainer.progress
 from python_backend.contract import StepConflict
 from python_backend.journal import Journal, JournalLocked, Result
 from python_backend.modeling import CheckpointError, load_critic
+from trainer.progress import StoppedWaiting
 from trainer.publish import Publisher, VersionRejected
-from trainer.sidecar import Sidecar, StoppedWaiting
+from trainer.sidecar import Sidecar
 
 pytest_plugins = ["sidecar_fixtures"]
 
@@ -125,7 +126,7 @@ def test_a_stopped_sidecar_goes_on_where_it_was(make: Callable[..., Rig], straig
 def test_a_stop_while_nobody_serves_loses_nothing(
     make: Callable[..., Rig], straight: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trainer.sidecar, "STOP_PATIENCE_S", 0.05)
+    monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.05)
     rig = make()
     instance = rig.serve()
     rig.start().train(1)
@@ -143,10 +144,12 @@ def test_a_stop_while_nobody_serves_loses_nothing(
 
 def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """The patience begins with the stop, not with the sidecar's last publication."""
-    monkeypatch.setattr(trainer.sidecar, "STOP_PATIENCE_S", 0.5)
+    monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.5)
     rig.train(1)
     time.sleep(0.6)
-    monkeypatch.setattr(Sidecar, "_finish_reload", lambda self: self._wait("waiting for a reload through Triton"))
+    monkeypatch.setattr(
+        Sidecar, "_finish_reload", lambda self: self._progress.wait("waiting for a reload through Triton")
+    )
     assert rig.stop() is None
     assert rig.checkpoints.latest() == 1
 
@@ -246,3 +249,13 @@ def test_damaged_weights_are_never_served(rig: Rig):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(VersionRejected, match=r"version 1: cannot read model\.safetensors"):
         publisher(rig).verify(1, critic)
+
+
+def test_a_save_that_overtook_its_step_waits_for_it(rig: Rig):
+    rig.train(1)
+    save = rig.journal.accept_save(run_id="run", step=2)
+    time.sleep(0.05)
+    assert rig.journal.result(save) is None
+    rig.train(2)
+    assert rig.answer(save).weights_version == 2
+    assert rig.checkpoints.steps() == [2]

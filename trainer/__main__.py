@@ -41,8 +41,9 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     from python_backend.modeling import CheckpointError, quiet_transformers
     from python_backend.weights import WeightsError, WeightsStore
     from trainer.control_plane import ControlPlaneError
+    from trainer.progress import StoppedWaiting
     from trainer.publish import initialise_store
-    from trainer.sidecar import Sidecar, StoppedWaiting
+    from trainer.sidecar import Sidecar
 
     torch.set_num_threads(config.trainer.threads)
     quiet_transformers()

@@ -5,29 +5,22 @@ Given: the configuration. Returns: when told to stop, with a checkpoint of every
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import threading
-import time
 from dataclasses import asdict
 
 from python_backend.config import RunConfig
-from python_backend.journal import Entry, Heartbeat, Journal, Result
+from python_backend.journal import Entry, Journal, Result
 from python_backend.modeling import CheckpointError, load_critic
 from python_backend.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.control_plane import ControlPlaneError
-from trainer.critic_update import CriticUpdate, UpdateReport
-from trainer.publish import Publisher, Reload, VersionRejected, initialise_store
+from trainer.critic_update import CriticUpdate
+from trainer.progress import Progress
+from trainer.publish import Publisher, VersionRejected, initialise_store
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
-BEAT_S = 0.5
-STOP_PATIENCE_S = 20.0
-
-
-class StoppedWaiting(RuntimeError):
-    """A stop came while no server served the version; nothing is lost, the journal holds the step."""
 
 
 class Sidecar:
@@ -41,14 +34,13 @@ class Sidecar:
         self._store = WeightsStore(config.run.weights_dir)
         self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
         self._step = 0
-        self._last_beat = 0.0
         self._reload: threading.Thread | None = None
-        self._give_up_at: float | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Follow the journal until `stop` is set. Raises JournalLocked if another sidecar does."""
-        self._stop = stop
         with self._journal.lock() as self._epoch:
+            metrics = self._config.run.dir / "critic_metrics.jsonl"
+            self._progress = Progress(self._journal, metrics, epoch=self._epoch, stop=stop)
             initialise_store(self._store, self._config.critic.checkpoint, run_id=self._run_id)
             self._publisher = self._make_publisher()
             self._restore(at_most=None)
@@ -56,7 +48,7 @@ class Sidecar:
             while not stop.is_set():
                 entry = self._next_entry()
                 if entry is None:
-                    self._beat("idle")
+                    self._progress.beat("idle")
                     stop.wait(IDLE_S)
                     continue
                 match entry.kind:
@@ -71,13 +63,14 @@ class Sidecar:
                 self._write_checkpoint(asked=False)
 
     def _train(self, entry: Entry) -> None:
+        self._progress.step = entry.step
         replay = self._journal.result(entry) is not None  # answered before a crash: its version was served then
         payload, digest = self._journal.load(entry)
         report, reload, error = None, None, None
         try:
-            report = self._update.train(payload, lambda n: self._beat("training", step=entry.step, micro_batch=n))
+            report = self._update.train(payload, lambda n: self._progress.beat("training", n))
             if entry.step % self._settings.publish.every == 0 and not replay:
-                reload = self._publisher.publish(self._update.critic, step=entry.step, beat=self._wait)
+                reload = self._publisher.publish(self._update.critic, step=entry.step, beat=self._progress.wait)
         except (FloatingPointError, VersionRejected) as trouble:  # the caller is told; the old version serves on
             error = str(trouble)
             logger.error("step %d: %s", entry.step, error)
@@ -86,7 +79,8 @@ class Sidecar:
             version = reload.version if reload else self._current()
             loss = report.loss_mean if report else None
             self._journal.finish(entry, Result(entry.name, version, loss, digest, error))
-            self._log_update(report, reload)
+            if report is not None:
+                self._progress.log_update(entry.step, version, report, reload)
         if self._step % self._settings.checkpoint_every == 0:
             self._write_checkpoint(asked=False)
 
@@ -94,6 +88,7 @@ class Sidecar:
         error = None
         if entry.step == self._step:
             self._write_checkpoint(asked=True)
+            error = self._publish_remainder()
         elif entry.step not in self._checkpoints.steps():
             error = (
                 f"step: {entry.step}, but the critic stands at step {self._step}: no checkpoint of it can be written"
@@ -107,17 +102,26 @@ class Sidecar:
             )
             self._reload.start()
 
+    def _publish_remainder(self) -> str | None:
+        """With `publish.every` above 1 the last updates may not be served yet; the cause if they cannot be."""
+        if self._settings.publish.every > 1 and self._store.manifest(self._current()).step < self._step:
+            try:
+                self._publisher.publish(self._update.critic, step=self._step, beat=self._progress.wait)
+            except VersionRejected as trouble:  # the checkpoint is on disk, and the old version serves on
+                return str(trouble)
+        return None
+
     def _reload_through_triton(self, step: int) -> None:
         """Runs beside the training: the old process serves meanwhile, and the new one follows CURRENT too."""
         try:
             reload = self._publisher.triton_reload()
-            self._log_metrics({**asdict(reload), "step": step, "reason": "save"})
+            self._progress.log_reload(step, reload, "save")
         except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process serves on
             logger.error("reload through Triton after the save: %s", error)
 
     def _finish_reload(self) -> None:
         while self._reload is not None and self._reload.is_alive():
-            self._wait("waiting for a reload through Triton")
+            self._progress.wait("waiting for a reload through Triton")
             self._reload.join(IDLE_S)
 
     def _rewind(self, entry: Entry) -> None:
@@ -132,7 +136,7 @@ class Sidecar:
             self._checkpoints.drop_after(entry.target)
             parent = max(m.version for m in map(self._store.manifest, self._store.versions()) if m.step <= self._step)
             try:
-                self._publisher.publish(self._update.critic, step=self._step, beat=self._wait, parent=parent)
+                self._publisher.publish(self._update.critic, step=self._step, beat=self._progress.wait, parent=parent)
             except VersionRejected as trouble:  # the caller is told; the old version serves on
                 error = str(trouble)
             logger.warning("rewound to step %d; set aside: %s", self._step, ", ".join(aside) or "nothing")
@@ -147,12 +151,14 @@ class Sidecar:
         self._update = CriticUpdate(base, self._settings)
         step = self._checkpoints.latest(at_most=at_most)
         self._step = 0 if step is None else self._checkpoints.load(step, self._update).step
-        if at_most is None:
-            return None  # the main loop replays
+        if at_most is None:  # the main loop replays
+            if step is not None:
+                self._journal.restore_results(self._checkpoints.state(step).results)
+            return None
         for entry in self._journal.entries():
             if entry.kind == "train" and entry.step == self._step + 1 <= at_most:
                 with contextlib.suppress(FloatingPointError):  # its caller was told then, and training went on
-                    self._update.train(self._journal.load(entry)[0], lambda n: self._beat("replaying", micro_batch=n))
+                    self._update.train(self._journal.load(entry)[0], lambda n: self._progress.beat("replaying", n))
                 self._step = entry.step
         if self._step != at_most:
             kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
@@ -172,7 +178,7 @@ class Sidecar:
         return None
 
     def _write_checkpoint(self, *, asked: bool) -> None:
-        self._beat("writing a checkpoint")
+        self._progress.beat("writing a checkpoint")
         results = [asdict(result) for result in self._journal.results() if result.digest is not None]
         state = CheckpointState(
             self._run_id, self._step, self._update.optimizer_step, self._current(), self._epoch, asked,
@@ -191,39 +197,3 @@ class Sidecar:
 
     def _current(self) -> int:
         return self._store.current() or 0
-
-    def _wait(self, state: str) -> None:
-        """Beat while a server is waited for; give up STOP_PATIENCE_S after a stop was asked for."""
-        self._beat(state)
-        if not self._stop.is_set():
-            return
-        if self._give_up_at is None:
-            self._give_up_at = time.monotonic() + STOP_PATIENCE_S
-        if time.monotonic() > self._give_up_at:
-            raise StoppedWaiting(f"stopped while {state}: the step is journalled and will be trained again")
-
-    def _beat(self, state: str, *, step: int | None = None, micro_batch: int = 0) -> None:
-        if time.monotonic() - self._last_beat >= BEAT_S:
-            self._last_beat = time.monotonic()
-            step = self._step if step is None else step
-            self._journal.beat(Heartbeat(self._epoch, step, micro_batch, state, time.time()))
-
-    def _log_update(self, report: UpdateReport | None, reload: Reload | None) -> None:
-        if report is None:
-            return
-        timing = asdict(reload) if reload else {}
-        self._log_metrics({
-            "step": self._step, "loss_mean": report.loss_mean, "train/loss": report.loss_mean,
-            "train/grad_norm": report.grad_norm, "train/lr": report.lr, "train/step_time": report.seconds,
-            "optimizer_steps": report.optimizer_steps, "skipped_steps": report.skipped_steps, **timing,
-        })  # fmt: skip
-
-    def _log_metrics(self, line: dict[str, object]) -> None:
-        line = {"time": time.time(), **line}
-        line["weights_version"] = line.pop("version", self._current())
-        with (self._config.run.dir / "critic_metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        shown = {
-            key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items() if key != "time"
-        }
-        logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))

@@ -1,0 +1,78 @@
+"""What the sidecar shows of itself: the heartbeat that waiting callers are judged by, and critic_metrics.jsonl.
+Given: what it is doing. Returns: nothing; `wait` raises when a stop came while a server was waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from python_backend.journal import Heartbeat, Journal
+from trainer.critic_update import UpdateReport
+from trainer.publish import Reload
+
+logger = logging.getLogger(__name__)
+BEAT_S = 0.5
+STOP_PATIENCE_S = 20.0
+
+
+class StoppedWaiting(RuntimeError):
+    """A stop came while no server served the version; nothing is lost, the journal holds the step."""
+
+
+class Progress:
+    """The heartbeat and the metrics of one sidecar."""
+
+    def __init__(self, journal: Journal, metrics_path: Path, *, epoch: int, stop: threading.Event) -> None:
+        self._journal = journal
+        self._metrics_path = metrics_path
+        self._epoch = epoch
+        self._stop = stop
+        self._last_beat = 0.0
+        self._give_up_at: float | None = None
+        self.step = 0  # what the heartbeat names
+
+    def beat(self, state: str, micro_batch: int = 0) -> None:
+        """Show that something is done; written at most every BEAT_S."""
+        if time.monotonic() - self._last_beat >= BEAT_S:
+            self._last_beat = time.monotonic()
+            self._journal.beat(Heartbeat(self._epoch, self.step, micro_batch, state, time.time()))
+
+    def wait(self, state: str) -> None:
+        """Beat while a server is waited for. Raises StoppedWaiting STOP_PATIENCE_S after a stop was asked for."""
+        self.beat(state)
+        if not self._stop.is_set():
+            return
+        if self._give_up_at is None:
+            self._give_up_at = time.monotonic() + STOP_PATIENCE_S
+        if time.monotonic() > self._give_up_at:
+            raise StoppedWaiting(f"stopped while {state}: the step is journalled and will be trained again")
+
+    def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
+        """One line per critic update; `version` is the one served now."""
+        metrics = {
+            "loss_mean": report.loss_mean, "train/loss": report.loss_mean, "train/grad_norm": report.grad_norm,
+            "train/lr": report.lr, "train/step_time": report.seconds, "optimizer_steps": report.optimizer_steps,
+            "skipped_steps": report.skipped_steps,
+        }  # fmt: skip
+        self._write({"step": step, **metrics, **_timing(reload), "weights_version": version})
+
+    def log_reload(self, step: int, reload: Reload, reason: str) -> None:
+        """One line per reload that no update asked for."""
+        self._write({"step": step, "reason": reason, **_timing(reload), "weights_version": reload.version})
+
+    def _write(self, line: dict[str, object]) -> None:
+        with self._metrics_path.open("a") as file:
+            file.write(json.dumps({"time": time.time(), **line}) + "\n")
+        shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
+        logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))
+
+
+def _timing(reload: Reload | None) -> dict[str, object]:
+    if reload is None:
+        return {}
+    return {key: value for key, value in asdict(reload).items() if key != "version"}
