@@ -35,8 +35,9 @@ class Bookkeeper:
         self._client = client
         self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
-        self._saves: list[asyncio.Task[int]] = []
+        self.saves: list[asyncio.Task[int]] = []
         self._masked_samples = 0
+        self._version = 0  # served when the run began
         self._log: MetricsLog
 
     async def resume(self) -> int:
@@ -46,8 +47,8 @@ class Bookkeeper:
             state = load_checkpoint(self._checkpoints, step, self._policy)
             self._masked_samples = state["masked_samples"]
             logger.info("resuming from the checkpoint of step %d", step)
-        version = await self._client.rewind(run_id=self._run_id, step=step)
-        logger.info("the critic stands at step %d and serves weights version %d", step, version)
+        self._version = await self._client.rewind(run_id=self._run_id, step=step)
+        logger.info("the critic stands at step %d and serves weights version %d", step, self._version)
         self._log = MetricsLog(self._dir, first_step=step + 1)
         return step
 
@@ -94,11 +95,11 @@ class Bookkeeper:
         """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""
         state = {"step": step, "run_id": self._run_id, "masked_samples": self._masked_samples}
         save_checkpoint(self._checkpoints, self._policy, state, keep=self._settings.keep_checkpoints)
-        self._saves.append(asyncio.create_task(self._client.save(run_id=self._run_id, step=step)))
+        self.saves.append(asyncio.create_task(self._client.save(run_id=self._run_id, step=step)))
 
     async def finish(self, scorer: Scorer, version: int, seconds: float) -> dict[str, Any]:
         """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""
-        await asyncio.gather(*self._saves)
+        await asyncio.gather(*self.saves)
         self._log.close()
         self._policy.save(self._dir / "policy")
         before, after = self._validation("before"), self._validation("after")
@@ -110,7 +111,7 @@ class Bookkeeper:
             "kl_final": after.get("kl"),
             "ev_v0": before.get("explained_variance"),
             "ev_last": await self._explained_by_last(scorer),
-            "weights_version": version,
+            "weights_version": max(version, self._version),  # a finished run that is started again sends no update
             "critic_updates": steps,
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,

@@ -43,6 +43,13 @@ class PPORun:
 
     async def run(self) -> dict[str, Any]:
         """All steps, from the newest checkpoint on. Raises RequestFailed, TooManyFailed, FloatingPointError."""
+        try:
+            return await self.all_steps()
+        finally:  # after an error only: the first one is told, what is still under way would follow with tracebacks
+            await cancelled([*self.updates.values(), *self.books.saves])
+
+    async def all_steps(self) -> dict[str, Any]:
+        """The run."""
         started = time.monotonic()
         await self.scorer.compare_tokenizers()
         first = await self.books.resume() + 1
@@ -128,3 +135,10 @@ class PPORun:
         return await asyncio.get_running_loop().run_in_executor(
             self.compute, functools.partial(function, *args, **kwargs)
         )
+
+
+async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:
+    """Stop these tasks; nothing is lost, the journal holds what the server accepted."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

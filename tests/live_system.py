@@ -1,17 +1,15 @@
-"""What the integration tests run: tiny random checkpoints, a run's YAML, its processes, and a bare HTTP client.
-Given: a folder. Returns: checkpoints of a few kilobytes, started processes, raw answers of the real server.
+"""What the integration tests run: tiny random checkpoints, inputs for them, a run's YAML and its processes.
+Given: a folder. Returns: checkpoints of a few kilobytes, what a direct forward says, started processes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,6 @@ from transformers import (
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
 )
-from tritonclient.http import InferInput, InferRequestedOutput
-from tritonclient.http.aio import InferenceServerClient
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from python_backend.config import RunConfig, load_config
 from python_backend.journal import Journal
@@ -335,82 +330,3 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
             logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
             raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")
         time.sleep(0.02)
-
-
-# ---- a bare client: no checks, no retries ----
-
-
-class Refused(Exception):
-    """The server answered with an error."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"HTTP {code}: {message}")
-        self.code = code
-        self.message = message
-
-
-class BareClient:
-    """What another project's client may send: any tensors, any names."""
-
-    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        self._url = url
-        self._headers = dict(headers or {})
-
-    async def __aenter__(self) -> BareClient:
-        self._http = InferenceServerClient(self._url, conn_limit=256)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._http.close()
-
-    async def infer(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = ()
-    ) -> dict[str, np.ndarray]:
-        """The outputs (all if none are named). Raises Refused."""
-        inputs = []
-        for name, array in arrays.items():
-            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-            tensor.set_data_from_numpy(array)
-            inputs.append(tensor)
-        wanted = [InferRequestedOutput(name) for name in outputs] or None
-        try:
-            answer = await self._http.infer(model, inputs, outputs=wanted, headers=dict(self._headers))
-        except InferenceServerException as error:
-            raise Refused(str(error.status()), str(error.message())) from error
-        return {item["name"]: answer.as_numpy(item["name"]) for item in answer.get_response()["outputs"]}
-
-
-Answer = dict[str, np.ndarray]
-
-
-def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
-    """Several requests at once, each `(model, arrays[, outputs])`; the answers in their order."""
-
-    async def together() -> list[Answer | Refused]:
-        async with BareClient(url, headers=headers) as client:
-            return await asyncio.gather(*(caught(client, *request) for request in requests))
-
-    async def caught(client: BareClient, *request: Any) -> Answer | Refused:
-        try:
-            return await client.infer(*request)
-        except Refused as error:
-            return error
-
-    return asyncio.run(together())
-
-
-def ask(
-    url: str,
-    model: str,
-    arrays: Mapping[str, np.ndarray],
-    outputs: Sequence[str] = (),
-    *,
-    headers: Mapping[str, str] | None = None,
-) -> Answer:
-    """One request. Raises Refused."""
-    (answer,) = ask_all(url, [(model, arrays, outputs)], headers=headers)
-    if isinstance(answer, Refused):
-        raise answer
-    return answer

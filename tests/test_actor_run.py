@@ -13,15 +13,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from bare_client import Refused, ask
 from live_system import (
     ENVIRONMENT,
     KEY,
     Checkpoints,
     FinishedRun,
     LiveRun,
-    Refused,
     System,
-    ask,
     identity,
     make_run,
     stop_process,

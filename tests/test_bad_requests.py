@@ -9,18 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_system import (
-    KEY,
-    POSITIONS,
-    Refused,
-    System,
-    ask,
-    ask_all,
-    identity,
-    random_rows,
-    scoring_inputs,
-    training_inputs,
-)
+from bare_client import Refused, ask, ask_all
+from live_system import KEY, POSITIONS, System, identity, random_rows, scoring_inputs, training_inputs
 
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 

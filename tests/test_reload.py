@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_client import Answer, BareClient, Refused, ask
 from live_system import (
     KEY,
-    Answer,
-    BareClient,
     FinishedRun,
     LiveRun,
-    Refused,
     System,
-    ask,
     direct_values,
     identity,
     random_rows,

@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bare_client import Refused, ask, ask_all
 from live_system import (
     Checkpoints,
     FinishedRun,
-    Refused,
     System,
-    ask,
-    ask_all,
     direct_rewards,
     direct_values,
     random_rows,

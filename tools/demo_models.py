@@ -41,7 +41,7 @@ class Recipe:
     num_layers: int = 4
     num_heads: int = 4
     mlp_width: int = 336
-    lm_epochs: int = 3
+    lm_epochs: int = 2
     lm_batch: int = 64
     lm_muon_lr: float = 0.03
     lm_adamw_lr: float = 5e-3

@@ -1,0 +1,91 @@
+"""A client without checks or retries: sends the server whatever a test wants, and returns what it answers.
+Given: a server's address, models, arrays. Returns: outputs by name, or `Refused` with code and message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from tritonclient.http import InferInput, InferRequestedOutput
+from tritonclient.http.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+
+class Refused(Exception):
+    """The server answered with an error."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"HTTP {code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class BareClient:
+    """What another project's client may send: any tensors, any names."""
+
+    def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
+        self._url = url
+        self._headers = dict(headers or {})
+
+    async def __aenter__(self) -> BareClient:
+        self._http = InferenceServerClient(self._url, conn_limit=256)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def infer(
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = ()
+    ) -> dict[str, np.ndarray]:
+        """The outputs (all if none are named). Raises Refused."""
+        inputs = []
+        for name, array in arrays.items():
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            inputs.append(tensor)
+        wanted = [InferRequestedOutput(name) for name in outputs] or None
+        try:
+            answer = await self._http.infer(model, inputs, outputs=wanted, headers=dict(self._headers))
+        except InferenceServerException as error:
+            raise Refused(str(error.status()), str(error.message())) from error
+        return {item["name"]: answer.as_numpy(item["name"]) for item in answer.get_response()["outputs"]}
+
+
+Answer = dict[str, np.ndarray]
+
+
+def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
+    """Several requests at once, each `(model, arrays[, outputs])`; the answers in their order."""
+
+    async def together() -> list[Answer | Refused]:
+        async with BareClient(url, headers=headers) as client:
+            return await asyncio.gather(*(caught(client, *request) for request in requests))
+
+    async def caught(client: BareClient, *request: Any) -> Answer | Refused:
+        try:
+            return await client.infer(*request)
+        except Refused as error:
+            return error
+
+    return asyncio.run(together())
+
+
+def ask(
+    url: str,
+    model: str,
+    arrays: Mapping[str, np.ndarray],
+    outputs: Sequence[str] = (),
+    *,
+    headers: Mapping[str, str] | None = None,
+) -> Answer:
+    """One request. Raises Refused."""
+    (answer,) = ask_all(url, [(model, arrays, outputs)], headers=headers)
+    if isinstance(answer, Refused):
+        raise answer
+    return answer
