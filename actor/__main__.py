@@ -44,6 +44,7 @@ def _run(config: RunConfig) -> int:
     from actor.loop import PPORun
     from actor.prompts import PromptError
     from actor.scoring import TokenizerMismatch
+    from python_backend.contract import REWARD_MODEL
     from python_backend.modeling import CheckpointError, quiet_transformers
 
     torch.set_num_threads(config.actor.threads)
@@ -52,6 +53,7 @@ def _run(config: RunConfig) -> int:
     async def ppo() -> None:
         key = config.server.training_key_env
         async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
+            await client.model_parameters(REWARD_MODEL)  # a server that is not there is told before models are loaded
             await PPORun(config, client).run()
 
     try:

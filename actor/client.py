@@ -68,13 +68,16 @@ class TritonClient:
         await self._http.close()
 
     async def model_parameters(self, model: str) -> dict[str, str]:
-        """A model's `parameters`, from its configuration. Raises RequestFailed."""
+        """A model's `parameters`, from its configuration: the first contact, so with little patience.
+
+        Raises RequestFailed.
+        """
 
         async def ask() -> dict[str, str]:
             config = await self._http.get_model_config(model)
             return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
-        return await self._attempts(model, ask, self._settings.deadline_s)
+        return await self._attempts(model, ask, self._settings.deadline_s, retries=min(1, self._settings.retries))
 
     async def score(self, rows: list[np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
         """Outputs of critic_infer for n token rows, padded to their longest S.
@@ -146,9 +149,11 @@ class TritonClient:
         async with self._in_flight:
             return await self._attempts(model, ask, deadline_s)
 
-    async def _attempts(self, model: str, ask: Callable[[], Awaitable[T]], deadline_s: float) -> T:
+    async def _attempts(
+        self, model: str, ask: Callable[[], Awaitable[T]], deadline_s: float, *, retries: int | None = None
+    ) -> T:
         self.counters.requests += 1
-        attempts = 1 + self._settings.retries
+        attempts = 1 + (self._settings.retries if retries is None else retries)
         for attempt in range(1, attempts + 1):
             try:
                 return await asyncio.wait_for(ask(), deadline_s)

@@ -60,6 +60,7 @@ class TritonPythonModel(ScoringModel):
         self.limits = with_max_length(critic.limits, parameters.optional("max_length"))
         self._reader = SentenceReader(parameters.path("checkpoint"), self.limits)
         self._instance = args["model_instance_name"]
+        self._store.forget_died()
         self._acknowledge(previous=None)
         self._poll_s = parameters.number("poll_interval_ms") / 1000
         self._stop = threading.Event()

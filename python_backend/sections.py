@@ -225,7 +225,7 @@ class ClientSection(Section):
     """Longest wait for one scoring attempt."""
     train_deadline_s: Seconds = 600.0
     """Longest wait for one critic_train or critic_save attempt."""
-    retries: CountOrZero = 4
+    retries: CountOrZero = 6
     """Further attempts after 503, a time-out or a broken connection."""
     backoff_s: Seconds = 0.25
     """First pause between attempts; doubles, with jitter."""

@@ -195,12 +195,18 @@ class WeightsStore:
 
     def serving(self) -> list[ServingRecord]:
         """Records of the instances that are alive."""
-        records = []
-        for path in sorted(self._serving.glob("*.json")):
-            data = read_json(path)
-            if data is not None and _is_alive(record := ServingRecord(**data), path):
-                records.append(record)
-        return records
+        return [record for record, path in self._records() if _is_alive(record, path)]
+
+    def died(self) -> list[ServingRecord]:
+        """Records of instances on this host whose process ended without withdrawing: killed, or crashed."""
+        here = socket.gethostname()
+        return [record for record, path in self._records() if record.host == here and not _is_alive(record, path)]
+
+    def forget_died(self) -> None:
+        """Remove the records of instances that are not alive (called by an instance that takes their place)."""
+        for record, path in self._records():
+            if not _is_alive(record, path):
+                path.unlink(missing_ok=True)
 
     def prune(self, *, keep: int) -> list[int]:
         """Delete old versions; return their numbers.
@@ -212,11 +218,11 @@ class WeightsStore:
         for version in doomed:
             remove_folder(self.folder(version))
         sweep(self.root)
-        for path in self._serving.glob("*.json"):
-            data = read_json(path)
-            if data is not None and not _is_alive(ServingRecord(**data), path):
-                path.unlink(missing_ok=True)
         return doomed
+
+    def _records(self) -> list[tuple[ServingRecord, Path]]:
+        found = ((path, read_json(path)) for path in sorted(self._serving.glob("*.json")))
+        return [(ServingRecord(**data), path) for path, data in found if data is not None]
 
     def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
         newest = [self.manifest(version) for version in self.versions()[-1:]]
@@ -257,12 +263,10 @@ def tensor_types(path: Path) -> dict[str, list[Any]]:
 def _is_alive(record: ServingRecord, path: Path) -> bool:
     if record.host == socket.gethostname():
         try:
-            os.kill(record.pid, 0)
-        except ProcessLookupError:
+            state = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
             return False
-        except PermissionError:  # it exists, under another user
-            return True
-        return True
+        return state != "Z"  # tritonserver does not reap a stub that was killed
     try:
         return time.time() - path.stat().st_mtime < REMOTE_SILENCE_S
     except FileNotFoundError:

@@ -119,14 +119,15 @@ async def until(condition: object, writer: asyncio.Task[list[int]]) -> None:
 
 
 def test_a_killed_critic_stub_is_replaced(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """Triton does not restart a stub; the next publish does, and the answer comes."""
-    run = make_run(tmp_path / "stub", checkpoints, **settings(serve_timeout_s=3.0))
+    """Triton does not restart a stub; the sidecar sees it dead, without any request, and asks for another."""
+    run = make_run(tmp_path / "stub", checkpoints, **settings())
     system = start_system(run)
     try:
         first = ask(run.url, CRITIC_TRAIN, {**payload(1), **identity("test", 1)})
         (record,) = run.store.serving()
         assert f"{CRITIC}_0" in record.instance
         psutil.Process(record.pid).send_signal(signal.SIGKILL)
+        wait_for(lambda: any(fresh.pid != record.pid for fresh in run.store.serving()), system.sidecar)
         second = ask(run.url, CRITIC_TRAIN, {**payload(2), **identity("test", 2)})
         assert int(second["weights_version"][0]) == int(first["weights_version"][0]) + 1
         (fresh,) = run.store.serving()

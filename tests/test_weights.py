@@ -206,9 +206,15 @@ def test_serving_records_live_as_long_as_their_process(store: WeightsStore):
     store.acknowledge(record(0))
     store.acknowledge(record(0, instance="critic_1", pid=child.pid))
     assert [r.instance for r in store.serving()] == ["critic_0", "critic_1"]
+    child.kill()
+    while store.serving()[-1].instance == "critic_1":  # until the kernel has ended it; nobody has reaped it yet
+        time.sleep(0.01)
+    assert [r.instance for r in store.died()] == ["critic_1"]
     child.communicate()
     assert [r.instance for r in store.serving()] == ["critic_0"]
-    store.prune(keep=1)
+    assert [r.instance for r in store.died()] == ["critic_1"]
+    store.forget_died()
+    assert store.died() == []
     assert [p.name for p in (store.root / "serving").iterdir()] == [f"critic_0-{os.getpid()}.json"]
     store.withdraw("critic_0", os.getpid())
     store.withdraw("critic_0", os.getpid())  # twice is once

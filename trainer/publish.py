@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CANARY_TOKENS = 16
 CANARY_TOLERANCE = 1e-5
 RECOVERY_PAUSE_S = 5.0
+HEAL_EVERY_S = 1.0
 
 
 class VersionRejected(RuntimeError):
@@ -52,6 +53,7 @@ class Publisher:
         self._reload = reload
         self._timeout_s = timeout_s
         self._keep = keep
+        self._heal_at = 0.0
 
     def publish(
         self, critic: CriticModel, *, step: int, beat: Callable[[str], None], parent: int | None = None
@@ -137,18 +139,32 @@ class Publisher:
             if records and all(record.version >= version for record in records):
                 return
             beat(f"waiting until version {version} is served")
+            self.heal()
             if time.monotonic() > recover_at:
-                # Its process may be dead, which only a load with a changed config mends.
                 logger.warning("version %d is not served yet: asking Triton for a fresh critic", version)
                 self._try_load()
                 recover_at = time.monotonic() + RECOVERY_PAUSE_S
             time.sleep(0.002)
 
-    def _try_load(self) -> None:
+    def heal(self) -> bool:
+        """Triton does not restart a critic whose process was killed: ask for a fresh one; true if it came."""
+        if time.monotonic() < self._heal_at:
+            return False
+        self._heal_at = time.monotonic() + HEAL_EVERY_S
+        died = self._store.died()
+        if not died:
+            return False
+        logger.warning("%s (pid %d) died: asking Triton for a fresh critic", died[0].instance, died[0].pid)
+        self._heal_at += RECOVERY_PAUSE_S
+        return self._try_load()
+
+    def _try_load(self) -> bool:
         try:
             self._load()
         except ControlPlaneError as error:  # the server may be down: keep waiting, the update is on disk
             logger.warning("%s", error)
+            return False
+        return True
 
 
 def initialise_store(store: WeightsStore, checkpoint: Path, *, run_id: str) -> None:

@@ -49,6 +49,7 @@ class Sidecar:
                 entry = self._next_entry()
                 if entry is None:
                     self._progress.beat("idle")
+                    self._publisher.heal()
                     stop.wait(IDLE_S)
                     continue
                 match entry.kind:
