@@ -188,7 +188,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="set an earlier run aside (<dir>.previous), not resume it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         config = load_config(args.config, args.overrides)
     except ConfigError as error:
