@@ -54,6 +54,7 @@ class TritonClient:
         self.counters = Counters()
         self._url = url
         self._settings = settings
+        self._train_retries = min(settings.retries, settings.train_retries)
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         self._key = os.environ.get(training_key_env) if training_key_env else None
         longest = max(settings.deadline_s, settings.train_deadline_s)
@@ -114,7 +115,9 @@ class TritonClient:
         """
         inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
-        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s)
+        answer = await self._infer(
+            contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s, self._train_retries
+        )
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
     async def save(self, *, run_id: str, step: int) -> int:
@@ -128,11 +131,18 @@ class TritonClient:
 
     async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
-        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s)
+        answer = await self._infer(
+            contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s, self._train_retries
+        )
         return int(answer[contract.WEIGHTS_VERSION][0])
 
     async def _infer(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], deadline_s: float
+        self,
+        model: str,
+        arrays: Mapping[str, np.ndarray],
+        outputs: tuple[str, ...],
+        deadline_s: float,
+        retries: int | None = None,
     ) -> dict[str, np.ndarray]:
         inputs = []
         for name, array in arrays.items():
@@ -147,7 +157,7 @@ class TritonClient:
             return {name: answer.as_numpy(name) for name in outputs}
 
         async with self._in_flight:
-            return await self._attempts(model, ask, deadline_s)
+            return await self._attempts(model, ask, deadline_s, retries=retries)
 
     async def _attempts(
         self, model: str, ask: Callable[[], Awaitable[T]], deadline_s: float, *, retries: int | None = None

@@ -227,6 +227,8 @@ class ClientSection(Section):
     """Longest wait for one critic_train or critic_save attempt."""
     retries: CountOrZero = 6
     """Further attempts after 503, a time-out or a broken connection."""
+    train_retries: CountOrZero = 3
+    """The same for critic_train and critic_save, which wait 3 s for a missing sidecar each time; at most `retries`."""
     backoff_s: Seconds = 0.25
     """First pause between attempts; doubles, with jitter."""
     max_in_flight: Count = 256

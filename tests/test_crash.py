@@ -35,7 +35,7 @@ from trainer.critic_update import CriticUpdate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUM_STEPS = 12
 NUM_KILLS = 4
-PATIENT = ClientSection(retries=60, backoff_s=0.2, train_deadline_s=60)
+PATIENT = ClientSection(retries=60, train_retries=60, backoff_s=0.2, train_deadline_s=60)
 
 
 def payload(step: int) -> dict[str, np.ndarray]:
