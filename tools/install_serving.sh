@@ -7,6 +7,9 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 
 "$python" -m pip --version >/dev/null || { echo "error: $python has no pip: set PYTHON to one that has" >&2; exit 1; }
+# setuptools builds inside the source tree, and a build/ of an older state would be installed along.
+trap 'rm -rf -- "$root/build"' EXIT
+rm -rf -- "$root/build"
 "$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "$root[serving]"
 # From another folder, so that what is imported is what was installed.
 cd / && "$python" -c '
