@@ -34,3 +34,9 @@ def plan_micro_batches(lengths: Sequence[int], *, token_budget: int, max_rows: i
     if batch:
         plan.append(batch)
     return plan
+
+
+def padded_width(longest: int, multiple: int, limit: int | None) -> int:
+    """The width of a forward in tokens: its longest row, rounded up to a multiple, but not above the model's limit."""
+    width = -(-longest // multiple) * multiple
+    return max(longest, width if limit is None else min(width, limit))

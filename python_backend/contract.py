@@ -26,8 +26,12 @@ TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
 SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
 SENTENCES = "sentences"  # BYTES [B, 1], UTF-8; wins over tokens
 METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
-REWARDS = "rewards"  # FP32 [B, 1]
+PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
+REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
 VALUES = "values"  # FP32 [B, S]
+RESPONSE_VALUES = (
+    "response_values"  # FP32 [B, R], R = longest response: values of the states that response tokens follow
+)
 WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
 
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
@@ -56,10 +60,15 @@ class StepConflict(ContractError):
 
 @dataclass(frozen=True)
 class ScoringRows:
-    """Rows to score: `tokens[i]` is int64 `[length_i]`, unpadded; `width` is the S that the answer is padded to."""
+    """Rows to score.
+
+    `tokens[i]` is int64 `[length_i]`, unpadded; `width` is the S that the answer is padded to; `prompt_lengths` int64
+    `[B]`, each in [1, length_i], or None.
+    """
 
     tokens: list[np.ndarray]
     width: int
+    prompt_lengths: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -97,18 +106,26 @@ class TrainPayload:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens."""
+    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, limited sentences."""
 
     vocab_size: int
     max_length: int | None = None
+    max_sentence_bytes: int = 1_000_000
 
 
-def scoring_rows(tokens: np.ndarray | None, lengths: np.ndarray | None, limits: Limits) -> ScoringRows:
+def scoring_rows(
+    tokens: np.ndarray | None,
+    lengths: np.ndarray | None,
+    prompt_lengths: np.ndarray | None = None,
+    *,
+    limits: Limits,
+) -> ScoringRows:
     """Check one scoring request and cut its rows to their lengths.
 
     Args:
         tokens: INT64 or INT32 `[B, S]`.
         lengths: INT64 `[B, 1]` (or `[B]`); None: every row has S tokens.
+        prompt_lengths: INT64 `[B, 1]` (or `[B]`), or None.
         limits: of the model that serves.
 
     Raises:
@@ -122,11 +139,12 @@ def scoring_rows(tokens: np.ndarray | None, lengths: np.ndarray | None, limits: 
     rows, width = tokens.shape
     if rows == 0:  # an answer without rows would never be sent
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
-    sizes = np.full(rows, width, np.int64) if lengths is None else _row_lengths(lengths, rows, width)
+    sizes = np.full(rows, width, np.int64) if lengths is None else _row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
+    prompts = None if prompt_lengths is None else _row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
     cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
     for i, row in enumerate(cut):
         check_row(row, i, limits)
-    return ScoringRows(cut, width)
+    return ScoringRows(cut, width, prompts)
 
 
 def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
@@ -202,10 +220,15 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
     return value
 
 
-def sentence_texts(sentences: np.ndarray) -> list[str]:
-    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError if one is no UTF-8 or the shape is wrong."""
+def sentence_texts(sentences: np.ndarray, max_bytes: int) -> list[str]:
+    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError: no UTF-8, too long, or of another shape."""
     if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
         raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
+    for i, item in enumerate(sentences[:, 0]):
+        if len(item) > max_bytes:
+            raise ContractError(
+                f"{SENTENCES}[{i}]: {len(item)} bytes, must be at most {max_bytes} (max_sentence_bytes)"
+            )
     return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
 
 
@@ -254,17 +277,17 @@ def _expect_vocabulary(tokens: np.ndarray, inside: np.ndarray | bool, limits: Li
         )
 
 
-def _row_lengths(lengths: np.ndarray, rows: int, width: int) -> np.ndarray:
-    _expect_integers(SEQUENCE_LENGTHS, lengths)
+def _row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarray) -> np.ndarray:
+    """Lengths int64 `[rows]`, each between 1 and `most` (one number, or one for each row)."""
+    _expect_integers(name, lengths)
     if lengths.shape not in ((rows, 1), (rows,)):
-        raise ContractError(f"{SEQUENCE_LENGTHS}: shape {list(lengths.shape)}, must be [{rows}, 1]")
+        raise ContractError(f"{name}: shape {list(lengths.shape)}, must be [{rows}, 1]")
     sizes = lengths.reshape(-1).astype(np.int64)
-    bad = np.flatnonzero((sizes < 1) | (sizes > width))
+    bad = np.flatnonzero((sizes < 1) | (sizes > most))
     if bad.size:
         row = int(bad[0])
-        raise ContractError(
-            f"{SEQUENCE_LENGTHS}[{row}]: {int(sizes[row])}, must be between 1 and the {width} tokens sent"
-        )
+        limit = int(np.broadcast_to(most, rows)[row])
+        raise ContractError(f"{name}[{row}]: {int(sizes[row])}, must be between 1 and the {limit} tokens sent")
     return sizes
 
 
@@ -276,7 +299,7 @@ def _packed(
     tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray | None], limits: Limits
 ) -> TrainPayload:
     _expect_vocabulary(tokens, True, limits)
-    sizes = _row_lengths(lengths, lengths.size, tokens.shape[1])
+    sizes = _row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, tokens.shape[1])
     if sizes.sum() != tokens.shape[1]:
         raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {tokens.shape[1]}")
     shape = (1, tokens.shape[1] - len(sizes))
@@ -296,7 +319,7 @@ def _padded(
         last = np.where(mask.any(axis=1), width - 2 - np.argmax(mask[:, ::-1] != 0, axis=1), 0)
         sizes = last.astype(np.int64) + 2
     else:
-        sizes = _row_lengths(lengths, rows, width)
+        sizes = _row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
         outside = np.flatnonzero((mask != 0) & (np.arange(width - 1)[None] >= sizes[:, None] - 1))
         if outside.size:
             row, column = (int(i) for i in np.unravel_index(int(outside[0]), mask.shape))

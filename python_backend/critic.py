@@ -15,14 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from python_backend.contract import VALUES, WEIGHTS_VERSION, ScoringRows
+from python_backend.allocator import use_allocator
+from python_backend.contract import (
+    PROMPT_LENGTHS,
+    RESPONSE_VALUES,
+    VALUES,
+    WEIGHTS_VERSION,
+    ContractError,
+    ScoringRows,
+)
 from python_backend.modeling import CriticModel, load_critic, quiet_transformers
-from python_backend.reward import SentenceReader, with_max_length
+from python_backend.reading import RowReader, read_limits
+from python_backend.scoring import Scoring, ScoringModel
 from python_backend.serving import (
     Call,
     Parameters,
-    Scoring,
-    ScoringModel,
     log,
     log_error,
     refuse_numpy_2,
@@ -49,6 +56,7 @@ class TritonPythonModel(ScoringModel):
         quiet_transformers()
         parameters = Parameters(args)
         self.set_up(parameters)
+        use_allocator(parameters.text("allocator"))
         torch.set_num_threads(parameters.number("threads"))
         self._store = WeightsStore(parameters.path("store"))
         number = self._store.current()
@@ -57,8 +65,8 @@ class TritonPythonModel(ScoringModel):
         folder = self._store.folder(number)
         critic = load_critic(folder, device=parameters.text("device"), dtype=parameters.text("dtype"))
         self._version = Version(number, critic)
-        self.limits = with_max_length(critic.limits, parameters.optional("max_length"))
-        self._reader = SentenceReader(parameters.path("checkpoint"), self.limits)
+        self.limits = read_limits(critic.limits, parameters)
+        self._reader = RowReader(parameters.path("checkpoint"), self.limits)
         self._instance = args["model_instance_name"]
         self._store.forget_died()
         self._acknowledge(previous=None)
@@ -67,10 +75,12 @@ class TritonPythonModel(ScoringModel):
         self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
         self._swaps = parameters.text("reload") == "swap"
         self._watcher.start()
+        self.start()
         log(f"{parameters.model}: serving weights version {number}")
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""
+        super().finalize()
         self._stop.set()
         self._watcher.join()
         self._store.withdraw(self._instance, os.getpid())
@@ -79,18 +89,25 @@ class TritonPythonModel(ScoringModel):
         return self._version
 
     def read(self, call: Call) -> ScoringRows:
-        return self._reader.read(call)
+        rows = self._reader.read(call)
+        # A caller that names no outputs is asked for all of them by Triton, and gets those that it can have.
+        if RESPONSE_VALUES in call.wanted and VALUES not in call.wanted and rows.prompt_lengths is None:
+            raise ContractError(f"{PROMPT_LENGTHS}: missing; {RESPONSE_VALUES} needs it")
+        return rows
 
-    def forward(self, model: Version, rows: list[np.ndarray]) -> list[np.ndarray]:
-        return model.critic.values(rows)
+    def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        return model.critic.values(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
-        values = np.zeros((len(scoring.outputs), scoring.rows.width), np.float32)
-        for i, output in enumerate(scoring.outputs):
-            assert output is not None
-            values[i, : output.size] = output
-        versions = np.full((len(scoring.outputs), 1), scoring.model.number, np.int64)
-        return {VALUES: values, WEIGHTS_VERSION: versions}
+        wanted, rows = scoring.call.wanted, scoring.rows
+        outputs = [output for output in scoring.outputs if output is not None]
+        answer = {WEIGHTS_VERSION: np.full((len(outputs), 1), scoring.model.number, np.int64)}
+        if VALUES in wanted:
+            answer[VALUES] = _padded(outputs, rows.width)
+        if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:
+            parts = [output[p - 1 : -1] for output, p in zip(outputs, rows.prompt_lengths.tolist(), strict=True)]
+            answer[RESPONSE_VALUES] = _padded(parts, max(1, *(part.size for part in parts)))
+        return answer
 
     def _watch(self) -> None:
         refused: int | None = None
@@ -133,3 +150,11 @@ class TritonPythonModel(ScoringModel):
             swap_ms, rejected, error,
         )  # fmt: skip
         self._store.acknowledge(record)
+
+
+def _padded(rows: list[np.ndarray], width: int) -> np.ndarray:
+    """Float32 `[B, width]` with 0 behind each row."""
+    array = np.zeros((len(rows), width), np.float32)
+    for i, row in enumerate(rows):
+        array[i, : row.size] = row
+    return array

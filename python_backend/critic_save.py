@@ -20,7 +20,8 @@ from python_backend.contract import (
     optional_text,
 )
 from python_backend.journal import Entry, Result
-from python_backend.serving import Call, JournalModel
+from python_backend.journal_model import JournalModel
+from python_backend.serving import Call
 
 
 class TritonPythonModel(JournalModel):

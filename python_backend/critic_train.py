@@ -25,7 +25,8 @@ from python_backend.contract import (
     train_payload,
 )
 from python_backend.journal import Entry, Result
-from python_backend.serving import Call, JournalModel
+from python_backend.journal_model import JournalModel
+from python_backend.serving import Call
 from python_backend.weights import CONFIG_FILE, FIRST_VERSION, WeightsStore
 
 

@@ -40,7 +40,7 @@ class RewardModel:
         self._causal_head = getattr(model, "score", None)
 
     @torch.no_grad()
-    def score(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+    def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
         """Rewards float32 `[n, 1]` of n token rows (int64 `[length_i]`), one padded forward."""
         ids, attention, lengths = collate(rows, self.model.device)
         if self._causal_head is None:  # encoders pool in their own way, which padding on the right does not disturb
@@ -60,7 +60,7 @@ class CriticModel:
         self.limits = limits_of(model)
 
     @torch.no_grad()
-    def values(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
         """Values float32 `[length_i]` of each token row (int64 `[length_i]`), one padded forward."""
         ids, attention, _ = collate(rows, self.model.device)
         values = self.forward(ids, attention).cpu().numpy()

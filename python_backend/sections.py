@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -89,6 +89,8 @@ class ServerSection(Section):
     """Longest wait for one model load."""
     exit_timeout_s: CountOrZero = 5
     """How long tritonserver waits for open connections when it stops."""
+    tokens_dtype: Literal["INT64", "INT32"] = "INT64"
+    """Type of `tokens` on the wire. Triton holds a request to the declared type, so all clients send the same."""
     training_key_env: str | None = None
     """Environment variable that holds the key which critic_train and critic_save demand; none: no key."""
 
@@ -108,31 +110,63 @@ class ServerSection(Section):
         return f"{self.host}:{self.metrics_port}"
 
 
+Auto = Literal["auto"]
+
+
 class ModelSection(Section):
-    """How one model is loaded and batched inside tritonserver."""
+    """How one model is loaded and batched inside tritonserver.
+
+    `auto`: measured when the server first starts with this model on this machine, and remembered.
+    """
 
     checkpoint: Path
     """Hugging Face checkpoint folder (safetensors)."""
     device: Device = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
-    instances: Count = 1
-    """Copies of the model, each in a process of its own."""
-    threads: Count = 1
+    instances: Count | Auto = "auto"
+    """Copies of the model, each in a process of its own; on a CPU they share the memory of the weights."""
+    threads: Count | Auto = "auto"
     """Torch threads of each instance."""
-    token_budget: Count = 1024
+    token_budget: Count | Auto = "auto"
     """Most tokens, padding included, in one forward; a longer row runs alone."""
+    forward_overhead_tokens: CountOrZero | Auto = "auto"
+    """What a forward costs beyond its tokens, in tokens: rows share one while that saves more than their padding."""
+    allocator: Literal["default", "retain"] | Auto = "auto"
+    """Freed memory of a forward: back to the system (glibc's default), or kept for the next forward."""
     micro_batch_rows: Count = 64
     """Most rows in one forward."""
+    strip_sequence_length_to_multiple: Count = 1
+    """A forward is as wide as its longest row, rounded up to a multiple of this."""
     queue_delay_us: CountOrZero = 2000
     """How long the dynamic batcher waits for more requests."""
     preferred_batch_size: Count | list[Count] = []
     """Triton's preferred batch sizes; no upper bound."""
     max_batch_size: Count = 9_999_999
     """Largest batch that one request or one merge may have (more rows than that: an error)."""
+    max_queue_size: CountOrZero = 0
+    """Requests that may wait in Triton's queue; one more is answered with 503. 0: any number."""
+    queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
+    """Longest wait for the first forward; then 503. A request's own `timeout` counts instead. 0: no limit."""
     max_length: Count | None = None
-    """Longest sequence, in tokens; default: the checkpoint's own limit."""
+    """Longest sequence, in tokens; default: the checkpoint's own limit, 32768 where it names none."""
+    max_sentence_bytes: Count = 1_000_000
+    """Longest sentence, in bytes of UTF-8; a longer one is an error, not cut."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the forward; rewards and values leave it as fp32."""
+    """Type of the weights in the forward; heads stay in fp32, rewards and values leave it as fp32."""
+
+    def settled(self, name: str) -> Any:
+        """The setting `name`, or what stands for it where it is `auto` and nothing was measured."""
+        value = getattr(self, name)
+        return UNMEASURED[name] if value == "auto" else value
+
+
+UNMEASURED = {
+    "instances": 1,
+    "threads": 1,
+    "token_budget": 1024,
+    "forward_overhead_tokens": 64,
+    "allocator": "retain",
+}
 
 
 class Standardization(Section):

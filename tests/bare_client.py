@@ -41,9 +41,9 @@ class BareClient:
         await self._http.close()
 
     async def infer(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = ()
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = (), timeout_us: int | None = None
     ) -> dict[str, np.ndarray]:
-        """The outputs (all if none are named). Raises Refused."""
+        """The outputs (all if none are named); `timeout_us` is Triton's own deadline in the queue. Raises Refused."""
         inputs = []
         for name, array in arrays.items():
             tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -51,7 +51,9 @@ class BareClient:
             inputs.append(tensor)
         wanted = [InferRequestedOutput(name) for name in outputs] or None
         try:
-            answer = await self._http.infer(model, inputs, outputs=wanted, headers=dict(self._headers))
+            answer = await self._http.infer(
+                model, inputs, outputs=wanted, headers=dict(self._headers), timeout=timeout_us
+            )
         except InferenceServerException as error:
             raise Refused(str(error.status()), str(error.message())) from error
         return {item["name"]: answer.as_numpy(item["name"]) for item in answer.get_response()["outputs"]}
@@ -61,7 +63,7 @@ Answer = dict[str, np.ndarray]
 
 
 def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
-    """Several requests at once, each `(model, arrays[, outputs])`; the answers in their order."""
+    """Several requests at once, each `(model, arrays[, outputs[, timeout_us]])`; the answers in their order."""
 
     async def together() -> list[Answer | Refused]:
         async with BareClient(url, headers=headers) as client:

@@ -50,6 +50,13 @@ OTHER_TEXTS = (
     "zebra quartz jumped over vexing fjords; nymphs sphinx black waltz",
     "0123456789 +-*/ () [] {} <> == != and or not if else while for in",
 )
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('nobody cannot speak') }}"
+    "{% endif %}{{ message.role[0] }} {{ message.content }}</s>{% endfor %}"
+)
+MEASURED = {
+    "instances": 1, "threads": 1, "token_budget": 1024, "forward_overhead_tokens": 64, "allocator": "retain",
+}  # fmt: skip
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -67,8 +74,9 @@ def make_tokenizer(texts: Sequence[str] = TEXTS, vocab_size: int = 200) -> PreTr
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
-    )
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS,
+        chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
@@ -223,8 +231,8 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
     data: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "run_id": "test"},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
-        "reward": {"checkpoint": str(checkpoints.reward)},
-        "critic": {"checkpoint": str(checkpoints.critic)},
+        "reward": {"checkpoint": str(checkpoints.reward), **MEASURED},
+        "critic": {"checkpoint": str(checkpoints.critic), **MEASURED},
         "trainer": {
             "lr": 1e-3, "warmup_steps": 0, "constant_steps": 10, "max_steps": 100, "checkpoint_every": 100,
             "publish": {"keep": 12},

@@ -55,19 +55,19 @@ def refused(text: str):
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS[:, 0], LENGTHS.astype(np.int32)])
 def test_rows_are_cut_to_their_lengths(dtype: type, lengths: np.ndarray):
-    rows = scoring_rows(TOKENS.astype(dtype), lengths, LIMITS)
+    rows = scoring_rows(TOKENS.astype(dtype), lengths, limits=LIMITS)
     assert rows.width == 4
     assert [row.tolist() for row in rows.tokens] == [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
     assert {row.dtype for row in rows.tokens} == {np.dtype(np.int64)}
 
 
 def test_without_lengths_every_row_is_whole():
-    assert [row.size for row in scoring_rows(TOKENS, None, LIMITS).tokens] == [4, 4, 4]
+    assert [row.size for row in scoring_rows(TOKENS, None, limits=LIMITS).tokens] == [4, 4, 4]
 
 
 def test_padding_may_hold_anything_and_be_any_length():
     tokens = np.pad(TOKENS, ((0, 0), (0, 50)), constant_values=-100)
-    rows = scoring_rows(tokens, LENGTHS, LIMITS)
+    rows = scoring_rows(tokens, LENGTHS, limits=LIMITS)
     assert (rows.width, [row.size for row in rows.tokens]) == (54, [4, 2, 3])
 
 
@@ -96,11 +96,11 @@ def test_padding_may_hold_anything_and_be_any_length():
 )
 def test_scoring_requests_are_refused_by_field_and_value(tokens, lengths, message: str):
     with refused(message):
-        scoring_rows(tokens, lengths, LIMITS)
+        scoring_rows(tokens, lengths, limits=LIMITS)
 
 
 def test_a_model_without_position_limit_takes_any_length():
-    assert scoring_rows(np.ones((1, 5000), np.int64), None, Limits(10)).tokens[0].size == 5000
+    assert scoring_rows(np.ones((1, 5000), np.int64), None, limits=Limits(10)).tokens[0].size == 5000
 
 
 # ---- training ----
@@ -273,7 +273,7 @@ def test_identities_are_refused_by_field_and_value(run_id, step, message: str):
 
 
 def test_sentences():
-    assert contract.sentence_texts(np.array([["é".encode()], [b""]], dtype=np.object_)) == ["é", ""]
+    assert contract.sentence_texts(np.array([["é".encode()], [b""]], dtype=np.object_), 100) == ["é", ""]
     for bad, message in (
         (np.array([b"a"], dtype=np.object_), "sentences: shape [1], must be [B, 1]"),
         (np.empty((0, 1), np.object_), "sentences: shape [0, 1]"),
@@ -281,7 +281,7 @@ def test_sentences():
         (np.array([[b"ok"], [b"\xff"]], dtype=np.object_), "sentences[1]: not UTF-8"),
     ):
         with refused(message):
-            contract.sentence_texts(bad)
+            contract.sentence_texts(bad, 100)
 
 
 def test_metadata():

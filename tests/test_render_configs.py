@@ -40,9 +40,11 @@ def test_names_dtypes_and_shapes_are_the_contracts():
         (contract.SEQUENCE_LENGTHS, pb.TYPE_INT64, [1]),
         (contract.SENTENCES, pb.TYPE_STRING, [1]),
         (contract.METADATA, pb.TYPE_STRING, [1]),
+        (contract.PROMPT_LENGTHS, pb.TYPE_INT64, [1]),
     ]
     rewards = [(contract.REWARDS, pb.TYPE_FP32, [1])]
-    values = [(contract.VALUES, pb.TYPE_FP32, [-1]), (contract.WEIGHTS_VERSION, pb.TYPE_INT64, [1])]
+    values = [(name, pb.TYPE_FP32, [-1]) for name in (contract.VALUES, contract.RESPONSE_VALUES)]
+    values += [(contract.WEIGHTS_VERSION, pb.TYPE_INT64, [1])]
     targets = [(name, pb.TYPE_FP32, [-1, -1]) for name in (contract.RETURNS, contract.PREV_VALUES, contract.MASK)]
     version = (contract.WEIGHTS_VERSION, pb.TYPE_INT64, [1])
     run_id = (contract.RUN_ID, pb.TYPE_STRING, [1])
@@ -77,7 +79,8 @@ def test_settings_reach_the_files():
         critic={
             "instances": 3, "device": "cuda:1", "queue_delay_us": 17, "preferred_batch_size": [4, 8], "threads": 5,
             "token_budget": 99, "micro_batch_rows": 7, "max_length": 33, "dtype": "bfloat16", "reload": "triton",
-            "poll_interval_ms": 9,
+            "poll_interval_ms": 9, "forward_overhead_tokens": 12, "allocator": "default", "max_sentence_bytes": 5000,
+            "strip_sequence_length_to_multiple": 16, "max_queue_size": 31, "queue_timeout_s": 1.5,
         },
         reward={"preferred_batch_size": 4, "standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
         trainer={"heartbeat_timeout_s": 2.5},
@@ -88,6 +91,9 @@ def test_settings_reach_the_files():
     assert (group.count, group.kind, list(group.gpus)) == (3, group.KIND_GPU, [1])
     assert critic.dynamic_batching.max_queue_delay_microseconds == 17
     assert list(critic.dynamic_batching.preferred_batch_size) == [4, 8]
+    policy = critic.dynamic_batching.default_queue_policy
+    assert (policy.max_queue_size, policy.default_timeout_microseconds) == (31, 1_500_000)
+    assert (policy.timeout_action, policy.allow_timeout_override) == (policy.REJECT, True)
     assert list(reward.dynamic_batching.preferred_batch_size) == [4]
     assert list(reward.instance_group[0].gpus) == []
     found = parameters(critic)
@@ -96,6 +102,8 @@ def test_settings_reach_the_files():
     assert found == {
         "device": "cuda:1", "dtype": "bfloat16", "threads": "5", "token_budget": "99", "micro_batch_rows": "7",
         "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton", "poll_interval_ms": "9",
+        "forward_overhead_tokens": "12", "allocator": "default", "max_sentence_bytes": "5000",
+        "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",
     }  # fmt: skip
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
     assert parameters(train)["heartbeat_timeout_s"] == "2.5"
@@ -137,7 +145,6 @@ def broken(model: str, old: str, new: str) -> dict:
     ("model", "old", "new", "message"),
     [
         ("critic", " allow_ragged_batch: true", "", "critic/config.pbtxt: input tokens needs allow_ragged_batch"),
-        ("critic", "dynamic_batching {\n  max_queue_delay_microseconds: 2000\n}", "", "dynamic_batching is missing"),
         ("critic_train", 'backend: "python"', "backend: python", "critic_train/config.pbtxt is not what Triton"),
         ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not what Triton"),
         ("critic", 'name: "critic"', 'name: "kritic"', "critic/config.pbtxt: name is 'kritic'"),
@@ -150,6 +157,20 @@ def broken(model: str, old: str, new: str) -> dict:
 def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         render.check_rules(broken(model, old, new))
+
+
+def test_a_scoring_model_without_dynamic_batching_is_refused():
+    configs = parsed()
+    configs["critic"].ClearField("dynamic_batching")
+    with pytest.raises(ConfigError, match=r"critic/config\.pbtxt: dynamic_batching is missing"):
+        render.check_rules(configs)
+
+
+def test_int32_tokens_are_declared_everywhere_or_nowhere():
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    for config in parsed(server={"tokens_dtype": "INT32"}).values():
+        assert [t.data_type for t in config.input if t.name == "tokens"] in ([], [pb.TYPE_INT32]), config.name
 
 
 def test_a_preferred_size_beyond_the_largest_is_refused():

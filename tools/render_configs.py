@@ -28,6 +28,7 @@ MODULES = {
     CRITIC_SAVE: "python_backend.critic_save",
 }
 SEQUENCE_INPUTS = frozenset({"tokens"})
+NO_TIMEOUT_S = 7 * 24 * 3600  # a request's own timeout counts only where a model has one
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,13 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
         "standardization": _standardization(config.reward),
     }
     batch = min(config.reward.max_batch_size, config.critic.max_batch_size)
+    tokens_dtype = config.server.tokens_dtype
     texts = {
-        REWARD_MODEL: _render_scoring(REWARD_MODEL, config.reward, reward_parameters),
-        CRITIC: _render_scoring(CRITIC, config.critic, critic_parameters),
-        CRITIC_INFER: _render("ensemble.pbtxt.j2", max_batch_size=batch),
-        CRITIC_TRAIN: _render("journal.pbtxt.j2", name=CRITIC_TRAIN, parameters=journal),
-        CRITIC_SAVE: _render("journal.pbtxt.j2", name=CRITIC_SAVE, parameters=journal),
+        REWARD_MODEL: _render_scoring(REWARD_MODEL, config.reward, tokens_dtype, reward_parameters),
+        CRITIC: _render_scoring(CRITIC, config.critic, tokens_dtype, critic_parameters),
+        CRITIC_INFER: _render("ensemble.pbtxt.j2", max_batch_size=batch, tokens_dtype=tokens_dtype),
+        CRITIC_TRAIN: _render("journal.pbtxt.j2", name=CRITIC_TRAIN, tokens_dtype=tokens_dtype, parameters=journal),
+        CRITIC_SAVE: _render("journal.pbtxt.j2", name=CRITIC_SAVE, tokens_dtype=tokens_dtype, parameters=journal),
     }
     check_rules({model: parse_config(model, text) for model, text in texts.items()})
     return texts
@@ -159,7 +161,7 @@ def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]
     return files
 
 
-def _render_scoring(name: str, model: ModelSection, parameters: Mapping[str, str]) -> str:
+def _render_scoring(name: str, model: ModelSection, tokens_dtype: str, parameters: Mapping[str, str]) -> str:
     kind, _, index = model.device.partition(":")
     preferred = model.preferred_batch_size
     return _render(
@@ -167,6 +169,9 @@ def _render_scoring(name: str, model: ModelSection, parameters: Mapping[str, str
         name=name,
         model=model,
         preferred=[preferred] if isinstance(preferred, int) else preferred,
+        tokens_dtype=tokens_dtype,
+        instances=model.settled("instances"),
+        queue_timeout_us=round((model.queue_timeout_s or NO_TIMEOUT_S) * 1e6),
         kind="KIND_CPU" if kind == "cpu" else "KIND_GPU",
         gpus=[index] if index else [],
         parameters=parameters,
@@ -178,10 +183,13 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
         "checkpoint": str(place(model.checkpoint)),
         "device": model.device,
         "dtype": model.dtype,
-        "threads": str(model.threads),
-        "token_budget": str(model.token_budget),
+        **{name: str(model.settled(name)) for name in ("threads", "token_budget", "forward_overhead_tokens")},
+        "allocator": model.settled("allocator"),
         "micro_batch_rows": str(model.micro_batch_rows),
+        "strip_sequence_length_to_multiple": str(model.strip_sequence_length_to_multiple),
+        "queue_timeout_s": f"{model.queue_timeout_s:g}",
         "max_length": str(model.max_length or ""),
+        "max_sentence_bytes": str(model.max_sentence_bytes),
         "tokenizer_fingerprint": _tokenizer_fingerprint(model.checkpoint),
     }
 

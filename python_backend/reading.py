@@ -1,0 +1,94 @@
+"""Reads a scoring request: token rows as they came, or sentences tokenised here.
+Given: a request, the checkpoint's tokenizer and limits. Returns: `ScoringRows`, or a ContractError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_backend.contract import (
+    METADATA,
+    PROMPT_LENGTHS,
+    SENTENCES,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    ContractError,
+    Limits,
+    ScoringRows,
+    check_row,
+    metadata_rows,
+    scoring_rows,
+    sentence_texts,
+)
+from python_backend.serving import Call, Parameters
+from python_backend.tokenization import load_tokenizer
+
+MESSAGES = "messages"
+LONGEST_ROW_TOKENS = 32_768  # for a checkpoint that names no limit, and a configuration that sets none
+
+
+class RowReader:
+    """Reads requests for one model; `sentences` win over `tokens`."""
+
+    def __init__(self, checkpoint: Path, limits: Limits) -> None:
+        self._checkpoint = checkpoint
+        self._limits = limits
+        self._tokenizer: Any = None
+
+    def read(self, call: Call) -> ScoringRows:
+        """The request's rows. Raises ContractError."""
+        sentences = call.array(SENTENCES)
+        if sentences is None:
+            arrays = (call.array(name) for name in (TOKENS, SEQUENCE_LENGTHS, PROMPT_LENGTHS))
+            return scoring_rows(*arrays, limits=self._limits)
+        if call.array(PROMPT_LENGTHS) is not None:
+            raise ContractError(f"{PROMPT_LENGTHS}: counts the tokens of {TOKENS}, and {SENTENCES} were sent")
+        texts = sentence_texts(sentences, self._limits.max_sentence_bytes)
+        metadata = metadata_rows(call.array(METADATA), len(texts))
+        rows = [self._tokenize(i, text, metadata[i]) for i, text in enumerate(texts)]
+        return ScoringRows(rows, max(row.size for row in rows))
+
+    def _tokenize(self, index: int, text: str, metadata: dict[str, Any]) -> np.ndarray:
+        """Ids int64 `[length]`, without BOS or EOS of their own, cut to the model's limit."""
+        if self._tokenizer is None:  # only clients with another tokenizer need it
+            self._tokenizer = load_tokenizer(self._checkpoint)
+        if MESSAGES in metadata:
+            text = self._render(index, text, metadata[MESSAGES])
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        row = np.asarray(ids[: self._limits.max_length], dtype=np.int64)
+        if row.size == 0:
+            raise ContractError(f"{SENTENCES}[{index}]: {text[:80]!r} has no token, an empty sequence cannot be scored")
+        check_row(row, index, self._limits)
+        return row
+
+    def _render(self, index: int, reply: str, messages: Any) -> str:
+        """The conversation `messages` and, where there is one, `reply` to it, in the checkpoint's chat template."""
+        where = f"{METADATA}[{index}].{MESSAGES}"
+        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+            raise ContractError(f'{where}: {str(messages)[:80]}, must be a list of {{"role": …, "content": …}}')
+        if not self._tokenizer.chat_template:
+            raise ContractError(f"{where}: the tokenizer of {self._checkpoint.name} has no chat template")
+        conversation = [*messages, {"role": "assistant", "content": reply}] if reply else messages
+        try:
+            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
+        except Exception as error:  # whatever the template's own code raises
+            raise ContractError(f"{where}: the chat template refuses it: {error}") from error
+
+
+def read_limits(limits: Limits, parameters: Parameters) -> Limits:
+    """The checkpoint's limits, tightened to what the configuration says."""
+    configured = parameters.optional("max_length")
+    lengths = [length for length in (limits.max_length, int(configured) if configured else None) if length]
+    return dataclasses.replace(
+        limits,
+        max_length=min(lengths, default=LONGEST_ROW_TOKENS),
+        max_sentence_bytes=parameters.number("max_sentence_bytes"),
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message

@@ -1,0 +1,170 @@
+"""What reward and critic share inside tritonserver: ragged requests join a running line of forwards.
+Given: Triton's requests. Returns: nothing; a request is answered as soon as its last row is done.
+`execute` only reads requests and lines up their rows; one worker thread runs the forwards. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from python_backend.batching import padded_width
+from python_backend.contract import Limits, ScoringRows
+from python_backend.scheduling import RowPool
+from python_backend.serving import Call, Counters, Parameters, Unavailable, log_error
+
+# Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
+LINED_UP_FORWARDS = 32
+COUNTERS = {
+    "rlhf_forwards_total": "Forwards of the model",
+    "rlhf_forward_rows_total": "Rows scored by the model's forwards",
+    "rlhf_forward_tokens_total": "Tokens of these rows",
+    "rlhf_forward_padding_tokens_total": "Tokens of padding beside them",
+}
+
+
+@dataclass(eq=False)
+class Scoring:
+    """A request under way: its rows, what they scored so far, and the model that scores all of them."""
+
+    call: Call
+    rows: ScoringRows
+    deadline: float | None  # of time.monotonic: later, its scoring does not begin any more
+    model: Any = None
+    done: int = 0
+    outputs: list[np.ndarray | None] = field(default_factory=list)
+
+
+class ScoringModel:
+    """Base of reward and critic.
+
+    A subclass sets `limits` and defines `current_model`, `read`, `forward` and `reply`; its `initialize` begins with
+    `set_up` and ends with `start`.
+    """
+
+    limits: Limits
+
+    def set_up(self, parameters: Parameters) -> None:
+        """Read what both models share."""
+        budget = parameters.number("token_budget")
+        self._pool: RowPool[Scoring] = RowPool(
+            token_budget=budget,
+            max_rows=parameters.number("micro_batch_rows"),
+            overhead_tokens=parameters.number("forward_overhead_tokens"),
+        )
+        self._multiple = parameters.number("strip_sequence_length_to_multiple")
+        self._lined_up_tokens = LINED_UP_FORWARDS * budget
+        self._timeout_s = float(parameters.text("queue_timeout_s")) or None
+        self._counters = Counters(parameters.model, COUNTERS)
+        self._changed = threading.Condition()
+        self._stopping = False
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._worker = threading.Thread(target=self._work, name="forwards", daemon=True)
+        self._worker.start()
+
+    def current_model(self) -> Any:
+        """The model that new requests are scored by."""
+        raise AssertionError("defined by the subclass")
+
+    def read(self, call: Call) -> ScoringRows:
+        """The request's rows. Raises ContractError."""
+        raise AssertionError("defined by the subclass")
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        """One output array per row, from one forward of rows padded to `width` tokens."""
+        raise AssertionError("defined by the subclass")
+
+    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
+        """The response tensors of a request whose rows are all done."""
+        raise AssertionError("defined by the subclass")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: returns when the rows are lined up and there is room for more."""
+        for request in requests:
+            call = Call(request)
+            try:
+                rows = self.read(call)
+            except Exception as error:  # process edge: one request's error is that request's answer
+                call.fail(error)
+                continue
+            timeout_s = call.timeout_s or self._timeout_s
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            scoring = Scoring(call, rows, deadline, outputs=[None] * len(rows.tokens))
+            with self._changed:
+                self._pool.add(scoring, [row.size for row in rows.tokens])
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.wait_for(lambda: self._pool.tokens <= self._lined_up_tokens or self._stopping)
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload: what is lined up is still answered."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._worker.join()
+
+    def _work(self) -> None:
+        while (taken := self._next_forward()) is not None:
+            model, batch = taken
+            try:
+                self._run(model, self._in_time(batch))
+            except Exception as error:  # thread edge: without this thread nobody would be answered
+                log_error(f"scoring: {type(error).__name__}: {error}")
+                self._fail(batch, error)
+
+    def _next_forward(self) -> tuple[Any, list[tuple[Scoring, int]]] | None:
+        """Wait for rows; the rows of one forward and the model that all of them are scored by, or None at the end.
+
+        A request whose scoring has begun stays with its model; the others take the current one.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pool) > 0 or self._stopping)
+            oldest = self._pool.oldest()
+            if oldest is None:
+                return None
+            current = self.current_model()
+            model = oldest.model or current
+            batch = self._pool.take(lambda scoring: (scoring.model or current) is model)
+            self._changed.notify_all()
+        return model, batch
+
+    def _in_time(self, batch: list[tuple[Scoring, int]]) -> list[tuple[Scoring, int]]:
+        """Refuse requests whose deadline has passed before their first row ran; return the rows of the others."""
+        now = time.monotonic()
+        late = [(s, i) for s, i in batch if s.deadline is not None and now > s.deadline and s.model is None]
+        if late:
+            self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward"))
+        return [(s, i) for s, i in batch if not s.call.answered]
+
+    def _run(self, model: Any, batch: list[tuple[Scoring, int]]) -> None:
+        if not batch:
+            return
+        for scoring, _ in batch:
+            scoring.model = model
+        rows = [scoring.rows.tokens[i] for scoring, i in batch]
+        width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
+        try:
+            outputs = self.forward(model, rows, width)
+        except Exception as error:  # process edge: the requests of this forward fail, the others go on
+            self._fail(batch, error)
+            return
+        tokens = sum(row.size for row in rows)
+        self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
+        for (scoring, i), output in zip(batch, outputs, strict=True):
+            scoring.outputs[i] = output
+            scoring.done += 1
+            if scoring.done == len(scoring.outputs):
+                scoring.call.answer(self.reply(scoring))
+
+    def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
+        for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
+            scoring.call.fail(error)
+            with self._changed:
+                self._pool.discard(scoring)
