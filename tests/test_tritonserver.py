@@ -58,9 +58,8 @@ def test_start_load_probe_stop(tmp_path: Path) -> None:
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 assert connection.getpeername()[0] == "127.0.0.1"
     assert not state.exists()
-    loaded = [line.split(" loaded in ")[0] for line in lines if " loaded in " in line]
-    assert sorted(loaded[:2]) == ["critic", "reward_model"]
-    assert loaded[2:] == ["critic_infer", "critic_train", "critic_save"]
+    answered = [line.removesuffix(" answers") for line in lines if line.endswith(" answers")]
+    assert answered == ["critic", "critic_infer", "critic_save", "critic_train", "reward_model"]
     server.stop()  # once more does nothing
 
 
@@ -171,18 +170,13 @@ def test_a_stub_of_another_python_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_models_that_are_not_ready_in_time_and_the_log_is_kept(tmp_path: Path) -> None:
-    write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(1.5)")
-    with (
-        tiny_server(tmp_path, load_timeout_s=0.5) as server,
-        pytest.raises(ServerStartError, match=r"critic could not be loaded: no answer within 0\.5 s"),
-    ):
-        server.wait_ready()
-    write_journal_model(tmp_path / "repository", "critic_save")
-    with (
-        tiny_server(tmp_path, start_timeout_s=1) as server,
-        pytest.raises(ServerStartError, match=r"no answer within|not ready within 1 s: the server's log"),
-    ):
-        server.wait_ready()
+    write_scoring_model(tmp_path / "repository", "critic", on_load="time.sleep(5)")
+    for _ in range(2):
+        with (
+            tiny_server(tmp_path, start_timeout_s=2) as server,
+            pytest.raises(ServerStartError, match="not ready within 2 s: the server's log"),
+        ):
+            server.wait_ready()
     assert b"loading: critic:1" in server.log_path.with_suffix(".previous.log").read_bytes()
 
 

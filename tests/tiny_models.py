@@ -4,6 +4,7 @@ Given: a test's own folder. Returns: a repository of the contract's models, in n
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -145,8 +146,11 @@ def server_processes(parent_pid: int) -> list[psutil.Process]:
 
 def stub_of(server: TritonServer, model: str) -> psutil.Process:
     """The process of one model."""
-    children = psutil.Process(server.pid).children()
-    return next(child for child in children if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()))
+    for child in psutil.Process(server.pid).children():
+        with contextlib.suppress(psutil.ZombieProcess):  # tritonserver does not reap a stub that was killed
+            if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()):
+                return child
+    raise AssertionError(f"no process of {model}")
 
 
 def _write(folder: Path, config: str, model: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Fills a running tritonserver: loads the repository's models in order and proves each by a request.
+"""Proves a tritonserver that has just come up: every model of the repository is loaded and answers a request.
 Given: the control plane and the model repository. Returns: nothing, once every model has answered.
 """
 
@@ -42,7 +42,9 @@ def load_and_probe(
     check: Callable[[], None],
     log: Callable[[str], None],
 ) -> None:
-    """Load every model of the repository and return when each has answered a request.
+    """Return when each model of the repository has answered a request.
+
+    The server has tried to load them all; one that failed is loaded again, because this call is told the reason.
 
     Args:
         section: its `start_timeout_s` bounds the whole, its `load_timeout_s` each load.
@@ -56,26 +58,32 @@ def load_and_probe(
     models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
     if not models:
         raise ServerStartError(f"{repository} holds no model: `python -m tools render` makes them")
-    _compile_ahead(repository)
     deadline = time.monotonic() + section.start_timeout_s
 
     def time_left() -> float:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise ServerStartError(
-                f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
-                "what they wait for; if only time is missing, raise server.start_timeout_s"
-            )
+            raise ServerStartError(too_slow(section))
         return min(left_s, section.load_timeout_s)
 
-    others = tuple(sorted(models.difference(*LOAD_ORDER)))
+    missing = {model for model in models if not control.is_ready(model)}
+    others = tuple(sorted(missing.difference(*LOAD_ORDER)))
     for group in (*LOAD_ORDER, others):
-        _load_together(control, models.intersection(group), time_left, check, log)
+        _load_together(control, missing.intersection(group), time_left, check, log)
     for model in sorted(models):
-        _probe(control, model, time_left)
+        probe(control, model, time_left())
+        log(f"{model} answers")
 
 
-def _compile_ahead(repository: Path) -> None:
+def too_slow(section: ServerSection) -> str:
+    """The sentence of a server whose models take longer than they may."""
+    return (
+        f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
+        "what they wait for; if only time is missing, raise server.start_timeout_s"
+    )
+
+
+def compile_ahead(repository: Path) -> None:
     """Write each model's bytecode before Triton first looks at its folder.
 
     Stubs run isolated, so PYTHONDONTWRITEBYTECODE does not reach them. A `__pycache__` that appears during
@@ -109,8 +117,9 @@ def _load_together(
         executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other loads
 
 
-def _probe(control: ControlPlane, model: str, time_left: Callable[[], float]) -> None:
+def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
+    """Have the model answer a request that changes nothing. Raises ControlPlaneError."""
     if model in SCORING_OUTPUTS:
-        control.probe_scoring(model, SCORING_OUTPUTS[model], time_left())
+        control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
     elif model in (CRITIC_TRAIN, CRITIC_SAVE):
-        control.probe_rejection(model, time_left())
+        control.probe_rejection(model, timeout_s)

@@ -24,8 +24,8 @@ from tools.child import Child, ChildDied
 from tools.display import RunDisplay
 from tools.ports import with_free_ports
 from tools.serve import demo_preparation, ensure_first_version, start_server
+from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
-from tools.tritonserver import TritonServer
 
 POLL_S = 0.25
 ACTOR_STOP_S = 30.0
@@ -47,7 +47,7 @@ class Run:
         self._started = time.monotonic()
         self._peak_rss = 0
         self._failures_at_start = 0
-        self._server: TritonServer | None = None
+        self._supervisor: Supervisor | None = None
         self._sidecar: Child | None = None
         self._actor: Child | None = None
         self.config = config
@@ -59,7 +59,8 @@ class Run:
         self._fix_ports()
         self._display.phase("starting tritonserver")
         ensure_first_version(self.config, self._path, self._overrides)
-        self._server = start_server(self.config, log=self._display.log)
+        log = self._display.log
+        self._supervisor = Supervisor(lambda: start_server(self.config, log=log), log=log)
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
@@ -72,7 +73,7 @@ class Run:
         self._display.phase("stopping the sidecar, which writes its last checkpoint")
         if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
             raise ChildDied(self._sidecar.obituary())
-        failures = self._server_failures() - self._failures_at_start
+        failures = max(0, self._server_failures() - self._failures_at_start)  # a server started again counts from 0
         self.stop()
         self._report(failures)
 
@@ -82,9 +83,9 @@ class Run:
             self._actor.stop(signal.SIGINT, ACTOR_STOP_S)
         if self._sidecar is not None:
             self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S)
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+        if self._supervisor is not None:
+            self._supervisor.stop()
+            self._supervisor = None
 
     def _prepare(self) -> None:
         self._display.phase("preparing checkpoints and prompts")
@@ -118,9 +119,9 @@ class Run:
 
     def _look(self) -> None:
         """One glance at everything."""
-        assert self._server is not None
+        assert self._supervisor is not None
         self._look_outside()
-        self._server.raise_if_dead()
+        self._supervisor.look()
         for child in (self._sidecar, self._actor):
             if child is not None:
                 child.raise_if_failed()
@@ -133,8 +134,9 @@ class Run:
         time.sleep(POLL_S)
 
     def _server_failures(self) -> int:
-        assert self._server is not None
-        with urllib.request.urlopen(f"http://{self._server.section.metrics_url}/metrics", timeout=10) as answer:
+        assert self._supervisor is not None
+        metrics_url = self._supervisor.server.section.metrics_url
+        with urllib.request.urlopen(f"http://{metrics_url}/metrics", timeout=10) as answer:
             return count_failures(answer.read().decode())
 
     def _report(self, failures: int) -> None:

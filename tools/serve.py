@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from tools.ports import with_free_ports
+from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from tools.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane, ControlPlaneError
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides.append(f"server.tritonserver={arguments.tritonserver}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop_once)
-    server = None
+    supervisor = None
     try:
         config = load_config(arguments.config, overrides)
         preparation, made = demo_preparation(config)
@@ -49,10 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             overrides = [*made, *overrides]
             config = load_config(arguments.config, overrides)
         ensure_first_version(config, arguments.config, overrides)
-        server = start_server(config, log=_say)
+        config = with_fixed_ports(config)
+        supervisor = Supervisor(lambda: start_server(config, log=_say), log=_say)
         _say("serving; Ctrl-C stops it")
         while True:
-            server.raise_if_dead()
+            supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
     except Stopped:
         return 0
@@ -60,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
-        if server is not None:
-            server.stop()
+        if supervisor is not None:
+            supervisor.stop()
             _say("stopped")
 
 
@@ -108,6 +111,11 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
         raise ServerStartError(
             f"{what} failed: `python -m {arguments[0]}` ended with exit code {code} for the reason above"
         )
+
+
+def with_fixed_ports(config: RunConfig) -> RunConfig:
+    """The configuration with free ports where it has 0: a server that is started again must be found again."""
+    return config.model_copy(update={"server": with_free_ports(config.server)})
 
 
 def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:

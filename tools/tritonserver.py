@@ -20,7 +20,7 @@ import psutil
 from python_backend.config import ServerSection
 from python_backend.durable import write_json
 from tools.child import start_bound
-from tools.model_loading import load_and_probe
+from tools.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.ports import check_ports, with_free_ports
 from tools.server_log import follow, poll_failure, stub_failure, tail
 from tools.triton_home import ServerStartError, TritonHome, server_environment
@@ -80,6 +80,7 @@ class TritonServer:
         assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
         assert self._process is None, "a server object starts once"
         check_ports(self.section)
+        compile_ahead(self.repository)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.log_path.exists():  # perhaps of a server that died: its reason is in there
             self.log_path.replace(self.log_path.with_suffix(".previous.log"))
@@ -94,7 +95,7 @@ class TritonServer:
         self._follower.start()
 
     def wait_ready(self, state_file: Path | None = None) -> None:
-        """Load the repository's models and return when each has answered a real request.
+        """Return when the server is up, which is when its models are loaded, and each has answered a real request.
 
         Args:
             state_file: written then, `{pid, http, grpc, metrics}`, and removed by `stop`.
@@ -104,7 +105,12 @@ class TritonServer:
         """
         try:
             with ControlPlane(self.section.grpc_url) as control:
-                control.wait_live(self.section.start_timeout_s, self.raise_if_dead)
+                deadline = time.monotonic() + self.section.start_timeout_s
+                while not control.is_live():
+                    self._raise_if_failed()
+                    if time.monotonic() > deadline:
+                        raise ServerStartError(f"{too_slow(self.section)} (the whole log is in {self.log_path})")
+                    time.sleep(POLL_INTERVAL_S)
                 load_and_probe(
                     control,
                     self.repository,
@@ -122,6 +128,14 @@ class TritonServer:
             at = self.section
             state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
             write_json(state_file, state, durable=False)
+
+    def models(self) -> list[str]:
+        """Models of the repository that run in processes of their own: all but ensembles."""
+        return sorted(path.parents[1].name for path in self.repository.glob("*/[1-9]*/model.py"))
+
+    def runs_process_of(self, model: str) -> bool:
+        """Whether a process of the model lives."""
+        return any(f"{os.sep}{model}{os.sep}" in " ".join(stub.info["cmdline"]) for stub in self._stubs())
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the server runs or before it is started."""
@@ -183,6 +197,8 @@ class TritonServer:
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self._region_prefix}",
             "--model-control-mode=explicit",
+            "--load-model=*",  # before the ports open: nobody meets a server without its models
+            "--exit-on-error=false",  # the reason why one does not load is asked for afterwards
             "--disable-auto-complete-config",
             "--strict-readiness=true",
             f"--exit-timeout-secs={section.exit_timeout_s}",
@@ -197,6 +213,10 @@ class TritonServer:
             "--allow-sagemaker=false",
             "--allow-vertex-ai=false",
         ]
+
+    def _raise_if_failed(self) -> None:
+        self.raise_if_dead()
+        self._raise_if_stub_failed()
 
     def _raise_if_stub_failed(self) -> None:
         failure = stub_failure(self.log_path)

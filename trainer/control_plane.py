@@ -32,6 +32,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]
+_DEAD_PROCESS = re.compile(r"Stub process '[^']*' is not healthy\.")
 # A model may answer UNAVAILABLE too; these are gRPC's own words.
 _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
@@ -42,6 +43,10 @@ _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_
 
 class ControlPlaneError(RuntimeError):
     """The server refused, failed or did not answer; the message names model and cause."""
+
+
+class ModelProcessDied(ControlPlaneError):
+    """The process that runs the model was killed or has crashed: every request to it fails until it is loaded anew."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class ControlPlane:
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
             if refused and not str(error.message()).startswith("[request id"):
                 return
-            raise ControlPlaneError(self._sentence(model, error, timeout_s)) from error
+            raise self._error(model, error, timeout_s) from error
         raise ControlPlaneError(f"{model} accepted {name} = -1, so it is not the model it should be")
 
     def _call(self, subject: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +181,11 @@ class ControlPlane:
         try:
             return method(*args, client_timeout=timeout_s, **kwargs)
         except InferenceServerException as error:
-            raise ControlPlaneError(self._sentence(subject, error, timeout_s)) from error
+            raise self._error(subject, error, timeout_s) from error
+
+    def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
+        died = _DEAD_PROCESS.search(str(error.message()))
+        return (ModelProcessDied if died else ControlPlaneError)(self._sentence(subject, error, timeout_s))
 
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
         status = str(error.status()).removeprefix("StatusCode.")
@@ -190,7 +199,7 @@ class ControlPlane:
 def root_cause(message: str) -> str:
     """Triton's error text without its layers: the innermost error, and where Python raised it."""
     message = message.strip().rstrip(";").strip()
-    message = re.sub(r"Stub process '[^']*' is not healthy\.", "its process has died", message)
+    message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)
     message = re.sub(r"^\[request id: [^\]]*\] ", "", message)
     message = re.sub(r"^(Internal|Invalid argument|Unavailable|Not found|Unknown): ", "", message)

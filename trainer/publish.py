@@ -23,6 +23,7 @@ CANARY_TOKENS = 16
 CANARY_TOLERANCE = 1e-5
 RECOVERY_PAUSE_S = 5.0
 HEAL_EVERY_S = 1.0
+HEAL_AFTER_S = 15.0  # whoever supervises the server is quicker, and knows its other models too
 
 
 class VersionRejected(RuntimeError):
@@ -54,6 +55,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._keep = keep
         self._heal_at = 0.0
+        self._died_at: float | None = None
 
     def publish(
         self, critic: CriticModel, *, step: int, beat: Callable[[str], None], parent: int | None = None
@@ -147,12 +149,17 @@ class Publisher:
             time.sleep(0.002)
 
     def heal(self) -> bool:
-        """Triton does not restart a critic whose process was killed: ask for a fresh one; true if it came."""
-        if time.monotonic() < self._heal_at:
+        """Triton does not restart a critic whose process was killed: ask for a fresh one; true if it came.
+
+        Only where nobody else does: `tools serve` and `tools run` do.
+        """
+        now = time.monotonic()
+        if now < self._heal_at:
             return False
-        self._heal_at = time.monotonic() + HEAL_EVERY_S
+        self._heal_at = now + HEAL_EVERY_S
         died = self._store.died()
-        if not died:
+        self._died_at = None if not died else self._died_at or now
+        if self._died_at is None or now - self._died_at < HEAL_AFTER_S:
             return False
         logger.warning("%s (pid %d) died: asking Triton for a fresh critic", died[0].instance, died[0].pid)
         self._heal_at += RECOVERY_PAUSE_S
