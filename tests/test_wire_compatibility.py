@@ -1,0 +1,91 @@
+"""The replaced system's own client against the plain server: PyTriton's FuturesModelClient, its calls word for word.
+
+Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from live_system import Checkpoints, FinishedRun, direct_rewards, direct_values, random_rows, scoring_inputs
+from pytriton.client import FuturesModelClient, ModelClient
+
+TIMEOUT_S = 60.0
+WIDTH = 24
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def client(finished: FinishedRun, model: str) -> FuturesModelClient:
+    """One client per endpoint, as the replaced system has it."""
+    return FuturesModelClient(finished.run.url, model, init_timeout_s=TIMEOUT_S, inference_timeout_s=TIMEOUT_S)
+
+
+def padded(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """What a rollout sends: everything padded to one width."""
+    return scoring_inputs(rows, width=WIDTH)
+
+
+def test_combined_many_futures_in_flight(finished: FinishedRun, checkpoints: Checkpoints) -> None:
+    batches = [random_rows([5, 24, 1, 13], seed=seed) for seed in range(6)]
+    with client(finished, "critic_infer") as critic:
+        futures = [critic.infer_batch(**padded(rows)) for rows in batches]
+        answers = [future.result(timeout=TIMEOUT_S) for future in futures]
+    for rows, answer in zip(batches, answers, strict=True):
+        assert (answer["rewards"].shape, answer["rewards"].dtype) == ((4, 1), np.float32)
+        assert (answer["values"].shape, answer["values"].dtype) == ((4, WIDTH), np.float32)
+        np.testing.assert_allclose(answer["rewards"][:, 0], direct_rewards(checkpoints.reward, rows), atol=1e-5)
+        expected = direct_values(finished.run.store.folder(int(answer["weights_version"][0, 0])), rows)
+        for found, values in zip(answer["values"], expected, strict=True):
+            np.testing.assert_allclose(found[: values.size], values, atol=1e-5)
+
+
+def test_separate_reward_and_critic(finished: FinishedRun, checkpoints: Checkpoints) -> None:
+    rows = random_rows([7, 20], seed=11)
+    with client(finished, "reward_model") as reward, client(finished, "critic") as critic:
+        reward_future, critic_future = reward.infer_batch(**padded(rows)), critic.infer_batch(**padded(rows))
+        rewards, values = reward_future.result(timeout=TIMEOUT_S), critic_future.result(timeout=TIMEOUT_S)
+    assert sorted(rewards) == ["rewards"]
+    np.testing.assert_allclose(rewards["rewards"][:, 0], direct_rewards(checkpoints.reward, rows), atol=1e-5)
+    assert values["values"].shape == (2, WIDTH)
+
+
+def test_sentences(finished: FinishedRun) -> None:
+    sentences = np.char.encode(np.asarray([["Open the file."], ["Bad weather."]]), "utf-8")
+    with client(finished, "reward_model") as reward:
+        assert reward.infer_batch(sentences=sentences).result(timeout=TIMEOUT_S)["rewards"].shape == (2, 1)
+
+
+def test_train_and_save(finished: FinishedRun) -> None:
+    generator = np.random.default_rng(12)
+    before = finished.run.journal.last_step()
+    payload = {
+        "tokens": generator.integers(3, 100, (4, WIDTH), dtype=np.int64),
+        "returns": generator.normal(size=(4, WIDTH - 1)).astype(np.float32),
+        "prev_values": np.zeros((4, WIDTH - 1), np.float32),
+        "mask": np.ones((4, WIDTH - 1), np.float32),
+    }
+    with client(finished, "critic_train") as train, client(finished, "critic_save") as save:
+        trained = train.infer_sample(**payload).result(timeout=TIMEOUT_S)
+        saved = save.infer_sample(dummy_var=np.asarray([0])).result(timeout=TIMEOUT_S)
+    assert (trained["loss_mean"].shape, trained["loss_mean"].dtype) == ((1,), np.float32)
+    assert np.isfinite(trained["loss_mean"]).all()
+    assert saved["status"].tolist() == [0]
+    assert finished.run.journal.last_step() == before + 1
+    assert (finished.run.config.run.dir / "checkpoints" / "critic" / str(before + 1)).is_dir()
+
+
+def test_a_wrong_request_raises_in_its_own_future(finished: FinishedRun) -> None:
+    rows = random_rows([6], seed=13)
+    wrong = padded(rows)
+    wrong["tokens"][0, 0] = -5
+    with client(finished, "critic_infer") as critic:
+        bad, good = critic.infer_batch(**wrong), critic.infer_batch(**padded(rows))
+        with pytest.raises(Exception, match=r"tokens\[0, 0\]: -5 is outside the vocabulary"):
+            bad.result(timeout=TIMEOUT_S)
+        assert good.result(timeout=TIMEOUT_S)["rewards"].shape == (1, 1)
+
+
+def test_the_plain_client_works_too(finished: FinishedRun) -> None:
+    with ModelClient(finished.run.url, "critic_infer", init_timeout_s=TIMEOUT_S) as critic:
+        assert critic.infer_batch(**padded(random_rows([4, 9], seed=14)))["values"].shape == (2, WIDTH)
