@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from tools.calibration import settle
 from tools.child import Child, ChildDied
 from tools.display import RunDisplay
 from tools.ports import with_free_ports
@@ -57,6 +58,7 @@ class Run:
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
+        self._override(*settle(self.config, self._display.log))
         self._display.phase("starting tritonserver")
         ensure_first_version(self.config, self._path, self._overrides)
         log = self._display.log

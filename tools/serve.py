@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from tools.calibration import settle
 from tools.ports import with_free_ports
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run_module("preparing the demo", preparation)
             overrides = [*made, *overrides]
             config = load_config(arguments.config, overrides)
+        overrides += settle(config, _say)
+        config = load_config(arguments.config, overrides)
         ensure_first_version(config, arguments.config, overrides)
         config = with_fixed_ports(config)
         supervisor = Supervisor(lambda: start_server(config, log=_say), log=_say)
