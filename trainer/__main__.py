@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     import torch  # deferred: --help and a wrong key answer at once
 
+    from python_backend.checkpoints import CheckpointError
     from python_backend.journal import JournalLocked
-    from python_backend.modeling import CheckpointError, quiet_transformers
+    from python_backend.modeling import quiet_transformers
     from python_backend.weights import WeightsError, WeightsStore
     from trainer.control_plane import ControlPlaneError
     from trainer.progress import StoppedWaiting

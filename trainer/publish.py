@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from python_backend.checkpoints import CheckpointError
 from python_backend.contract import CRITIC
-from python_backend.modeling import CheckpointError, CriticModel, load_critic, save_critic
+from python_backend.modeling import CriticModel, load_critic, save_critic
 from python_backend.weights import WeightsError, WeightsStore
 from trainer.control_plane import ControlPlane, ControlPlaneError
 

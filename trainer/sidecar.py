@@ -9,9 +9,10 @@ import logging
 import threading
 from dataclasses import asdict
 
+from python_backend.checkpoints import CheckpointError
 from python_backend.config import RunConfig
 from python_backend.journal import Entry, Journal, Result
-from python_backend.modeling import CheckpointError, load_critic
+from python_backend.modeling import load_critic
 from python_backend.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.control_plane import ControlPlaneError
