@@ -132,11 +132,15 @@ class ModelSection(Section):
     max_length: Count | None = None
     """Longest sequence, in tokens; default: the checkpoint's own limit."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the forward; rewards and values leave it as fp32."""
+    """Type of the body's weights in the forward; the head computes in fp32, from the checkpoint's own fp32 values."""
+    compile: bool = False
+    """torch.compile the body: seconds to minutes at every load, and it needs a C++ compiler."""
+    pad_to_multiple_of: Count = 1
+    """Padded rows are rounded up to a multiple of this many tokens."""
 
 
 class Standardization(Section):
-    """Rewards leave the model as `(r - mean) / std`."""
+    """Rewards and values leave the model as `(x - mean) / std`."""
 
     mean: float = 0.0
     """Mean of the raw scores."""
@@ -145,12 +149,18 @@ class Standardization(Section):
 
 
 class RewardSection(ModelSection):
-    """The reward model: a sequence classification checkpoint with one label."""
+    """The reward model: a checkpoint with a trained classification or value head of one label or more."""
 
     checkpoint: Path = Path("checkpoints/reward")
     """Hugging Face checkpoint folder (safetensors)."""
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
     """`checkpoint`: `reward_standardization` of its config.json when there; `off`; or {mean, std}."""
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """Of a linear head: `last` (index length-1, also `auto`) or `mean`; encoders' pooled heads take `auto` alone."""
+    attribute_weights: list[float] | None = None
+    """Weights of the merged sum, one for each label; default: 1/A each."""
+    merge_attributes: bool = True
+    """Give the weighted sum [B, 1]; otherwise all A labels [B, A]."""
 
 
 class CriticSection(ModelSection):
@@ -158,6 +168,8 @@ class CriticSection(ModelSection):
 
     checkpoint: Path = Path("checkpoints/critic")
     """Token classification checkpoint with one label, or any checkpoint whose body it starts from."""
+    standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
+    """Of the values, as `reward.standardization`; it is written into version 0, later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
     """How a published version comes into service: in place in milliseconds, or by Triton's load API."""
     poll_interval_ms: Count = 5
