@@ -108,6 +108,8 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
     # Buffers outside the state dict (rotary frequencies) are computed from the configuration: same ones.
     for (owner, name), buffer in _unsaved_buffers(model).items():
         module.get_submodule(owner)._buffers[name] = buffer
+    for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)  # what torch.compile made for the one serves the other
     return module.to(model.device)
 
 
@@ -187,8 +189,6 @@ def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: P
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder} does not fit the served critic: {reason[:400]}") from error
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
 
 
 def _unsaved_buffers(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:

@@ -144,7 +144,7 @@ def load_reward(
     else:
         outputs = _load_pooled(info, head, device, dtype, pooling)
         if compile_forward:
-            compile_body(outputs)
+            compile_body(outputs, lambda ids, attention: outputs(input_ids=ids, attention_mask=attention))
     merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
     return RewardModel(
         outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,

@@ -4,6 +4,7 @@ Given: padded token ids. Returns: outputs [B, S, A]; differentiable.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class TokenHead:
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         if compile_forward:
-            compile_body(model)
+            compile_body(model, self)
 
     def __call__(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens."""
@@ -79,8 +80,8 @@ def measure_causality(model: Any) -> bool:
     return bool((difference[:half] <= CAUSAL_TOLERANCE * scale).all() and (difference[half:] > 0).all())
 
 
-def compile_body(model: Any) -> None:
-    """torch.compile the body, lengths dynamic, and run it once.
+def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
+    """torch.compile the body, lengths dynamic, and run `forward` (ids, attention) for the graphs that serving needs.
 
     Raises:
         CheckpointError: there is no working compiler; the message says what to do.
@@ -88,7 +89,9 @@ def compile_body(model: Any) -> None:
     model.base_model.compile(dynamic=True)
     try:
         with torch.no_grad():
-            model.base_model(input_ids=torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device))
+            for rows in (1, 2):  # of one row dynamo makes a graph of its own
+                ids = torch.zeros((rows, PROBE_TOKENS), dtype=torch.int64, device=model.device)
+                forward(ids, torch.ones_like(ids))
     except Exception as error:  # dynamo and inductor have many errors; all of them mean that it does not work here
         reason = " ".join(str(error).split())
         raise CheckpointError(
