@@ -83,6 +83,14 @@ def test_attributes_become_one_value(tmp_path: Path):
     assert critic.model.config.num_labels == 1
 
 
+def test_the_bias_of_attributes_is_merged_with_them(tmp_path: Path):
+    save_with_value_head(tmp_path, "gpt2", prefix="v_head", num_labels=3, bias=True)
+    expected = load_reward(tmp_path, attribute_weights=[0.5, -1, 2]).score(MIXED)
+    critic = load_critic(tmp_path, attribute_weights=[0.5, -1, 2])
+    np.testing.assert_allclose(last_values(critic), expected, atol=TOLERANCE)
+    assert load_file(saved(critic, tmp_path / "1") / "model.safetensors")["classifier.bias"].shape == (1,)
+
+
 @pytest.mark.parametrize("family", ["bert", "deberta-v3", "roberta"])
 def test_under_a_pooled_classifier_the_head_starts_at_0(tmp_path: Path, family: str):
     save_tiny(tmp_path, family, "reward")
@@ -137,6 +145,7 @@ def test_the_constants_travel_with_the_version(tmp_path: Path):
     for number, standardization in (("1", "checkpoint"), ("2", "off")):
         folder = saved(load_critic(tmp_path / "0", standardization=standardization), tmp_path / number)
         expected = (0.25, 0.5) if standardization == "checkpoint" else (0.0, 1.0)
+        assert not settings.keys() & json.loads((folder / "config.json").read_text()).keys()  # said once
         for again in (load_critic(folder), critic.with_weights(folder)):
             assert (again.mean, again.std) == expected
 
@@ -219,7 +228,10 @@ def test_a_file_stays_as_it_is_while_a_critic_that_came_from_it_trains(tmp_path:
         (tmp_path / "model.safetensors").unlink()
         assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}
-    serving, update = load_critic(tmp_path), CriticUpdate(load_critic(tmp_path), TrainerSection(lr=0.1))
+    serving, trained = load_critic(tmp_path), load_critic(tmp_path)
+    mapped = {parameter.data_ptr() for parameter in trained.model.parameters()}
+    update = CriticUpdate(trained, TrainerSection(lr=0.1))
+    assert not mapped & {parameter.data_ptr() for parameter in trained.model.parameters()}
     served = serving.values(MIXED)
     ones = np.ones(11, np.float32)
     update.train(TrainPayload(MIXED[4], np.array([12]), ones, ones, ones), lambda _: None)
