@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import CONFIGS, save_tiny
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+
+from python_backend.modeling import load_critic, load_reward, quiet_transformers
 
 HOLDER = """
 import sys
@@ -70,3 +74,28 @@ def test_two_holders_need_less_than_one_and_a_third(tmp_path: Path, kind: str):
     print(f"{kind}: one {one / 1e6:.0f} MB, two {together / 1e6:.0f} MB, ratio {together / one:.3f}")
     assert one > 800e6  # the weights are in memory
     assert together < SHARE * one
+
+
+def all_mapped(model: torch.nn.Module) -> bool:
+    """Whether every weight of the body lies in a mapping of a safetensors file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines if line[-1].endswith(".safetensors")]
+    pointers = [parameter.data_ptr() for parameter in model.base_model.parameters()]
+    return all(any(start <= pointer < end for start, end in spans) for pointer in pointers)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
+@pytest.mark.parametrize("form", ["one file", "shards", "bfloat16", "cast"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_body_is_mapped_where_its_dtype_is_served(tmp_path: Path, family: str, form: str):
+    quiet_transformers()
+    file = tmp_path / "model.safetensors"
+    model = save_tiny(tmp_path, family, "reward")
+    if form == "shards":
+        file.unlink()
+        model.save_pretrained(tmp_path, max_shard_size="3KB")
+    if form == "bfloat16":
+        save_file({n: t.bfloat16() for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    dtype = "bfloat16" if form in ("bfloat16", "cast") else "float32"
+    for load in (load_reward, load_critic):
+        assert all_mapped(load(tmp_path, dtype=dtype).model) is (form != "cast")
