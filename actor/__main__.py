@@ -45,8 +45,9 @@ def _run(config: RunConfig) -> int:
     from actor.loop import PPORun
     from actor.prompts import PromptError
     from actor.scoring import TokenizerMismatch
+    from python_backend.checkpoints import CheckpointError
     from python_backend.contract import REWARD_MODEL
-    from python_backend.modeling import CheckpointError, quiet_transformers
+    from python_backend.modeling import quiet_transformers
 
     torch.set_num_threads(config.actor.threads)
     quiet_transformers()

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from actor.ppo_loss import entropy, ppo_policy_loss, token_logprobs
 from actor.rollout import PPOBatch, Prompt, Rollout
 from python_backend.batching import plan_micro_batches
+from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ActorSection
-from python_backend.modeling import CheckpointError, check_checkpoint
 from python_backend.tokenization import load_tokenizer
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before

@@ -143,6 +143,8 @@ def _known_keys() -> list[str]:
         "demo.quick",
         "reward.standardization.mean",
         "reward.standardization.std",
+        "critic.standardization.mean",
+        "critic.standardization.std",
     ]
 
 

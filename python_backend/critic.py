@@ -63,7 +63,12 @@ class TritonPythonModel(ScoringModel):
         if number is None:
             raise RuntimeError(f"the weights store {self._store.root} is empty; {FIRST_VERSION}")
         folder = self._store.folder(number)
-        critic = load_critic(folder, device=parameters.text("device"), dtype=parameters.text("dtype"))
+        critic = load_critic(
+            folder,
+            device=parameters.text("device"),
+            dtype=parameters.text("dtype"),
+            compile_forward=parameters.text("compile") == "true",
+        )
         self._version = Version(number, critic)
         self.limits = read_limits(critic.limits, parameters)
         self._reader = RowReader(parameters.path("checkpoint"), self.limits)

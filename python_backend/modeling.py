@@ -5,139 +5,187 @@ The server, the sidecar's verification and the tests all run this code.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from python_backend.checkpoints import CheckpointError, CheckpointInfo, Constants, Head, inspect_checkpoint
+from python_backend.collation import collate
 from python_backend.contract import Limits
-from python_backend.weights import CONFIG_FILE, WEIGHTS_FILE
+from python_backend.heads import merge_attributes, pool_last, pool_mean, standardise
+from python_backend.loading import load_pooled_model, load_token_model, read_head, twin
+from python_backend.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
+from python_backend.weights import WEIGHTS_FILE
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-class CheckpointError(ValueError):
-    """A folder cannot be used as a checkpoint; the message names it and says why."""
+logger = logging.getLogger(__name__)
+Pooling = Literal["auto", "last", "mean"]
+Standardization = Literal["checkpoint", "off"] | tuple[float, float]
+POOLS = {"last": pool_last, "mean": pool_mean}
 
 
 class RewardModel:
-    """One score per row: the logit at the last token (index length-1), standardised, in fp32."""
+    """Scores of rows: the head's outputs, pooled, merged, standardised, in fp32."""
 
-    def __init__(self, model: Any, *, mean: float = 0.0, std: float = 1.0) -> None:
-        self.model = model.eval()
-        self.mean = mean
-        self.std = std
-        self.limits = limits_of(model)
-        self._causal_head = getattr(model, "score", None)
+    def __init__(
+        self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants
+    ) -> None:
+        self.model = outputs.model if isinstance(outputs, TokenHead) else outputs
+        self.num_outputs = num_outputs
+        self.mean, self.std = constants.mean, constants.std
+        self.limits = limits_of(self.model)
+        self._token_head = outputs if isinstance(outputs, TokenHead) else None
+        self._pool = POOLS.get(pooling)
+        self._weights = weights
 
     @torch.no_grad()
     def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-        """Rewards float32 `[n, 1]` of n token rows (int64 `[length_i]`), one padded forward."""
-        ids, attention, lengths = collate(rows, self.model.device)
-        if self._causal_head is None:  # encoders pool in their own way, which padding on the right does not disturb
-            logits = self.model(input_ids=ids, attention_mask=attention).logits.float()
+        """Rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`), one forward padded to `width`."""
+        ids, attention, lengths = collate(rows, self.model.device, width)
+        if self._token_head is None or self._pool is None:  # encoders pool in their own way, blind to padding
+            scores = self.model(input_ids=ids, attention_mask=attention).logits
         else:
-            hidden = self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state
-            last = hidden[torch.arange(len(rows), device=hidden.device), lengths - 1]
-            logits = self._causal_head(last).float()
-        return ((logits - self.mean) / self.std).cpu().numpy()
+            scores = self._pool(self._token_head(ids, attention), lengths)
+        if self._weights is not None:
+            scores = merge_attributes(scores, self._weights)
+        return standardise(scores, self.mean, self.std).cpu().numpy()
 
 
 class CriticModel:
     """One value per token, in fp32: the value at index t is of the state after token t."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(
+        self, model: Any, *, constants: Constants | None = None, is_causal: bool | None = None,
+        compile_forward: bool = False, note: str = "",
+    ) -> None:  # fmt: skip
         self.model = model.eval()
+        self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
         self.limits = limits_of(model)
+        self.note = note  # where its value head comes from
+        self._token_head = TokenHead(model, is_causal=is_causal, compile_forward=compile_forward)
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Values float32 `[length_i]` of each token row (int64 `[length_i]`), one padded forward."""
-        ids, attention, _ = collate(rows, self.model.device)
+        """Values float32 `[length_i]` of each token row (int64 `[length_i]`), one forward padded to `width`."""
+        ids, attention, _ = collate(rows, self.model.device, width)
         values = self.forward(ids, attention).cpu().numpy()
         return [values[i, : row.size] for i, row in enumerate(rows)]
 
-    def forward(self, ids: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-        """Values `[B, S]` of `ids` `[B, S]` under the mask `attention` `[B, S]`; differentiable."""
-        return self.model(input_ids=ids, attention_mask=attention).logits.squeeze(-1).float()
+    def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Standardised values `[B, S]` of `ids` `[B, S]` under the mask `attention` `[B, S]`; differentiable."""
+        return standardise(self._token_head(ids, attention).squeeze(-1).float(), self.mean, self.std)
+
+    def own_weights(self) -> None:
+        """Copy the weights out of the file they are mapped from, so that they can be trained."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
 
     def with_weights(self, folder: Path) -> CriticModel:
-        """A second critic of the same architecture with the weights in `folder`: of the same dtypes as this one, and
-        memory-mapped on a CPU where the file's dtypes are those.
+        """A second critic of the same architecture with the weights and constants in `folder`: of the same dtypes as
+        this one, and memory-mapped on a CPU where the file's dtypes are those.
 
         Raises:
             CheckpointError: names or shapes differ from this critic's, or the file is damaged.
         """
-        with torch.device("meta"):
-            module = type(self.model)(copy.deepcopy(self.model.config))
-        _check_same_architecture(self.model.config, folder)
-        dtypes = {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
-        tensors = _read_tensors(folder)
-        _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, folder)
-        # Buffers outside the state dict (rotary frequencies) are computed from the configuration: same ones.
-        for (owner, name), buffer in _unsaved_buffers(self.model).items():
-            module.get_submodule(owner)._buffers[name] = buffer
-        return CriticModel(module.to(self.model.device))
-
-
-def load_reward(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> RewardModel:
-    """The reward model in a sequence classification checkpoint with one label. Raises CheckpointError."""
-    check_checkpoint(folder)
-    with _as_checkpoint_error(folder):
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            str(folder), dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
-            use_safetensors=True, output_loading_info=True,
+        info = inspect_checkpoint(folder)
+        module = twin(self.model, info)
+        return CriticModel(
+            module, constants=info.constants, is_causal=self._token_head.is_causal,
+            compile_forward=self._token_head.is_compiled, note=self.note,
         )  # fmt: skip
-    if info["missing_keys"]:
+
+
+def load_reward(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", pooling: Pooling = "auto",
+    attribute_weights: Sequence[float] | None = None, merge_attributes: bool = True,
+    standardization: Standardization = "checkpoint", compile_forward: bool = False,
+) -> RewardModel:  # fmt: skip
+    """The reward model in a checkpoint with a trained head of one label or more (attributes).
+
+    Args:
+        pooling: of a linear head: `last` (index length-1, also what `auto` means) or `mean`; encoders whose
+            classification head pools in its own way take `auto` alone.
+        attribute_weights: of the merged sum; default: 1/A each.
+        merge_attributes: give the weighted sum; otherwise all A scores.
+        standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
+        compile_forward: torch.compile the body.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint or has no trained head; or a setting does not fit its head.
+    """
+    info = inspect_checkpoint(folder)
+    head = info.head
+    if head is None:
         raise CheckpointError(
-            f"{folder} is no trained reward model: its weights lack {', '.join(sorted(info['missing_keys'])[:4])}; "
-            "use a sequence classification checkpoint"
+            f"{folder} is no trained reward model: its weights lack score.weight, or another head's; use a checkpoint "
+            "with a classification or value head"
         )
-    if model.config.num_labels != 1:
-        raise CheckpointError(f"{folder} has {model.config.num_labels} labels, a reward model has 1")
-    constants = getattr(model.config, "reward_standardization", None) or {}
-    return RewardModel(model.to(device), mean=constants.get("mean", 0.0), std=constants.get("std", 1.0))
+    weights = _attribute_weights(info, head, attribute_weights)
+    constants = _constants(info, standardization)
+    num_outputs = 1 if merge_attributes else head.num_labels
+    outputs: Any
+    if head.is_plain:
+        outputs = TokenHead(
+            load_token_model(info, read_head(info, head), dtype).to(device), compile_forward=compile_forward
+        )
+        pooling = "last" if pooling == "auto" else pooling
+    else:
+        outputs = _load_pooled(info, head, device, dtype, pooling)
+        if compile_forward:
+            compile_body(outputs, lambda ids, attention: outputs(input_ids=ids, attention_mask=attention))
+    merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
+    return RewardModel(
+        outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,
+        constants=constants,
+    )  # fmt: skip
 
 
-def load_critic(folder: Path, *, device: str = "cpu", dtype: str = "float32") -> CriticModel:
-    """The critic in a token classification checkpoint; a body without such a head gets one that answers 0.
+def load_critic(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", standardization: Standardization = "checkpoint",
+    attribute_weights: Sequence[float] | None = None, compile_forward: bool = False,
+) -> CriticModel:  # fmt: skip
+    """The critic that a checkpoint is, or that starts from it; its `note` says where the value head comes from.
 
-    A reward model's folder works too: its body, and its score head where both heads have one name (Llama, Qwen).
+    A linear head (of each token, a value head, a decoder's `score`) becomes the value head, several attributes as
+    their sum under `attribute_weights` (default 1/A). A body alone, or under an encoder's pooled classifier, gets a
+    head that answers 0.
 
     Raises:
         CheckpointError: the folder is no checkpoint, or its body does not fit the architecture it names.
     """
-    check_checkpoint(folder)
-    with _as_checkpoint_error(folder):
-        model, info = AutoModelForTokenClassification.from_pretrained(
-            str(folder), num_labels=1, dtype=DTYPES[dtype], local_files_only=True, trust_remote_code=False,
-            use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
-    head = {name: parameter for name, parameter in model.named_parameters() if _is_head(model, name)}
-    strange = sorted(set(info["missing_keys"]) - set(head))
-    if strange:
-        raise CheckpointError(f"{folder}: the weights lack {', '.join(strange[:4])}")
-    for name in set(info["missing_keys"]):
-        torch.nn.init.zeros_(head[name])
-    return CriticModel(model.to(device))
+    info = inspect_checkpoint(folder)
+    constants = _constants(info, standardization)
+    head = None if info.head is None or not info.head.is_plain else read_head(info, info.head)
+    if info.head is None:
+        note = "the checkpoint has no head: the value head starts at 0"
+    elif head is None:
+        note = f"{info.head.prefix} stands on a pooling of its own: the value head starts at 0"
+    else:
+        note = f"the value head is {info.head.prefix}"
+        if info.head.num_labels > 1 or attribute_weights is not None:
+            head = head.merged(_attribute_weights(info, info.head, attribute_weights))
+            note += f", its {info.head.num_labels} outputs merged into one"
+    logger.info("%s: %s", folder, note)
+    model = load_token_model(info, head, dtype)
+    return CriticModel(model.to(device), constants=constants, compile_forward=compile_forward, note=note)
 
 
 def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Put the critic's weights and configuration into `folder` (model.safetensors, config.json)."""
+    """Put the critic's weights, configuration and constants into `folder` (model.safetensors, config.json); with
+    `dtype` the body is saved in it, the head in fp32 all the same."""
+    heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
     tensors = {
-        name: tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
-        for name, tensor in critic.model.state_dict().items()
+        name: tensor.detach().to("cpu", tensor.dtype if id(tensor) in heads else dtype or tensor.dtype).contiguous()
+        for name, tensor in critic.model.state_dict(keep_vars=True).items()
     }
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    critic.model.config.reward_standardization = {"mean": critic.mean, "std": critic.std}
     critic.model.config.save_pretrained(folder)
 
 
@@ -145,18 +193,6 @@ def quiet_transformers() -> None:
     """Keep transformers' progress bars and load reports out of the logs; what matters in them is checked here."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, with the way out, unless `folder` holds a Hugging Face checkpoint in safetensors."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist or is no folder; give the folder of a Hugging Face checkpoint")
-    if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{folder} is no Hugging Face checkpoint: it has no {CONFIG_FILE}")
-    if not (folder / WEIGHTS_FILE).is_file() and not (folder / f"{WEIGHTS_FILE}.index.json").is_file():
-        pickled = next((name for name in PICKLED if (folder / name).is_file()), None)
-        why = f"only pickled weights ({pickled}); save it again with safe_serialization" if pickled else "no weights"
-        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: {why}")
 
 
 def limits_of(model: Any) -> Limits:
@@ -168,59 +204,37 @@ def limits_of(model: Any) -> Limits:
     return Limits(model.get_input_embeddings().num_embeddings, int(positions) if positions else None)
 
 
-def collate(rows: Sequence[np.ndarray], device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids `[n, S]`, padded on the right with 0, attention mask `[n, S]` and lengths `[n]` of n token rows."""
-    lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
-    ids = torch.zeros((len(rows), int(lengths.max())), dtype=torch.int64)
-    for i, row in enumerate(rows):
-        ids[i, : row.size] = torch.from_numpy(row)
-    attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
-    return ids.to(device), attention.to(device), lengths.to(device)
+def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
+    if pooling != "auto":
+        raise CheckpointError(
+            f"{info.folder}: pooling: {pooling} does not fit; its head {head.prefix} was trained on the pooling of its "
+            f"own {info.architecture or 'class'}, set pooling: auto"
+        )
+    model = load_pooled_model(info, head, dtype).to(device)
+    keep_head_exact(model)
+    if measure_causality(model):  # its pooling looks for the padding id, which a row may hold
+        raise CheckpointError(
+            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
+            "use a checkpoint whose head is a linear `score`"
+        )
+    return model
 
 
-def _is_head(model: Any, name: str) -> bool:
-    return not name.startswith(f"{model.base_model_prefix}.")
+def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:
+    weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
+    if len(weights) != head.num_labels:
+        raise CheckpointError(
+            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; give one each"
+        )
+    return torch.tensor(weights, dtype=torch.float32)
 
 
-def _check_same_architecture(config: Any, folder: Path) -> None:
-    try:
-        theirs = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
-    if theirs.model_type != config.model_type:
-        raise CheckpointError(f"{folder} is a {theirs.model_type} model, the served critic is {config.model_type}")
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    try:
-        return load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: unreadable {WEIGHTS_FILE}: {error}") from error
-
-
-def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    try:
-        module.load_state_dict(tensors, strict=True, assign=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} does not fit the served critic: {reason[:400]}") from error
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-
-
-def _unsaved_buffers(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    return {
-        (owner, name): buffer
-        for owner, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if name in part._non_persistent_buffers_set and buffer is not None
-    }
-
-
-@contextlib.contextmanager
-def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} cannot be loaded: {reason[:400]}") from error
+def _constants(info: CheckpointInfo, setting: Standardization) -> Constants:
+    if setting == "off":
+        return Constants()
+    if setting == "checkpoint":
+        return info.constants or Constants()
+    mean, std = setting
+    if not std > 0:
+        raise CheckpointError(f"{info.folder}: standardisation by std {std:g}, which must be above 0")
+    return Constants(mean, std)

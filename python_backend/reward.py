@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from python_backend.allocator import use_allocator
 from python_backend.contract import REWARDS, ScoringRows
-from python_backend.modeling import RewardModel, load_reward, quiet_transformers
+from python_backend.modeling import RewardModel, Standardization, load_reward, quiet_transformers
 from python_backend.reading import RowReader, read_limits
 from python_backend.scoring import Scoring, ScoringModel
 from python_backend.serving import Call, Parameters, log, refuse_numpy_2
@@ -31,8 +32,16 @@ class TritonPythonModel(ScoringModel):
         use_allocator(parameters.text("allocator"))
         torch.set_num_threads(parameters.number("threads"))
         folder = parameters.path("checkpoint")
-        self._model = load_reward(folder, device=parameters.text("device"), dtype=parameters.text("dtype"))
-        self._standardize(parameters.text("standardization"))
+        self._model = load_reward(
+            folder,
+            device=parameters.text("device"),
+            dtype=parameters.text("dtype"),
+            pooling=parameters.text("pooling"),
+            attribute_weights=json.loads(parameters.text("attribute_weights")),
+            merge_attributes=parameters.text("merge_attributes") == "true",
+            standardization=read_standardization(parameters.text("standardization")),
+            compile_forward=parameters.text("compile") == "true",
+        )
         self.limits = read_limits(self._model.limits, parameters)
         self._reader = RowReader(folder, self.limits)
         self.start()
@@ -50,9 +59,10 @@ class TritonPythonModel(ScoringModel):
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         return {REWARDS: np.stack([output for output in scoring.outputs if output is not None])}
 
-    def _standardize(self, setting: str) -> None:
-        if setting == "off":
-            self._model.mean, self._model.std = 0.0, 1.0
-        elif setting != "checkpoint":
-            constants = json.loads(setting)
-            self._model.mean, self._model.std = constants["mean"], constants["std"]
+
+def read_standardization(setting: str) -> Standardization:
+    """What the configuration's text means: `checkpoint`, `off`, or JSON `{"mean": m, "std": s}`."""
+    if setting in ("checkpoint", "off"):
+        return cast(Standardization, setting)
+    constants = json.loads(setting)
+    return constants["mean"], constants["std"]

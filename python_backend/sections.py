@@ -152,7 +152,9 @@ class ModelSection(Section):
     max_sentence_bytes: Count = 1_000_000
     """Longest sentence, in bytes of UTF-8; a longer one is an error, not cut."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the forward; heads stay in fp32, rewards and values leave it as fp32."""
+    """Type of the body's weights in the forward; the head computes in fp32, from the checkpoint's own fp32 values."""
+    compile: bool = False
+    """torch.compile the body: seconds to minutes at every load, and it needs a C++ compiler."""
 
     def settled(self, name: str) -> Any:
         """The setting `name`, or what stands for it where it is `auto` and nothing was measured."""
@@ -170,7 +172,7 @@ UNMEASURED = {
 
 
 class Standardization(Section):
-    """Rewards leave the model as `(r - mean) / std`."""
+    """Rewards and values leave the model as `(x - mean) / std`."""
 
     mean: float = 0.0
     """Mean of the raw scores."""
@@ -178,13 +180,24 @@ class Standardization(Section):
     """Standard deviation of the raw scores."""
 
 
+def constants_of(setting: str | Standardization) -> Any:
+    """A standardisation setting as the models take it: `checkpoint`, `off` or (mean, std)."""
+    return (setting.mean, setting.std) if isinstance(setting, Standardization) else setting
+
+
 class RewardSection(ModelSection):
-    """The reward model: a sequence classification checkpoint with one label."""
+    """The reward model: a checkpoint with a trained classification or value head of one label or more."""
 
     checkpoint: Path = Path("checkpoints/reward")
     """Hugging Face checkpoint folder (safetensors)."""
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
     """`checkpoint`: `reward_standardization` of its config.json when there; `off`; or {mean, std}."""
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """Of a linear head: `last` (index length-1, also `auto`) or `mean`; encoders' pooled heads take `auto` alone."""
+    attribute_weights: list[float] | None = None
+    """Weights of the merged sum, one for each label; default: 1/A each."""
+    merge_attributes: bool = True
+    """Give the weighted sum [B, 1]; otherwise all A labels [B, A]."""
 
 
 class CriticSection(ModelSection):
@@ -192,6 +205,10 @@ class CriticSection(ModelSection):
 
     checkpoint: Path = Path("checkpoints/critic")
     """Token classification checkpoint with one label, or any checkpoint whose body it starts from."""
+    attribute_weights: list[float] | None = None
+    """Where `checkpoint` has a head of several outputs: their weights in the one value; default: 1/A each."""
+    standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
+    """Of the values, as `reward.standardization`; it is written into version 0, later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
     """How a published version comes into service: in place in milliseconds, or by Triton's load API."""
     poll_interval_ms: Count = 5

@@ -295,7 +295,7 @@ def start_system(run: LiveRun) -> System:
     Version 0 and the repository are made here, where torch and transformers are loaded already. The server is a
     process of its own: other tests count what this one has started.
     """
-    initialise_store(run.store, run.config.critic.checkpoint, run_id=run.run_id)
+    initialise_store(run.store, run.config.critic, run_id=run.run_id)
     render_repository(run.config, run.config.run.repository_dir)
     server = run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
     system = System(run, server, start_sidecar(run))

@@ -21,11 +21,12 @@ ROOMS = ("python_backend", "trainer", "actor", "tools")
 HARD_LIMIT_LINES = 400
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
-    "python_backend.batching", "python_backend.config", "python_backend.contract", "python_backend.durable",
+    "python_backend.batching", "python_backend.checkpoints", "python_backend.config", "python_backend.contract",
+    "python_backend.durable", "python_backend.safetensors_header",
     "python_backend.journal", "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
     "python_backend.critic_train", "python_backend.tokenization", "python_backend.weights",
     "trainer.__main__", "trainer.control_plane", "actor.__main__", "actor.client",
-    "tools.__main__", "tools.render_configs", "tools.run", "tools.serve",
+    "tools.__main__", "tools.import_checkpoint", "tools.render_configs", "tools.run", "tools.serve",
 ]  # fmt: skip
 NUMPY_ALONE = ["python_backend.batching", "python_backend.contract"]
 

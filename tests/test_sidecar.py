@@ -12,9 +12,10 @@ import torch
 from sidecar_rig import Killed, Rig, kill_at, overflowing, payload
 
 import trainer.progress
+from python_backend.checkpoints import CheckpointError
 from python_backend.contract import StepConflict
 from python_backend.journal import Journal, JournalLocked, Result
-from python_backend.modeling import CheckpointError, load_critic
+from python_backend.modeling import load_critic
 from trainer.progress import StoppedWaiting
 from trainer.publish import Publisher, VersionRejected
 from trainer.sidecar import Sidecar

@@ -4,19 +4,25 @@ Given: a folder and a seed. Returns: the transformers model that was saved there
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
     DebertaV2Config,
     GPT2Config,
+    GPTJConfig,
     LlamaConfig,
+    OPTConfig,
     Qwen2Config,
+    RobertaConfig,
 )
 
 VOCAB, POSITIONS = 40, 32
@@ -45,12 +51,23 @@ CONFIGS = {
     "bert": (BertConfig, _SIZES),
     "deberta-v3": (DebertaV2Config, {**_SIZES, **_DEBERTA}),
 }
-HEADS = {"reward": AutoModelForSequenceClassification, "critic": AutoModelForTokenClassification, "body": AutoModel}
+# Families with something of their own: no token classification class, positions from the mask, a head of two layers.
+MORE_CONFIGS = {
+    "opt": (OPTConfig, {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "gptj": (GPTJConfig, {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}),
+    "roberta": (RobertaConfig, {**_SIZES, "max_position_embeddings": POSITIONS + 1}),
+}
+HEADS = {
+    "reward": AutoModelForSequenceClassification,
+    "critic": AutoModelForTokenClassification,
+    "body": AutoModel,
+    "language": AutoModelForCausalLM,
+}
 
 
 def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels: int = 1, **settings: Any) -> Any:
-    """Save a checkpoint of `family` (a key of CONFIGS) with `head` (a key of HEADS); returns the model."""
-    kind, sizes = CONFIGS[family]
+    """Save a checkpoint of `family` (a key of [MORE_]CONFIGS) with `head` (a key of HEADS); returns the model."""
+    kind, sizes = {**CONFIGS, **MORE_CONFIGS}[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = HEADS[head].from_config(kind(**{"pad_token_id": 0, **sizes, **settings, "num_labels": num_labels}))
@@ -58,3 +75,30 @@ def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels
             torch.nn.init.normal_(parameter, 0.0, 0.3)
     model.eval().save_pretrained(folder)
     return model
+
+
+def save_with_value_head(
+    folder: Path, family: str, *, prefix: str, num_labels: int = 1, bias: bool = False, seed: int = 0, **config: Any
+) -> tuple[Any, torch.nn.Linear]:
+    """Save a language model whose file also holds a linear value head `<prefix>.weight`, as TRL (`v_head.summary`, with
+    a bias) and OpenRLHF (`value_head_prefix` in the config) write it; returns (body, head)."""
+    model = save_tiny(folder, family, "language", seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + 1)
+        head = torch.nn.Linear(model.config.hidden_size, num_labels, bias=bias)
+    tensors = {f"{prefix}.{name}": tensor.detach() for name, tensor in head.named_parameters()}
+    add_tensors(folder, tensors)
+    change_config(folder, **config)
+    return model.base_model, head
+
+
+def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write more tensors into the checkpoint's file."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **settings: Any) -> None:
+    """Set keys of the checkpoint's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))

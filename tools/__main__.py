@@ -13,6 +13,7 @@ COMMANDS = {
     "run": ("tools.run", "everything at once: server, critic sidecar and PPO"),
     "serve": ("tools.serve", "the server alone, until Ctrl-C"),
     "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
+    "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),
     "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
 }
 

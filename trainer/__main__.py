@@ -37,8 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     import torch  # deferred: --help and a wrong key answer at once
 
+    from python_backend.checkpoints import CheckpointError
     from python_backend.journal import JournalLocked
-    from python_backend.modeling import CheckpointError, quiet_transformers
+    from python_backend.modeling import quiet_transformers
     from python_backend.weights import WeightsError, WeightsStore
     from trainer.control_plane import ControlPlaneError
     from trainer.progress import StoppedWaiting
@@ -49,7 +50,7 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     quiet_transformers()
     try:
         if init_only:
-            initialise_store(WeightsStore(config.run.weights_dir), config.critic.checkpoint, run_id=config.run.identity)
+            initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
         else:
             Sidecar(config).run(stop)
     except (JournalLocked, CheckpointError, WeightsError, ControlPlaneError, StoppedWaiting, OSError) as error:

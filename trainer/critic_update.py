@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from python_backend.batching import plan_micro_batches
+from python_backend.collation import collate
 from python_backend.config import TrainerSection
 from python_backend.contract import TrainPayload
-from python_backend.modeling import CriticModel, collate
+from python_backend.modeling import CriticModel
 from trainer.value_loss import clipped_value_loss
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
@@ -48,6 +49,7 @@ class CriticUpdate:
     """A critic with its optimizer."""
 
     def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
+        critic.own_weights()
         self.critic = critic
         self.optimizer_step = 0
         self._settings = settings

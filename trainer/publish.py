@@ -9,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from python_backend.checkpoints import CheckpointError
+from python_backend.config import CriticSection
 from python_backend.contract import CRITIC
-from python_backend.modeling import CheckpointError, CriticModel, load_critic, save_critic
+from python_backend.modeling import CriticModel, load_critic, save_critic
+from python_backend.sections import constants_of
 from python_backend.weights import WeightsError, WeightsStore
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
@@ -174,10 +176,14 @@ class Publisher:
         return True
 
 
-def initialise_store(store: WeightsStore, checkpoint: Path, *, run_id: str) -> None:
-    """Make version 0 from a checkpoint folder, unless the store has a version. Raises CheckpointError."""
+def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str) -> None:
+    """Make version 0 from the section's checkpoint, unless the store has a version. Raises CheckpointError."""
     if store.current() is not None:
         return
-    critic = load_critic(checkpoint)
+    critic = load_critic(
+        section.checkpoint,
+        standardization=constants_of(section.standardization),
+        attribute_weights=section.attribute_weights,
+    )
     manifest = store.add(lambda folder: save_critic(critic, folder), run_id=run_id, step=0, parent=None, epoch=0)
     store.set_current(manifest.version)

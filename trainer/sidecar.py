@@ -9,9 +9,10 @@ import logging
 import threading
 from dataclasses import asdict
 
+from python_backend.checkpoints import CheckpointError
 from python_backend.config import RunConfig
 from python_backend.journal import Entry, Journal, Result
-from python_backend.modeling import CheckpointError, load_critic
+from python_backend.modeling import load_critic
 from python_backend.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.control_plane import ControlPlaneError
@@ -41,7 +42,7 @@ class Sidecar:
         with self._journal.lock() as self._epoch:
             metrics = self._config.run.dir / "critic_metrics.jsonl"
             self._progress = Progress(self._journal, metrics, epoch=self._epoch, stop=stop)
-            initialise_store(self._store, self._config.critic.checkpoint, run_id=self._run_id)
+            initialise_store(self._store, self._config.critic, run_id=self._run_id)
             self._publisher = self._make_publisher()
             self._restore(at_most=None)
             logger.info("following run %s from step %d, epoch %d", self._run_id, self._step, self._epoch)

@@ -1,0 +1,200 @@
+"""Hugging Face modules from inspected checkpoints: body memory-mapped where it can be, head in fp32.
+Given: a `CheckpointInfo`. Returns: modules in eval mode, on the CPU; what does not fit raises CheckpointError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+)
+
+from python_backend.checkpoints import CheckpointError, CheckpointInfo, Head
+from python_backend.token_head import head_of
+from python_backend.weights import CONFIG_FILE
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A linear head as the checkpoint has it, in fp32."""
+
+    weight: Tensor  # [A, hidden]
+    bias: Tensor | None  # [A]
+
+    def merged(self, weights: Tensor) -> HeadWeights:
+        """The one-output head whose output is the attributes' sum under `weights` [A]."""
+        bias = None if self.bias is None else (self.bias * weights).sum()[None]
+        return HeadWeights(weights[None] @ self.weight, bias)
+
+
+def read_head(info: CheckpointInfo, head: Head) -> HeadWeights:
+    """The head's own tensors from the file, as fp32 whatever the body runs in."""
+    with as_checkpoint_error(info.folder):
+        weight = _read_one(info, head.weight_name).float()
+        return HeadWeights(weight, _read_one(info, head.bias_name).float() if head.has_bias else None)
+
+
+def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str) -> Any:
+    """The body under a linear head on each token: Hugging Face's token classification class of the family, or its
+    sequence classification class where it has no such class (OPT, GPT-J); `head` None: one output, which is 0."""
+    num_labels = 1 if head is None else head.weight.shape[0]
+    config = _config(info, num_labels)
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
+        raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
+    model = _load(info, kind, config, dtype, with_head=False)
+    linear = head_of(model)
+    if head is None:
+        head = HeadWeights(torch.zeros(1, linear.in_features), None)
+    if head.weight.shape[1] != linear.in_features:
+        raise CheckpointError(
+            f"{info.folder}: its head takes {head.weight.shape[1]} numbers, its body gives {linear.in_features}"
+        )
+    put_head(linear, head)
+    return model
+
+
+def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
+    """A sequence classification model with layers and a pooling of its own before the last linear layer."""
+    config = _config(info, head.num_labels)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None or config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{info.folder}: {info.model_type} models with a sequence classification head are not supported; use a "
+            "decoder or an encoder"
+        )
+    model = _load(info, kind, config, dtype, with_head=True)
+    put_head(head_of(model), read_head(info, head))
+    return model
+
+
+def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
+    """Give `linear` these fp32 weights; a bias it has stays (as 0), one it lacks is made."""
+    bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
+    linear.weight = torch.nn.Parameter(head.weight.clone())
+    linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
+
+
+def twin(model: Any, info: CheckpointInfo) -> Any:
+    """A module of the same class, configuration and dtypes as `model`, with the weights of `info`.
+
+    Raises:
+        CheckpointError: another architecture, or names or shapes that differ.
+    """
+    with torch.device("meta"):
+        module = type(model)(copy.deepcopy(model.config))
+        if head_of(model).bias is not None:  # the class may have none, and the checkpoint it started from one
+            head_of(module).bias = torch.nn.Parameter(torch.empty(1))
+    _check_same_architecture(model.config, info.folder)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    tensors = map_tensors(info.files)
+    _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, info.folder)
+    # Buffers outside the state dict (rotary frequencies) are computed from the configuration: same ones.
+    for (owner, name), buffer in _unsaved_buffers(model).items():
+        module.get_submodule(owner)._buffers[name] = buffer
+    for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)  # what torch.compile made for the one serves the other
+    return module.to(model.device)
+
+
+def map_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """All tensors of safetensors files, memory-mapped: their pages are shared until somebody writes to them."""
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            tensors.update(load_file(file))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
+    return tensors
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Turn what transformers and safetensors raise into a CheckpointError that names the folder."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} cannot be loaded: {reason[:400]}") from error
+
+
+def _config(info: CheckpointInfo, num_labels: int) -> Any:
+    with as_checkpoint_error(info.folder):
+        config = AutoConfig.from_pretrained(
+            str(info.folder), num_labels=num_labels, local_files_only=True, trust_remote_code=False
+        )
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(f"{info.folder} is quantised; use the checkpoint it was made from")
+    for key in OPENRLHF_KEYS:  # what they say is known by now, and a saved critic says it in its own words
+        if hasattr(config, key):
+            delattr(config, key)
+    return config
+
+
+def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool) -> Any:
+    """transformers renames, converts and initialises what is not in a file; tensors whose dtype fits it takes as they
+    are, so what was mapped stays mapped. Without `with_head` the caller puts the head in."""
+    tensors = map_tensors(info.files)
+    if info.head is not None and not with_head:
+        tensors.pop(info.head.weight_name)
+        tensors.pop(info.head.bias_name, None)
+    with as_checkpoint_error(info.folder):
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=DTYPES[dtype], output_loading_info=True
+        )
+    heads = {id(parameter) for parameter in head_of(model).parameters()}
+    others = {name for name, parameter in model.named_parameters() if with_head or id(parameter) not in heads}
+    lacking = sorted(others.intersection(report["missing_keys"]))
+    if lacking:
+        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
+    model.config.architectures = [kind.__name__]
+    return model.eval()
+
+
+def _read_one(info: CheckpointInfo, name: str) -> Tensor:
+    with safe_open(str(info.folder / info.tensors[name].file), framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _check_same_architecture(config: Any, folder: Path) -> None:
+    try:
+        theirs = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
+    if theirs.model_type != config.model_type:
+        raise CheckpointError(f"{folder} is a {theirs.model_type} model, the served critic is {config.model_type}")
+
+
+def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    try:
+        module.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} does not fit the served critic: {reason[:400]}") from error
+
+
+def _unsaved_buffers(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    return {
+        (owner, name): buffer
+        for owner, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if name in part._non_persistent_buffers_set and buffer is not None
+    }

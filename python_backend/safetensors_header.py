@@ -1,0 +1,58 @@
+"""The header of a safetensors file: what tensors it holds, without reading them.
+Given: a file. Returns: name -> `TensorInfo`. Format: https://huggingface.co/docs/safetensors (8 bytes, JSON, data).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+_DTYPE_BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64}  # the others name theirs
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as its file's header describes it."""
+
+    dtype: str  # safetensors' name: F32, BF16, ...
+    shape: tuple[int, ...]
+    file: str  # name inside the folder
+    num_bytes: int
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of `file`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no safetensors file, or not whole.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return {name: _tensor(item, file.name, size - 8 - length) for name, item in header.items()}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file.name} is damaged or no safetensors file ({error})") from error
+
+
+def _tensor(item: Mapping[str, Any], file: str, data_bytes: int) -> TensorInfo:
+    dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
+    start, end = item["data_offsets"]
+    bits = _DTYPE_BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+    if end > data_bytes:
+        raise ValueError(f"{end - data_bytes} bytes are missing at its end")
+    if (end - start) * 8 != math.prod(shape) * bits:
+        raise ValueError(f"a tensor of shape {list(shape)} cannot have {end - start} bytes")
+    return TensorInfo(dtype, shape, file, end - start)

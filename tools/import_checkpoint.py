@@ -1,0 +1,214 @@
+"""`python -m tools import`: looks at checkpoints, tries them out, and writes the YAML sections that serve them.
+Given: the folder of a reward model, of a critic (or `from-reward`), or of both. Returns: a report and the YAML.
+Only the try-out imports torch; pickled weights are refused unopened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from python_backend.checkpoints import CheckpointError, CheckpointInfo, inspect_checkpoint
+from python_backend.config import RunConfig
+
+FROM_REWARD = "from-reward"
+TRIAL_TOKENS = 8
+HALF = {"BF16": "bfloat16"}
+HEADS = {"sequence": "sequence classification", "token": "token classification", "value": "value head"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Report, try out, write; 1 if a checkpoint cannot be used, 2 for wrong arguments."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
+        parser.error("give --reward PATH, --critic PATH, or --reward PATH --critic from-reward")
+    if arguments.out is not None and arguments.out.exists():
+        parser.error(f"{arguments.out} exists already; name another file")
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        parser.error(f"the folder {arguments.out.parent} does not exist; make it first")
+    try:
+        text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if arguments.out is None:
+        print(f"\n{text}", end="")
+    else:
+        arguments.out.write_text(text, encoding="utf-8")
+        print(f"\nwrote {arguments.out}")
+    return 0
+
+
+def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: bool, say: Callable[[str], None]) -> str:
+    """The YAML of one or both sections, checked against the configuration's types.
+
+    Args:
+        reward: its checkpoint folder.
+        critic: its checkpoint folder, or `from-reward`.
+        try_out: also load each model and score one row.
+        say: gets the report, line by line.
+
+    Raises:
+        CheckpointError: a folder cannot be used; the message names it and says what to do.
+    """
+    rewards = None if reward is None else inspect_checkpoint(reward)
+    critics = None
+    if rewards is not None:
+        _import_reward(rewards, try_out, say)
+    if critic == Path(FROM_REWARD):
+        critics = rewards
+    elif critic is not None:
+        critics = inspect_checkpoint(critic)
+        _report("critic", critics, say)
+    if critics is not None and try_out:
+        _try_critic(critics, say)
+    if rewards is not None and critics is not None:
+        _compare_tokenizers(rewards, critics, say)
+    text = render_yaml(rewards, critics)
+    try:
+        RunConfig.model_validate(yaml.safe_load(text))
+    except ValidationError as error:
+        raise AssertionError(f"this tool wrote sections that do not fit: {error}") from error
+    return text
+
+
+def suggested_dtype(info: CheckpointInfo) -> str:
+    """`bfloat16` where the file holds mostly that, so that its pages are served as they are; else `float32`."""
+    return HALF.get(next(iter(info.dtypes), ""), "float32")
+
+
+def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) -> str:
+    """The `reward:` and `critic:` sections that serve these checkpoints."""
+    sections: dict[str, dict[str, Any]] = {}
+    if reward is not None:
+        assert reward.head is not None
+        sections["reward"] = {**_common(reward), "pooling": "auto"}
+        if reward.head.num_labels > 1:
+            sections["reward"]["merge_attributes"] = True
+        sections["reward"]["standardization"] = "checkpoint"
+    if critic is not None:
+        sections["critic"] = {**_common(critic), "standardization": "checkpoint"}
+        if critic.constants is None and reward is not None and reward.constants is not None:
+            constants = reward.constants  # values are standardised by the constants of the rewards they predict
+            sections["critic"]["standardization"] = {"mean": constants.mean, "std": constants.std}
+    text = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    if reward is not None and reward.head is not None and reward.head.num_labels > 1:
+        text = text.replace("  merge_attributes: true\n", f"  merge_attributes: true\n{_weights_hint(reward)}")
+    return text
+
+
+def _common(info: CheckpointInfo) -> dict[str, Any]:
+    return {"checkpoint": str(info.folder), "dtype": suggested_dtype(info)}
+
+
+def _weights_hint(info: CheckpointInfo) -> str:
+    assert info.head is not None
+    names = ", ".join(info.labels) if len(info.labels) == info.head.num_labels else f"{info.head.num_labels} labels"
+    ones = json.dumps([1.0] * info.head.num_labels)
+    return f"  # attribute_weights: {ones}  # default 1/A each; of: {json.dumps(names, ensure_ascii=False)}\n"
+
+
+def _report(role: str, info: CheckpointInfo, say: Callable[[str], None]) -> None:
+    dtypes = ", ".join(f"{dtype} ({count:,} weights)" for dtype, count in info.dtypes.items())
+    constants = info.constants
+    lines = {
+        "architecture": f"{info.architecture or 'not named'} ({info.model_type})",
+        "head": _head_line(info),
+        "labels": ", ".join(info.labels) or "not named",
+        "dtypes": f"{dtypes}; suggested: {suggested_dtype(info)}",
+        "size": f"{info.num_parameters:,} parameters, {info.num_bytes / 1e6:,.1f} MB in {len(info.files)} file(s)",
+        "vocabulary": f"{info.vocab_size or 'not named'}, positions {info.max_positions or 'not bounded'}",
+        "tokenizer": info.tokenizer or "none: only token ids can be scored, not `sentences`",
+        "constants": "none" if constants is None else f"(score - {constants.mean:g}) / {constants.std:g}",
+    }
+    say(f"{role}: {info.folder}")
+    for name, text in lines.items():
+        say(f"  {name:<13} {text}")
+
+
+def _head_line(info: CheckpointInfo) -> str:
+    head = info.head
+    if head is None:
+        return "none"
+    pooling = "linear, on each token" if head.is_plain else "on a pooling of its own"
+    bias = "with" if head.has_bias else "without"
+    return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {bias} bias, {pooling}"
+
+
+def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], None]) -> None:
+    _report("reward", info, say)
+    if info.head is None:
+        raise CheckpointError(f"{info.folder} has no trained head and gives no reward; it can be a --critic's body")
+    if not try_out:
+        return
+    from python_backend.modeling import load_reward, quiet_transformers
+
+    quiet_transformers()
+    model = load_reward(info.folder, dtype=suggested_dtype(info))
+    (score,) = model.score([_trial_row(model.limits.vocab_size)])
+    _expect_finite(info, score)
+    say(f"  {'tried out':<13} loads; the tokens 1 to {TRIAL_TOKENS} score {', '.join(f'{x:.4f}' for x in score)}")
+
+
+def _try_critic(info: CheckpointInfo, say: Callable[[str], None]) -> None:
+    from python_backend.modeling import load_critic, quiet_transformers
+
+    quiet_transformers()
+    model = load_critic(info.folder, dtype=suggested_dtype(info))
+    (values,) = model.values([_trial_row(model.limits.vocab_size)])
+    _expect_finite(info, values)
+    say(f"  {'as a critic':<13} loads; {model.note}; the value after {TRIAL_TOKENS} tokens is {values[-1]:.4f}")
+
+
+def _trial_row(vocab_size: int) -> Any:
+    import numpy as np
+
+    return np.arange(1, TRIAL_TOKENS + 1, dtype=np.int64) % vocab_size
+
+
+def _expect_finite(info: CheckpointInfo, outputs: Any) -> None:
+    import numpy as np
+
+    if not np.isfinite(outputs).all():
+        raise CheckpointError(f"{info.folder} gives {outputs.tolist()}: its weights are not finite; copy it again")
+
+
+def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Callable[[str], None]) -> None:
+    from python_backend.tokenization import fingerprint, load_tokenizer
+
+    if reward is critic or reward.tokenizer is None or critic.tokenizer is None:
+        return
+    try:
+        one, other = (fingerprint(load_tokenizer(info.folder)) for info in (reward, critic))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if one == other:
+        say("tokenizers: the same vocabulary")
+    else:
+        say(
+            "tokenizers: they DIFFER. The critic must share the actor's; the actor then sends the reward model texts "
+            "(`sentences`) instead of token ids"
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--reward", type=Path, metavar="PATH", help="checkpoint folder of the reward model")
+    parser.add_argument(
+        "--critic", type=Path, metavar="PATH|from-reward", help="checkpoint folder of the critic, or of its body"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
+    parser.add_argument("--no-load", action="store_true", help="only look at files: do not load the models")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
