@@ -21,12 +21,19 @@ CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
+# Only where the YAML has `rewards`: reward_model is then an ensemble of these.
+REWARD_CHECKPOINT = "reward_checkpoint"
+REWARD_MIXTURE = "reward_mixture"
+REWARD_FUNCTION_PREFIX = "reward_function_"
 
 TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
 SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
 SENTENCES = "sentences"  # BYTES [B, 1], UTF-8; wins over tokens
 METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
 REWARDS = "rewards"  # FP32 [B, 1]
+REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where one failed; also the parameter that names them
+REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
+REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 VALUES = "values"  # FP32 [B, S]
 WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
 
@@ -40,6 +47,10 @@ LOSS_MEAN = "loss_mean"  # FP32 [1]
 DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint
 REWIND_TO = "rewind_to"  # INT64 [1], optional; critic_save: make this step the critic's last
 STATUS = "status"  # INT64 [1], 0: done
+
+# Between the parts of a mixture.
+REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN: no score
+REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
 
 TRAINING_KEY_HEADER = "x-triton-training-key"
 DEFAULT_RUN_ID = "default"
@@ -226,6 +237,11 @@ def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]
             raise ContractError(f"{METADATA}[{i}]: {text[:80]!r}, must be a JSON object")
         parsed.append(value)
     return parsed
+
+
+def texts_array(texts: list[str]) -> np.ndarray:
+    """BYTES `[B, 1]` of B texts; what no UTF-8 can hold (lone surrogates) becomes '?'."""
+    return np.asarray([[text.encode("utf-8", "replace")] for text in texts], dtype=np.object_)
 
 
 def _decode(name: str, item: Any) -> str:

@@ -16,18 +16,31 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
-from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.contract import (
+    CRITIC,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    REWARD_CHECKPOINT,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MIXTURE,
+    REWARD_MODEL,
+)
+from tools.config_rules import check_rules
+from tools.render_rewards import render_rewards
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 DEFAULT_REPOSITORY = ROOT / "model_repository"
 MODULES = {
     REWARD_MODEL: "python_backend.reward",
+    REWARD_CHECKPOINT: "python_backend.reward",
+    REWARD_MIXTURE: "python_backend.reward_mixture",
     CRITIC: "python_backend.critic",
     CRITIC_TRAIN: "python_backend.critic_train",
     CRITIC_SAVE: "python_backend.critic_save",
 }
-SEQUENCE_INPUTS = frozenset({"tokens"})
+FUNCTION_MODULE = "python_backend.function_reward"
 
 
 @dataclass(frozen=True)
@@ -62,15 +75,11 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
         "reload": config.critic.reload,
         "poll_interval_ms": str(config.critic.poll_interval_ms),
     }
-    reward_parameters = {
-        **_scoring_parameters(config.reward, place),
-        "standardization": _standardization(config.reward),
-    }
     batch = min(config.reward.max_batch_size, config.critic.max_batch_size)
     texts = {
-        REWARD_MODEL: _render_scoring(REWARD_MODEL, config.reward, reward_parameters),
+        **_rewards(config, place),
         CRITIC: _render_scoring(CRITIC, config.critic, critic_parameters),
-        CRITIC_INFER: _render("ensemble.pbtxt.j2", max_batch_size=batch),
+        CRITIC_INFER: _render("ensemble.pbtxt.j2", max_batch_size=batch, num_components=len(config.rewards or {})),
         CRITIC_TRAIN: _render("journal.pbtxt.j2", name=CRITIC_TRAIN, parameters=journal),
         CRITIC_SAVE: _render("journal.pbtxt.j2", name=CRITIC_SAVE, parameters=journal),
     }
@@ -111,52 +120,31 @@ def parse_config(model: str, text: str) -> Any:
         raise ConfigError(f"{model}/config.pbtxt is not what Triton reads: {error}") from error
 
 
-def check_rules(configs: Mapping[str, Any]) -> None:
-    """What the protobuf cannot know: names, ragged inputs, batch sizes, the ensemble's wiring. Raises ConfigError."""
-    for model, config in configs.items():
-        if config.name != model:
-            raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}")
-        if model in (REWARD_MODEL, CRITIC):
-            _check_scoring(model, config)
-    for step in configs[CRITIC_INFER].ensemble_scheduling.step:
-        _check_step(configs, step)
-
-
-def _check_scoring(model: str, config: Any) -> None:
-    for tensor in config.input:
-        if tensor.name in SEQUENCE_INPUTS and not tensor.allow_ragged_batch:
-            raise ConfigError(f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
-                              "of different lengths never share a batch")  # fmt: skip
-    if not config.HasField("dynamic_batching"):
-        raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing")
-    too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]
-    if too_large:
-        raise ConfigError(
-            f"{model}: preferred_batch_size {too_large[0]} exceeds max_batch_size {config.max_batch_size}"
-        )
-
-
-def _check_step(configs: Mapping[str, Any], step: Any) -> None:
-    inputs = {tensor.name: tensor for tensor in configs[step.model_name].input}
-    outputs = {tensor.name: tensor for tensor in configs[step.model_name].output}
-    whole = configs[CRITIC_INFER]
-    ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
-    for mapping, theirs in ((step.input_map, inputs), (step.output_map, outputs)):
-        for key, value in mapping.items():
-            known = theirs.get(key)
-            if known is None or (known.data_type, list(known.dims)) != (ours[value].data_type, list(ours[value].dims)):
-                raise ConfigError(f"{CRITIC_INFER}/config.pbtxt: tensor {key} does not fit {step.model_name}")
-
-
 def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]:
     files = {}
     for model, text in render_configs(config, resolve_paths=resolve_paths).items():
         files[out / model / "config.pbtxt"] = text
-        if model in MODULES:
-            files[out / model / "1" / "model.py"] = f"from {MODULES[model]} import TritonPythonModel  # noqa: F401\n"
-        else:  # an ensemble has no code, but Triton wants its version folder
+        module = FUNCTION_MODULE if model.startswith(REWARD_FUNCTION_PREFIX) else MODULES.get(model)
+        if 'platform: "ensemble"' in text:  # it has no code, but Triton wants its version folder
             files[out / model / "1" / ".gitkeep"] = ""
+        else:
+            files[out / model / "1" / "model.py"] = f"from {module} import TritonPythonModel  # noqa: F401\n"
     return files
+
+
+def _rewards(config: RunConfig, place: Any) -> dict[str, str]:
+    """reward_model, and what it consists of where the YAML has `rewards`."""
+
+    def checkpoint(name: str) -> str:
+        parameters = {
+            **_scoring_parameters(config.reward, place),
+            "standardization": _standardization(config.reward),
+        }
+        return _render_scoring(name, config.reward, parameters)
+
+    if config.rewards is None:
+        return {REWARD_MODEL: checkpoint(REWARD_MODEL)}
+    return render_rewards(config, place, render=_render, checkpoint=checkpoint, fingerprint=_tokenizer_fingerprint)
 
 
 def _render_scoring(name: str, model: ModelSection, parameters: Mapping[str, str]) -> str:

@@ -1,0 +1,116 @@
+"""A reward function as a Triton model: its rows go to worker processes, each request is answered when they are done.
+Given: `tokens` (+ `sequence_lengths`) or `sentences`, and `metadata`. Returns: `reward_component` FP32 [B, 1], NaN for
+a row that has no score, and `reward_error` BYTES [B, 1] with its cause. Imports no torch; waits for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from python_backend.contract import (
+    METADATA,
+    REWARD_COMPONENT,
+    REWARD_ERROR,
+    SENTENCES,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    Limits,
+    metadata_rows,
+    scoring_rows,
+    sentence_texts,
+    texts_array,
+)
+from python_backend.function_pool import Outcome, WorkerPool
+from python_backend.function_rewards import Sample
+from python_backend.serving import Call, Parameters, log, log_error, refuse_numpy_2
+from python_backend.tokenization import TextCodec
+
+MOST_WAITING_ROWS = 100_000  # beyond it callers are told to come back: the memory of a server is finite
+ANY_TOKEN = Limits(vocab_size=2**31)  # a policy's vocabulary may be padded beyond the tokenizer's
+
+
+class TritonPythonModel:
+    """Scores rows by one function."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load. Raises FunctionError if the function cannot be imported."""
+        refuse_numpy_2()
+        parameters = Parameters(args)
+        self._codec = TextCodec(parameters.path("tokenizer"))
+        self._pending: set[PendingCall] = set()
+        self._lock = threading.Lock()
+        spec, workers = parameters.text("function"), parameters.number("workers")
+        timeout_s = float(parameters.text("timeout_s"))
+        self._pool = WorkerPool(spec, num_workers=workers, timeout_s=timeout_s)
+        log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s for a sample")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: hands the rows to the workers."""
+        for request in requests:
+            call = Call(request)
+            try:
+                samples = self._samples(call)
+            except Exception as error:  # process edge: one request's error is that request's answer
+                call.fail(error)
+                continue
+            if self._pool.num_waiting + len(samples) > MOST_WAITING_ROWS:
+                call.fail(RuntimeError(f"{self._pool.num_waiting} rows wait for the function"), unavailable=True)
+                continue
+            pending = PendingCall(call, len(samples), self._forget)
+            with self._lock:
+                self._pending.add(pending)
+            for i, sample in enumerate(samples):
+                self._pool.submit(sample, functools.partial(pending.done, i))
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload: no worker is left behind, whoever still waits is told."""
+        self._pool.close()
+        for pending in list(self._pending):
+            pending.call.fail(RuntimeError("the server is stopping"), unavailable=True)
+
+    def _samples(self, call: Call) -> list[Sample]:
+        sentences = call.array(SENTENCES)
+        if sentences is not None:
+            texts = sentence_texts(sentences)
+            rows = [self._codec.encode(text) for text in texts]
+        else:
+            tokens = scoring_rows(call.array(TOKENS), call.array(SEQUENCE_LENGTHS), ANY_TOKEN).tokens
+            rows = [row.tolist() for row in tokens]
+            texts = [self._codec.decode(row) for row in rows]
+        metadata = metadata_rows(call.array(METADATA), len(rows))
+        return [Sample(*parts) for parts in zip(texts, rows, metadata, strict=True)]
+
+    def _forget(self, pending: PendingCall) -> None:
+        with self._lock:
+            self._pending.discard(pending)
+
+
+class PendingCall:
+    """A request whose rows are with the workers; answered from a thread of the pool."""
+
+    def __init__(self, call: Call, num_rows: int, forget: Any) -> None:
+        self.call = call
+        self._outcomes = [Outcome()] * num_rows
+        self._left = num_rows
+        self._forget = forget
+        self._lock = threading.Lock()
+
+    def done(self, row: int, outcome: Outcome) -> None:
+        """Take a row's outcome; the last one answers the request."""
+        with self._lock:
+            self._outcomes[row] = outcome
+            self._left -= 1
+            if self._left:
+                return
+        self._forget(self)
+        try:
+            scores = np.asarray([[outcome.score] for outcome in self._outcomes], np.float32)
+            errors = texts_array([outcome.error for outcome in self._outcomes])
+            self.call.answer({REWARD_COMPONENT: scores, REWARD_ERROR: errors})
+        except Exception as error:  # thread edge: a worker's thread must outlive a caller that is gone
+            log_error(f"an answer could not be sent: {type(error).__name__}: {error}")

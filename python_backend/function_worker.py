@@ -1,0 +1,74 @@
+"""The process that runs a reward function: `python -m python_backend.function_worker SPEC FD PARENT_PID`.
+Given: samples over the socket `FD`, one at a time. Returns: `{"score"}` or `{"error"}` for each; ends with its parent.
+The function runs in the main thread and may take the whole process down: the pool starts another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+from typing import Any
+
+from python_backend.function_rewards import FunctionError, Sample, describe, load_function, score
+
+PR_SET_PDEATHSIG = 1
+HEADER = struct.Struct("!I")
+
+
+def send_frame(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Write one message: its length, then JSON. Raises OSError; TimeoutError after the channel's timeout."""
+    data = json.dumps(message).encode()
+    channel.sendall(HEADER.pack(len(data)) + data)
+
+
+def receive_frame(channel: socket.socket) -> dict[str, Any]:
+    """Read one message. Raises EOFError when the other side is gone, OSError."""
+    (size,) = HEADER.unpack(_receive(channel, HEADER.size))
+    return json.loads(_receive(channel, size))
+
+
+def _receive(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def main(argv: list[str]) -> int:
+    """Serve until the channel is closed; 1 if the function cannot be imported."""
+    spec, descriptor, parent = argv[0], int(argv[1]), int(argv[2])
+    # An endless function never looks at its channel: the kernel ends it when the pool's thread is gone.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server's threads block signals, and masks are inherited
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    try:
+        function = load_function(spec)
+    except FunctionError as error:
+        send_frame(channel, {"error": str(error)})
+        return 1
+    send_frame(channel, {"ready": True})
+    while True:
+        try:
+            message = receive_frame(channel)
+        except (EOFError, OSError):
+            return 0
+        try:
+            answer: dict[str, Any] = {"score": score(function, Sample(**message))}
+        except BaseException as error:  # process edge: whatever it raised, sys.exit too, is this sample's error
+            answer = {"error": describe(error)}
+        send_frame(channel, answer)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

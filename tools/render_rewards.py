@@ -1,0 +1,80 @@
+"""Renders the reward side of the repository where the YAML has `rewards`: the parts, their sum, and the ensemble.
+Given: a configuration with `rewards`. Returns: `{model: config.pbtxt}`; reward_model is the ensemble of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from python_backend.config import RunConfig
+from python_backend.contract import (
+    REWARD_CHECKPOINT,
+    REWARD_COMPONENTS,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MIXTURE,
+    REWARD_MODEL,
+    REWARD_WEIGHTS,
+)
+from python_backend.function_rewards import with_absolute_path
+from python_backend.reward_terms import MODEL_TERM
+
+Render = Callable[..., str]
+
+
+def render_rewards(
+    config: RunConfig, place: Callable[[Path], Path], *, render: Render, checkpoint: Callable[[str], str],
+    fingerprint: Callable[[Path], str],
+) -> dict[str, str]:  # fmt: skip
+    """The reward models of a configuration whose `rewards` are set.
+
+    Args:
+        place: makes a path what it should be in the files.
+        render: a template by its name, with values.
+        checkpoint: config.pbtxt of the reward checkpoint under a name.
+        fingerprint: of a checkpoint folder's tokenizer.
+    """
+    assert config.rewards
+    tokenizer = tokenizer_folder(config)
+    sums = {
+        REWARD_COMPONENTS: json.dumps(list(config.rewards)),
+        REWARD_WEIGHTS: json.dumps([term.weight for term in config.rewards.values()]),
+    }
+    whole = {**sums, "checkpoint": str(place(tokenizer)), "tokenizer_fingerprint": fingerprint(tokenizer)}
+    batch = config.reward.max_batch_size
+    texts = {}
+    for name, term in config.functions.items():
+        parameters = {
+            "function": with_absolute_path(str(term.function), place),
+            "timeout_s": f"{term.timeout_s:g}",
+            "workers": str(term.workers),
+            "tokenizer": str(place(tokenizer)),
+        }
+        model = REWARD_FUNCTION_PREFIX + name
+        texts[model] = render("reward_function.pbtxt.j2", name=model, max_batch_size=batch, parameters=parameters)
+    if MODEL_TERM in config.rewards:
+        texts[REWARD_CHECKPOINT] = checkpoint(REWARD_CHECKPOINT)
+    values: dict[str, Any] = {"terms": _terms(config), "max_batch_size": batch}
+    texts[REWARD_MIXTURE] = render("reward_mixture.pbtxt.j2", name=REWARD_MIXTURE, parameters=sums, **values)
+    texts[REWARD_MODEL] = render(
+        "reward_ensemble.pbtxt.j2", name=REWARD_MODEL, mixture=REWARD_MIXTURE, parameters=whole, **values
+    )
+    return texts
+
+
+def tokenizer_folder(config: RunConfig) -> Path:
+    """Whose tokenizer the functions' text is decoded with: the reward's if there is one, else the critic's."""
+    folder = config.reward.checkpoint
+    has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return folder if has_one or MODEL_TERM in (config.rewards or {}) else config.critic.checkpoint
+
+
+def _terms(config: RunConfig) -> list[dict[str, Any]]:
+    """Each component's name, the model that scores it, and whether that is a function."""
+    return [{"name": name, "function": name != MODEL_TERM, "model": _model_of(name)} for name in config.rewards or {}]
+
+
+def _model_of(name: str) -> str:
+    return REWARD_CHECKPOINT if name == MODEL_TERM else REWARD_FUNCTION_PREFIX + name
