@@ -6,41 +6,14 @@ Returns: `rewards` FP32 [B, 1], `reward_components` FP32 [B, C], `reward_errors`
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from python_backend.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
+from python_backend.reward_sum import weighted_sum
 from python_backend.serving import Call, Parameters, refuse_numpy_2
-
-
-def weighted_sum(
-    names: Sequence[str], weights: np.ndarray, components: np.ndarray, causes: Mapping[str, Sequence[str]]
-) -> tuple[np.ndarray, list[str]]:
-    """`(rewards, errors)` of B rows: a row whose every component is finite has a reward, any other a cause.
-
-    Args:
-        weights: `[C]`.
-        components: `[B, C]`.
-        causes: for each component, if known, the B causes of failure, empty where there is none.
-
-    Returns:
-        rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is told below
-        rewards = (components.astype(np.float64) @ weights).astype(np.float32)
-    errors = []
-    for i, row in enumerate(components):
-        failed = [
-            f"{name}: {causes.get(name, [''] * len(components))[i] or f'scored {row[j]:g}, must be finite'}"
-            for j, name in enumerate(names)
-            if not np.isfinite(row[j])
-        ]
-        if not failed and not np.isfinite(rewards[i]):
-            failed = [f"the weighted sum is {rewards[i]:g}, must be finite"]
-        errors.append("; ".join(failed))
-    return np.where([error == "" for error in errors], rewards, np.float32(np.nan)), errors
 
 
 class TritonPythonModel:
