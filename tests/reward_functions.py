@@ -25,6 +25,11 @@ def equals_label(sample: Sample) -> float:
     return float(str(sample.metadata["label"]) in (sample.response or sample.text))
 
 
+def texts_fit(sample: Sample) -> float:
+    """1 if prompt and response, as the actor sends them, make up the text."""
+    return float(f"{sample.prompt}{sample.response}" == sample.text)
+
+
 def by_row(sample: Sample) -> Any:
     """What `metadata["do"]` says; the number of tokens without it."""
     action = sample.metadata.get("do")
