@@ -6,6 +6,7 @@ One thread, one process and one socket per worker: nothing is shared that a kill
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import select
@@ -24,6 +25,7 @@ from typing import Any
 from python_backend.function_rewards import FunctionError, Sample
 from python_backend.function_worker import receive_frame, send_frame
 
+MEMORY_MIB = 4096
 START_LIMIT_S = 60.0  # for Python and the function's imports
 LOOK_INTERVAL_S = 0.1  # between looks whether the worker lives and the pool is wanted
 
@@ -47,15 +49,17 @@ class PoolClosed(RuntimeError):
 class Worker:
     """One process that has imported the function. Start it from the thread that will use it."""
 
-    def __init__(self, spec: str, wanted: Callable[[], bool], start_limit_s: float) -> None:
+    def __init__(self, spec: str, wanted: Callable[[], bool], *, start_limit_s: float, memory_mib: int) -> None:
         """Raises FunctionError if the function cannot be imported in time, PoolClosed."""
         self._wanted = wanted
         self._channel, theirs = socket.socketpair()
         with theirs:
-            descriptor = str(theirs.fileno())
-            command = [_python(), "-m", "python_backend.function_worker", spec, descriptor, str(os.getpid())]
+            arguments = [spec, *map(str, (theirs.fileno(), os.getpid(), memory_mib))]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                [_python(), "-m", "python_backend.function_worker", *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         try:
             answer = self._read(start_limit_s)
@@ -121,19 +125,31 @@ class Worker:
 class WorkerPool:
     """A fixed number of workers for one function."""
 
-    def __init__(self, spec: str, *, num_workers: int, timeout_s: float, start_limit_s: float = START_LIMIT_S) -> None:
+    def __init__(
+        self,
+        spec: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mib: int = MEMORY_MIB,
+        start_limit_s: float = START_LIMIT_S,
+    ) -> None:
         """Start the workers and return when each has imported the function.
 
         Args:
             timeout_s: longest run of one sample, from the moment a worker begins with it.
+            memory_mib: most memory of a worker.
 
         Raises:
             FunctionError: it cannot be imported; nothing is left running.
         """
-        self._spec, self._timeout_s, self._start_limit_s = spec, timeout_s, start_limit_s
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._start = functools.partial(
+            Worker, spec, lambda: not self._closed.is_set(), start_limit_s=start_limit_s, memory_mib=memory_mib
+        )
         self._samples: queue.SimpleQueue[tuple[Sample, Callable[[Outcome], None]] | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=self._serve, name=f"worker-{i}", daemon=True) for i in range(num_workers)
         ]
@@ -184,9 +200,6 @@ class WorkerPool:
         finally:
             if worker is not None:
                 worker.kill()
-
-    def _start(self) -> Worker:
-        return Worker(self._spec, lambda: not self._closed.is_set(), self._start_limit_s)
 
     def _run(self, worker: Worker, sample: Sample) -> tuple[Outcome, Worker | None]:
         """The outcome, and the worker if it may go on."""

@@ -46,7 +46,8 @@ class TritonPythonModel:
         self._lock = threading.Lock()
         spec, workers = parameters.text("function"), parameters.number("workers")
         timeout_s = float(parameters.text("timeout_s"))
-        self._pool = WorkerPool(spec, num_workers=workers, timeout_s=timeout_s)
+        memory_mib = parameters.number("memory_mib")
+        self._pool = WorkerPool(spec, num_workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
         log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s for a sample")
 
     def execute(self, requests: list[Any]) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,10 @@ LONGEST_ERROR = 500  # characters of a cause that travel back
 
 class FunctionError(ValueError):
     """A reward function cannot be had; the message names it and the cause."""
+
+
+class BadScore(ValueError):
+    """A function returned what is no score."""
 
 
 @dataclass(frozen=True)
@@ -81,26 +86,31 @@ def score(function: Callable[[Sample], Any], sample: Sample) -> float:
     """The function's score of one sample.
 
     Raises:
-        ValueError: what it returned is no number, or not finite.
+        BadScore: what it returned is no number, or not finite.
         BaseException: whatever the function raised.
     """
     value = function(sample)
     if isinstance(value, (str, bytes)) or value is None:
-        raise ValueError(f"returned {value!r:.80}, must be a number")
+        raise BadScore(f"returned {value!r:.80}, must be a number")
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"returned {value!r:.80}, must be a number") from error
+        raise BadScore(f"returned {value!r:.80}, must be a number") from error
     if not math.isfinite(number):
-        raise ValueError(f"returned {number}, must be finite")
+        raise BadScore(f"returned {number}, must be finite")
     return number
 
 
 def describe(error: BaseException) -> str:
-    """One line: type and message, cut to what is worth sending."""
+    """One line: type, message, and the place in the code; cut to what is worth sending."""
+    if isinstance(error, BadScore):
+        return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     line = " ".join(text.encode("utf-8", "replace").decode().split())
-    return line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + " …"
+    line = line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + " …"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return f"{line} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else line
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -1,17 +1,20 @@
-"""The process that runs a reward function: `python -m python_backend.function_worker SPEC FD PARENT_PID`.
+"""The process that runs a reward function: `python -m python_backend.function_worker SPEC FD PARENT_PID MEMORY_MIB`.
 Given: samples over the socket `FD`, one at a time. Returns: `{"score"}` or `{"error"}` for each; ends with its parent.
 The function runs in the main thread and may take the whole process down: the pool starts another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import Any
 
 from python_backend.function_rewards import FunctionError, Sample, describe, load_function, score
@@ -42,13 +45,21 @@ def _receive(channel: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
+def _bound_memory(memory_mib: int) -> None:
+    """Beyond it a function gets MemoryError; and if the machine runs out, this process goes before the server."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
 def main(argv: list[str]) -> int:
     """Serve until the channel is closed; 1 if the function cannot be imported."""
-    spec, descriptor, parent = argv[0], int(argv[1]), int(argv[2])
+    spec, descriptor, parent, memory_mib = argv[0], *map(int, argv[1:])
     # An endless function never looks at its channel: the kernel ends it when the pool's thread is gone.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
+    _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server's threads block signals, and masks are inherited
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)

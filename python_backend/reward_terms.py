@@ -27,6 +27,8 @@ class RewardTerm(Section):
     """Longest run for one sample; the worker process is killed then, and the sample has no reward."""
     workers: Count = 2
     """Worker processes."""
+    memory_mib: Count = 4096
+    """Most memory of a worker; beyond it the function gets a MemoryError."""
 
     @field_validator("function")
     @classmethod

@@ -72,6 +72,7 @@ _ACTIONS: dict[str, Any] = {
     "text": lambda _: "1.0",
     "none": lambda _: None,
     "print": lambda _: print("a word to the log") or 1.0,
+    "memory": lambda _: float(len(bytearray(1 << 33))),
     "pid": lambda _: os.getpid(),
     "huge": lambda sample: float(len(sample.metadata["blob"])),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,12 @@ def labelled(*labels: object, rows: list[np.ndarray] | None = None) -> dict[str,
     return {**scoring_inputs(rows), "metadata": texts_array([json.dumps({"label": label}) for label in labels])}
 
 
+def raising_line() -> int:
+    """Where tests/reward_functions.py raises: a cause names the line."""
+    lines = FUNCTIONS.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if "raise RuntimeError" in line)
+
+
 def errors_of(answer: dict[str, np.ndarray]) -> list[str]:
     return [item.decode() for item in answer[REWARD_ERRORS][:, 0]]
 
@@ -107,11 +114,11 @@ def test_what_fails_costs_its_own_row(server: TritonServer) -> None:
     assert not isinstance(answer, Refused)
     assert errors_of(answer) == [
         "",
-        "verdict: RuntimeError: no verdict on 'raise'",
+        f"verdict: RuntimeError: no verdict on 'raise' (reward_functions.py:{raising_line()})",
         "",
         "verdict: took longer than 1 s and was killed",
         "verdict: the worker process ended with exit code 3",
-        "verdict: ValueError: returned nan, must be finite",
+        "verdict: returned nan, must be finite",
         "",
     ]
     failed = [1, 3, 4, 5]
@@ -176,6 +183,18 @@ def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(replaced, timeout=30)
         assert not alive
         assert len(worker_processes(server)) == 5
+
+
+def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> None:
+    functions_alone(tmp_path, TERMS)
+    with tiny_server(tmp_path) as server, ThreadPoolExecutor(1) as executor:
+        server.wait_ready()
+        asked = executor.submit(ask, server.section.http_url, REWARD_MODEL, labelled(1, "sleep", 2), OUTPUTS)
+        with ControlPlane(server.section.grpc_url) as control:
+            while not control.statistics("reward_function_verdict").execution_count > 1:  # the first was the probe
+                pass
+            control.load("reward_function_verdict", parameters={"workers": "1"}, timeout_s=60)
+        assert errors_of(asked.result()) == ["", "verdict: took longer than 1 s and was killed", ""]
 
 
 def test_a_function_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:

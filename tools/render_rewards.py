@@ -50,6 +50,7 @@ def render_rewards(
             "function": with_absolute_path(str(term.function), place),
             "timeout_s": f"{term.timeout_s:g}",
             "workers": str(term.workers),
+            "memory_mib": str(term.memory_mib),
             "tokenizer": str(place(tokenizer)),
         }
         model = REWARD_FUNCTION_PREFIX + name
