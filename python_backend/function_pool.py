@@ -47,14 +47,14 @@ class PoolClosed(RuntimeError):
 
 
 class Worker:
-    """One process that has imported the function. Start it from the thread that will use it."""
+    """One process that has imported the function."""
 
     def __init__(self, spec: str, wanted: Callable[[], bool], *, start_limit_s: float, memory_mib: int) -> None:
         """Raises FunctionError if the function cannot be imported in time, PoolClosed."""
         self._wanted = wanted
         self._channel, theirs = socket.socketpair()
         with theirs:
-            arguments = [spec, *map(str, (theirs.fileno(), os.getpid(), memory_mib))]
+            arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
             self._process = subprocess.Popen(
                 [_python(), "-m", "python_backend.function_worker", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class Worker:
         ]:
             if not self._wanted():
                 raise PoolClosed
-            if self._process.poll() is not None:  # what it has started may still hold the socket open
+            if self._process.poll() is not None:  # what it has forked holds the socket open
                 raise WorkerDied(self._obituary())
             if time.monotonic() >= deadline:
                 raise TimeoutError
@@ -113,7 +113,7 @@ class Worker:
             raise WorkerDied(self._obituary()) from error
 
     def _obituary(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes a moment before the exit code is there
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a socket may close before the exit code is there
             self._process.wait(1.0)
         code = self._process.poll()
         if code is None:
@@ -178,7 +178,7 @@ class WorkerPool:
             thread.join()
 
     def _serve(self) -> None:
-        """One worker's thread. The worker lives and dies under it: the kernel watches the thread as its parent."""
+        """One worker's thread; it replaces a worker that is gone when the next sample comes."""
         worker = None
         try:
             try:

@@ -1,4 +1,4 @@
-"""The process that runs a reward function: `python -m python_backend.function_worker SPEC FD PARENT_PID MEMORY_MIB`.
+"""The process that runs a reward function: `python -m python_backend.function_worker SPEC FD MEMORY_MIB`.
 Given: samples over the socket `FD`, one at a time. Returns: `{"score"}` or `{"error"}` for each; ends with its parent.
 The function runs in the main thread and may take the whole process down: the pool starts another.
 """
@@ -6,10 +6,10 @@ The function runs in the main thread and may take the whole process down: the po
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -19,7 +19,6 @@ from typing import Any
 
 from python_backend.function_rewards import FunctionError, Sample, describe, load_function, score
 
-PR_SET_PDEATHSIG = 1
 HEADER = struct.Struct("!I")
 
 
@@ -45,6 +44,20 @@ def _receive(channel: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
+def _watch_the_server(channel: socket.socket) -> None:
+    """Fork a process that ends all of our process group once the other side of the channel is gone.
+
+    An endless function never looks at its channel, and a program that it has started knows of none.
+    """
+    if os.fork():
+        return
+    gone = select.poll()
+    gone.register(channel, select.POLLRDHUP)
+    while not gone.poll():
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
 def _bound_memory(memory_mib: int) -> None:
     """Beyond it a function gets MemoryError; and if the machine runs out, this process goes before the server."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
@@ -54,15 +67,12 @@ def _bound_memory(memory_mib: int) -> None:
 
 def main(argv: list[str]) -> int:
     """Serve until the channel is closed; 1 if the function cannot be imported."""
-    spec, descriptor, parent, memory_mib = argv[0], *map(int, argv[1:])
-    # An endless function never looks at its channel: the kernel ends it when the pool's thread is gone.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return 1
-    _bound_memory(memory_mib)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server's threads block signals, and masks are inherited
+    spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
+    _watch_the_server(channel)
+    _bound_memory(memory_mib)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server's threads block signals, and masks are inherited
     try:
         function = load_function(spec)
     except FunctionError as error:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -148,12 +149,13 @@ def test_closing_ends_a_running_function_and_drops_what_waits() -> None:
 
 def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
+    sample = f"Sample('', [], {{'do': 'program', 'pid_file': {str(pid_file)!r}}})"
     script = (
         "import os, sys, time\n"
         "from python_backend.function_pool import WorkerPool\n"
         "from python_backend.function_rewards import Sample\n"
         "pool = WorkerPool(sys.argv[1], num_workers=2, timeout_s=600.0)\n"
-        "pool.submit(Sample('', [], {'do': 'pid'}), lambda outcome: None)\n"
+        f"pool.submit({sample}, lambda outcome: None)\n"
         "pool.submit(Sample('', [], {'do': 'loop'}), lambda outcome: None)\n"
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
@@ -162,11 +164,14 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
+        while not pid_file.is_file() or not pid_file.read_text():
+            time.sleep(0.01)
         children = psutil.Process(parent.pid).children(recursive=True)
-        assert len(children) == 2, pid_file
+        assert len(children) == 5  # two workers, what watches each, and the program
+        assert int(pid_file.read_text()) in [child.pid for child in children]
         os.kill(parent.pid, signal.SIGKILL)
     gone, alive = psutil.wait_procs(children, timeout=60)
-    assert len(gone) == 2, alive
+    assert len(gone) == 5, alive
 
 
 @pytest.mark.parametrize(

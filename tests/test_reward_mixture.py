@@ -69,13 +69,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     with tiny_server(folder, exit_timeout_s=1) as server:
         server.wait_ready()
         workers = worker_processes(server)
-        assert len(workers) == 4
+        assert len(workers) == 8
         yield server
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert not alive, [(worker.status(), worker.ppid()) for worker in alive]
 
 
 def worker_processes(server: TritonServer) -> list[psutil.Process]:
+    """With each worker a process that watches the server for it."""
     children = psutil.Process(server.pid).children(recursive=True)
     return [child for child in children if "python_backend.function_worker" in child.cmdline()]
 
@@ -162,8 +163,10 @@ def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> 
         server.wait_ready()
         workers = worker_processes(server)
         stub = stub_of(server, "reward_function_verdict")
+        its_own = [child for child in stub.children(recursive=True) if child in workers]
+        assert len(its_own) == 4
         stub.kill()
-        _, alive = psutil.wait_procs([worker for worker in workers if worker.ppid() == stub.pid], timeout=30)
+        _, alive = psutil.wait_procs(its_own, timeout=30)
         assert not alive
         psutil.Process(server.pid).kill()
         _, alive = psutil.wait_procs(workers, timeout=30)
@@ -182,7 +185,7 @@ def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
         assert errors_of(answer) == [""]
         _, alive = psutil.wait_procs(replaced, timeout=30)
         assert not alive
-        assert len(worker_processes(server)) == 5
+        assert len(worker_processes(server)) == 10
 
 
 def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> None:
