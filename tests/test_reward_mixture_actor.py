@@ -156,3 +156,23 @@ def test_metadata_goes_along_with_sentences(mixed: System, checkpoints: Checkpoi
     assert scorer.sends_sentences
     np.testing.assert_array_equal(scores.components["verdict"], [1, 2, np.nan, 3, np.nan, 0, 4, 5])
     np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
+
+
+def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, prompts: Path
+) -> None:
+    sections = {
+        "reward": {"checkpoint": str(tmp_path / "there-is-none")},
+        "rewards": {"verdict": TERMS["verdict"]},
+        "actor": {"prompts": str(prompts), "steps": 1, "max_failed_fraction": 0.25, "validation_size": 0},
+    }
+    system = start_system(make_run(tmp_path / "run", checkpoints, **sections))
+    actor = system.run.start("actor")
+    try:
+        assert actor.process.wait(180) == 0, actor.log_path.read_text()
+    finally:
+        stop_process(actor)
+        system.stop()
+    (line,) = [json.loads(line) for line in (system.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["train_rollouts/rewards"] == pytest.approx(0.5 * line["train_rollouts/reward_verdict"])
+    assert line["train_rollouts/masked_samples"] == 2
