@@ -35,7 +35,6 @@ from python_backend.contract import (
     VALUES,
     texts_array,
 )
-from python_backend.reward_sum import weighted_sum
 from tools.render_configs import render_repository
 from tools.triton_home import ServerStartError
 from tools.tritonserver import TritonServer
@@ -241,21 +240,3 @@ def test_values_alone_run_no_reward(mixed: System) -> None:
         after = [control.statistics(model).inference_count for model in ("reward_mixture", "reward_function_length")]
     assert np.isfinite(answer[VALUES]).all()
     assert before == after
-
-
-# ---- the sum itself ----
-
-
-def test_a_row_has_a_reward_exactly_when_every_component_is_finite() -> None:
-    components = np.asarray([[1, 2], [np.nan, 2], [1, np.inf], [3e38, 3e38], [0, 0]], np.float32)
-    rewards, errors = weighted_sum(
-        ["a", "b"], np.asarray([1.0, 2.0]), components, {"a": ["", "KeyError: 'x'", *[""] * 3]}
-    )
-    np.testing.assert_array_equal(rewards, np.asarray([5, np.nan, np.nan, np.nan, 0], np.float32))
-    assert errors == [
-        "",
-        "a: KeyError: 'x'",
-        "b: scored inf, must be finite",
-        "the weighted sum is inf, must be finite",
-        "",
-    ]
