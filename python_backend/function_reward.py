@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from python_backend.function_rewards import Sample
 from python_backend.serving import Call, Parameters, log, log_error, refuse_numpy_2
 from python_backend.tokenization import TextCodec
 
-MOST_WAITING_ROWS = 100_000  # beyond it callers are told to come back: the memory of a server is finite
 ANY_TOKEN = Limits(vocab_size=2**31)  # a policy's vocabulary may be padded beyond the tokenizer's
 
 
@@ -42,8 +41,7 @@ class TritonPythonModel:
         refuse_numpy_2()
         parameters = Parameters(args)
         self._codec = TextCodec(parameters.path("tokenizer"))
-        self._pending: set[PendingCall] = set()
-        self._lock = threading.Lock()
+        self._most_waiting = parameters.number("max_waiting_rows")
         spec, workers = parameters.text("function"), parameters.number("workers")
         timeout_s = float(parameters.text("timeout_s"))
         memory_mib = parameters.number("memory_mib")
@@ -55,24 +53,22 @@ class TritonPythonModel:
         for request in requests:
             call = Call(request)
             try:
-                samples = self._samples(call)
+                self._hand_over(call)
             except Exception as error:  # process edge: one request's error is that request's answer
-                call.fail(error)
-                continue
-            if self._pool.num_waiting + len(samples) > MOST_WAITING_ROWS:
-                call.fail(RuntimeError(f"{self._pool.num_waiting} rows wait for the function"), unavailable=True)
-                continue
-            pending = PendingCall(call, len(samples), self._forget)
-            with self._lock:
-                self._pending.add(pending)
-            for i, sample in enumerate(samples):
-                self._pool.submit(sample, functools.partial(pending.done, i))
+                _answer(call, [Outcome(error=str(error))] * _num_rows(call))
 
     def finalize(self) -> None:
-        """Triton's entry point at unload: no worker is left behind, whoever still waits is told."""
+        """Triton's entry point at unload, once every request has its answer: no worker is left behind."""
         self._pool.close()
-        for pending in list(self._pending):
-            pending.call.fail(RuntimeError("the server is stopping"), unavailable=True)
+
+    def _hand_over(self, call: Call) -> None:
+        samples = self._samples(call)
+        waiting = self._pool.num_waiting
+        if waiting + len(samples) > self._most_waiting:
+            raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
+        pending = PendingCall(call, len(samples))
+        for i, sample in enumerate(samples):
+            self._pool.submit(sample, functools.partial(pending.done, i))
 
     def _samples(self, call: Call) -> list[Sample]:
         sentences = call.array(SENTENCES)
@@ -86,19 +82,14 @@ class TritonPythonModel:
         metadata = metadata_rows(call.array(METADATA), len(rows))
         return [Sample(*parts) for parts in zip(texts, rows, metadata, strict=True)]
 
-    def _forget(self, pending: PendingCall) -> None:
-        with self._lock:
-            self._pending.discard(pending)
-
 
 class PendingCall:
     """A request whose rows are with the workers; answered from a thread of the pool."""
 
-    def __init__(self, call: Call, num_rows: int, forget: Any) -> None:
-        self.call = call
+    def __init__(self, call: Call, num_rows: int) -> None:
+        self._call = call
         self._outcomes = [Outcome()] * num_rows
         self._left = num_rows
-        self._forget = forget
         self._lock = threading.Lock()
 
     def done(self, row: int, outcome: Outcome) -> None:
@@ -108,10 +99,21 @@ class PendingCall:
             self._left -= 1
             if self._left:
                 return
-        self._forget(self)
         try:
-            scores = np.asarray([[outcome.score] for outcome in self._outcomes], np.float32)
-            errors = texts_array([outcome.error for outcome in self._outcomes])
-            self.call.answer({REWARD_COMPONENT: scores, REWARD_ERROR: errors})
+            _answer(self._call, self._outcomes)
         except Exception as error:  # thread edge: a worker's thread must outlive a caller that is gone
             log_error(f"an answer could not be sent: {type(error).__name__}: {error}")
+
+
+def _answer(call: Call, outcomes: Sequence[Outcome]) -> None:
+    """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
+    scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
+    with np.errstate(over="ignore"):  # beyond FP32: infinite, which the sum calls a failure
+        arrays = {REWARD_COMPONENT: scores.astype(np.float32)}
+    call.answer({**arrays, REWARD_ERROR: texts_array([outcome.error for outcome in outcomes])})
+
+
+def _num_rows(call: Call) -> int:
+    """Rows of a request that cannot be read: Triton gives all its tensors the same number."""
+    arrays = (call.array(name) for name in (SENTENCES, TOKENS, SEQUENCE_LENGTHS, METADATA))
+    return next(len(array) for array in arrays if array is not None)

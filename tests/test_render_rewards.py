@@ -29,7 +29,7 @@ def test_model_and_functions() -> None:
     found = parameters(configs["reward_function_length"])
     assert found.pop("function") == f"{Path('rewards/length.py').absolute()}:penalty"
     assert found.pop("tokenizer") == str(Path("checkpoints/reward").absolute())
-    assert found == {"timeout_s": "0.5", "workers": "3", "memory_mib": "99"}
+    assert found == {"timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000"}
     assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
     for model in ("reward_mixture", "reward_model"):
         assert json.loads(parameters(configs[model])["reward_components"]) == ["length", "model", "label"]

@@ -148,12 +148,14 @@ def test_rewards_alone_may_be_asked_for_and_a_missing_label_is_no_zero(server: T
 
 
 @pytest.mark.parametrize("metadata", ["[1]", "{", "null"])
-def test_metadata_that_is_no_object_is_the_callers_error(server: TritonServer, metadata: str) -> None:
+def test_metadata_that_is_no_object_is_a_cause(server: TritonServer, metadata: str) -> None:
+    """And no error of the request: many steps of an ensemble that failed at once have crashed tritonserver."""
     wrong = {**labelled(1), "metadata": texts_array([metadata])}
-    refused, fine = ask_all(server.section.http_url, [(REWARD_MODEL, wrong), (REWARD_MODEL, labelled(1))])
-    assert isinstance(refused, Refused)
-    assert "metadata[0]" in refused.message
-    assert not isinstance(fine, Refused)
+    answers = ask_all(server.section.http_url, [(REWARD_MODEL, wrong)] * 64)
+    for answer in answers:
+        assert not isinstance(answer, Refused), answer
+        assert np.isnan(answer[REWARDS]).all()
+        assert errors_of(answer)[0].startswith("length: metadata[0]: ")
 
 
 def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> None:
@@ -185,6 +187,17 @@ def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
         _, alive = psutil.wait_procs(replaced, timeout=30)
         assert not alive
         assert len(worker_processes(server)) == 10
+
+
+def test_a_full_queue_is_a_cause(tmp_path: Path) -> None:
+    functions_alone(tmp_path, TERMS)
+    with tiny_server(tmp_path) as server:
+        server.wait_ready()
+        with ControlPlane(server.section.grpc_url) as control:
+            control.load("reward_function_length", parameters={"max_waiting_rows": "2"}, timeout_s=60)
+        assert errors_of(ask(server.section.http_url, REWARD_MODEL, labelled(1, 1))) == ["", ""]
+        answer = ask(server.section.http_url, REWARD_MODEL, labelled(1, 1, 1))
+        assert errors_of(answer) == ["length: 0 samples wait for the function already, at most 2 may"] * 3
 
 
 def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> None:
