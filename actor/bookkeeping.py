@@ -14,7 +14,7 @@ from actor.client import TritonClient
 from actor.experience import rollout_metrics
 from actor.metrics import MetricsLog, read_jsonl, write_jsonl
 from actor.policy import Policy
-from actor.rollout import PPOBatch, ScoredRollout
+from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.validation import Validation, explained, samples
 from python_backend.config import RunConfig
@@ -73,6 +73,7 @@ class Bookkeeper:
             step, self._settings.steps, metrics["train_rollouts/rewards"],
             metrics["train_rollouts/init_policy_kl_per_sequence"], metrics["train_rollouts/weights_version"], seconds,
         )  # fmt: skip
+        _warn_of_failures(f"step {step}", scores)
         if not batch.policy_mask.any():
             logger.warning(
                 "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
@@ -82,6 +83,7 @@ class Bookkeeper:
     def log_validation(self, when: str, result: Validation) -> None:
         """Remember a validation and write its texts."""
         self._validations[when] = result
+        _warn_of_failures(f"validation {when}", result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
         path = self._dir / "samples.jsonl"
         kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
@@ -137,3 +139,10 @@ class Bookkeeper:
     def _seconds_per_step(self) -> float:
         times = [line["timers/step_time"] for line in read_jsonl(self._dir / "metrics.jsonl")]
         return sum(times) / max(1, len(times))
+
+
+def _warn_of_failures(where: str, scores: Scores) -> None:
+    failed = int((~scores.scored).sum())
+    if failed:
+        causes = "; ".join(scores.failures[:3]) + ("; …" if len(scores.failures) > 3 else "")
+        logger.warning("%s: %d of %d rewards could not be had: %s", where, failed, len(scores.scored), causes)

@@ -6,12 +6,13 @@ The only module that imports tritonclient.http.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -80,12 +81,16 @@ class TritonClient:
 
         return await self._attempts(model, ask, self._settings.deadline_s, retries=min(1, self._settings.retries))
 
-    async def score(self, rows: list[np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
+    async def score(
+        self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
+    ) -> dict[str, np.ndarray]:
         """Outputs of critic_infer for n token rows, padded to their longest S.
 
         Args:
             rows: int64 `[length_i]` each.
-            outputs: of `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1].
+            outputs: of `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1]; where several rewards are
+                served, of `reward_components` [n, C] and `reward_errors` [n, 1] too.
+            metadata: what reward functions are told about each row; None: nothing is sent.
 
         Raises:
             RequestFailed: no answer within the retries, or the request itself is wrong.
@@ -95,17 +100,18 @@ class TritonClient:
         for i, row in enumerate(rows):
             tokens[i, : row.size] = row
         lengths = np.asarray([[row.size] for row in rows], np.int64)
-        inputs = {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: lengths}
+        inputs = {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: lengths, **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs, self._settings.deadline_s)
 
-    async def score_sentences(self, texts: list[str]) -> np.ndarray:
-        """Rewards [n, 1] of n texts, tokenised by the reward model's own tokenizer. Raises RequestFailed."""
-        sentences = np.asarray([[text.encode()] for text in texts], dtype=np.object_)
-        outputs = (contract.REWARDS,)
-        answer = await self._infer(
-            contract.REWARD_MODEL, {contract.SENTENCES: sentences}, outputs, self._settings.deadline_s
-        )
-        return answer[contract.REWARDS]
+    async def score_sentences(
+        self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Outputs of reward_model for n texts, tokenised by its own tokenizer; otherwise as `score`.
+
+        Raises RequestFailed.
+        """
+        inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs, self._settings.deadline_s)
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
         """Train the critic on `payload` as step `step`; repeats are recognised, so retrying is safe.
@@ -175,6 +181,10 @@ class TritonClient:
             pause = min(MAX_BACKOFF_S, self._settings.backoff_s * 2 ** (attempt - 1))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError("unreachable")
+
+
+def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
+    return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

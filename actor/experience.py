@@ -83,6 +83,10 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
         "weights_version_min": float(scores.versions[scores.scored].min()),
         "distinct2": distinct_bigrams(rollout),
     }
+    for name, component in scores.components.items():
+        finite = component[torch.isfinite(component)]
+        if finite.numel():  # a reward that failed on every row has no mean
+            metrics[f"reward_{name}"] = float(finite.mean())
     for name, tensor in (("advantages", batch.advantages), ("returns", batch.returns), ("values", batch.prev_values)):
         mean = masked_mean(tensor, batch.mask)
         metrics[f"{name}_mean"] = float(mean)

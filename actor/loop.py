@@ -52,6 +52,7 @@ class PPORun:
         """The run."""
         started = time.monotonic()
         await self.scorer.compare_tokenizers()
+        self.scorer.mixture.check_prompts([*self.prompts, *self.held_out])
         first = await self.books.resume() + 1
         if first == 1:
             await self.validate("before")

@@ -47,6 +47,7 @@ class Scores:
     versions: Tensor  # int64 [B], weights version of the values; -1 where not scored
     scored: Tensor  # bool [B]
     failures: list[str]  # the distinct causes
+    components: dict[str, Tensor] = field(default_factory=dict)  # float32 [B] of each reward; NaN where it failed
 
 
 @dataclass(frozen=True)

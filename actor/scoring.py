@@ -11,9 +11,12 @@ import numpy as np
 import torch
 
 from actor.client import RequestFailed, TritonClient
+from actor.reward_mixture import MESSAGES_KEY, RewardMixture
 from actor.rollout import Rollout, Scores
-from python_backend.contract import CRITIC, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.contract import CRITIC, REWARD_COMPONENTS, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
 from python_backend.tokenization import fingerprint
+
+Answer = dict[str, np.ndarray] | str  # outputs, or why there are none
 
 
 class TokenizerMismatch(RuntimeError):
@@ -28,9 +31,10 @@ class Scorer:
         self._tokenizer = tokenizer
         self._rows_per_request = rows_per_request
         self.sends_sentences = False
+        self.mixture = RewardMixture()
 
     async def compare_tokenizers(self) -> None:
-        """Find out whether reward and critic read the policy's token ids.
+        """Find out which rewards there are, and whether reward and critic read the policy's token ids.
 
         A reward model with another vocabulary is sent sentences instead.
 
@@ -43,6 +47,8 @@ class Scorer:
         for model in (REWARD_MODEL, CRITIC):
             parameters = await self._client.model_parameters(model)
             theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
+            if model == REWARD_MODEL:
+                self.mixture = RewardMixture.of(parameters)
             if not theirs[model]:
                 raise TokenizerMismatch(
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be compared with the "
@@ -58,10 +64,10 @@ class Scorer:
 
     async def score(self, rollout: Rollout) -> Scores:
         """Rewards, values and the version they are of, for every row."""
-        rows, step = rollout.rows(), self._rows_per_request
-        chunks = [slice(i, min(i + step, len(rows))) for i in range(0, len(rows), step)]
-        answers = await asyncio.gather(*(self._score_chunk(rollout, rows, chunk) for chunk in chunks))
-        return _assemble(rollout, chunks, answers)
+        count, step = len(rollout.prompts), self._rows_per_request
+        chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
+        answers = await asyncio.gather(*(self._score_chunk(rollout, chunk) for chunk in chunks))
+        return _assemble(rollout, chunks, answers, self.mixture)
 
     async def values(self, rollout: Rollout) -> Scores:
         """Values alone (the reward model does not run); rewards are 0."""
@@ -69,50 +75,75 @@ class Scorer:
             rollout,
             [slice(i, i + 1) for i in range(len(rollout.prompts))],
             await asyncio.gather(*(self._values_of(row) for row in rollout.rows())),
+            RewardMixture(),
         )
 
-    async def _values_of(self, row: np.ndarray) -> dict[str, np.ndarray] | str:
+    async def _values_of(self, row: np.ndarray) -> Answer:
         try:
             return await self._client.score([row], (VALUES, WEIGHTS_VERSION))
         except RequestFailed as error:
             return str(error)
 
-    async def _score_chunk(self, rollout: Rollout, rows: list[np.ndarray], chunk: slice) -> dict[str, np.ndarray] | str:
+    async def _score_chunk(self, rollout: Rollout, chunk: slice) -> Answer:
+        rows, wanted = rollout.rows()[chunk], self.mixture.outputs
+        metadata = self._metadata(rollout, chunk) if self.mixture.names or self.sends_sentences else None
         try:
             if not self.sends_sentences:
-                return await self._client.score(rows[chunk], (REWARDS, VALUES, WEIGHTS_VERSION))
-            texts = [self.render(row) for row in rows[chunk]]
+                return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata)
+            texts = [self.render(rollout, i) for i in range(len(rollout.prompts))[chunk]]
             values, rewards = await asyncio.gather(
-                self._client.score(rows[chunk], (VALUES, WEIGHTS_VERSION)), self._client.score_sentences(texts)
+                self._client.score(rows, (VALUES, WEIGHTS_VERSION)),
+                self._client.score_sentences(texts, wanted, metadata),
             )
-            return {**values, REWARDS: rewards}
+            return {**values, **rewards}
         except RequestFailed as error:  # counted and masked by the caller
             return str(error)
 
-    def render(self, row: np.ndarray) -> str:
-        """The text that a reward model with another tokenizer reads."""
+    def render(self, rollout: Rollout, index: int) -> str:
+        """The text that a reward model with another tokenizer reads; of a chat the reply, its messages go along."""
+        if MESSAGES_KEY in rollout.prompts[index].metadata:
+            return self._response(rollout, index)
+        return self._text(rollout, index, start=0)
+
+    def _response(self, rollout: Rollout, index: int) -> str:
+        return self._text(rollout, index, start=int(rollout.prompt_lengths[index]))
+
+    def _text(self, rollout: Rollout, index: int, *, start: int) -> str:
+        row = rollout.tokens[index, start : int(rollout.lengths[index])]
         return self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
 
+    def _metadata(self, rollout: Rollout, chunk: slice) -> list[dict[str, Any]]:
+        return [
+            self.mixture.metadata(rollout.prompts[i], self._response(rollout, i))
+            for i in range(len(rollout.prompts))[chunk]
+        ]
 
-def _assemble(rollout: Rollout, chunks: list[slice], answers: list[dict[str, np.ndarray] | str]) -> Scores:
+
+def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixture: RewardMixture) -> Scores:
     count, width = rollout.tokens.shape
     rewards, values = torch.zeros(count), torch.zeros(count, width)
     versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
-    failures = []
+    components = torch.full((count, len(mixture.names)), torch.nan)
+    failures, num_explained = [], 0
     for chunk, answer in zip(chunks, answers, strict=True):
         if isinstance(answer, str):
             failures.append(answer)
             continue
         if REWARDS in answer:
             rewards[chunk] = torch.tensor(answer[REWARDS][:, 0])
+        if mixture.names:
+            components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
+            failures += mixture.causes(answer)
+            num_explained += len(mixture.causes(answer))
         values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
         versions[chunk] = torch.tensor(answer[WEIGHTS_VERSION][:, 0])
         scored[chunk] = True
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
-    if not finite.all():
-        failures.append(f"{int((~finite).sum())} rows were scored with values that are not finite")
+    if int((~finite).sum()) > num_explained:
+        failures.append(f"{int((~finite).sum()) - num_explained} rows were scored with values that are not finite")
     rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
-    return Scores(rewards, values, versions, scored & finite, sorted(set(failures)))
+    by_name = dict(zip(mixture.names, components.unbind(-1), strict=True))
+    return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name)
 
 
 def join_scores(parts: list[Scores], width: int) -> Scores:
@@ -124,4 +155,5 @@ def join_scores(parts: list[Scores], width: int) -> Scores:
         torch.cat([part.versions for part in parts]),
         torch.cat([part.scored for part in parts]),
         sorted({failure for part in parts for failure in part.failures}),
+        {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
     )

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
+from python_backend.reward_terms import RewardTerm, Terms, check_terms, function_terms
 from python_backend.sections import (
     ActorSection,
     ClientSection,
@@ -34,6 +35,7 @@ __all__ = [
     "DemoSection",
     "ModelSection",
     "RewardSection",
+    "RewardTerm",
     "RunConfig",
     "RunSection",
     "ServerSection",
@@ -55,6 +57,8 @@ class RunConfig(Section):
     """The tritonserver process."""
     reward: RewardSection = RewardSection()
     """The reward model."""
+    rewards: Terms | None = None
+    """Names and terms of a weighted sum of rewards; default: the reward model alone."""
     critic: CriticSection = CriticSection()
     """The critic model."""
     trainer: TrainerSection = TrainerSection()
@@ -66,6 +70,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        check_terms(self.rewards or {})
+        slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
+        if slow:
+            raise ValueError(
+                f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) is not below "
+                f"actor.client.deadline_s ({self.actor.client.deadline_s:g}): the actor would give up first"
+            )
         if self.actor.minibatch_size > self.actor.rollout_size:
             raise ValueError(
                 f"actor.minibatch_size ({self.actor.minibatch_size}) is larger than "
@@ -77,6 +88,11 @@ class RunConfig(Section):
                 f"({self.trainer.constant_steps}) is larger than trainer.max_steps ({self.trainer.max_steps})"
             )
         return self
+
+    @property
+    def functions(self) -> dict[str, RewardTerm]:
+        """The rewards that are Python functions."""
+        return function_terms(self.rewards or {})
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -128,7 +144,7 @@ def _describe(item: Any) -> str:
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
-    valid = _known_keys()
+    valid = [*_known_keys(), *_term_keys(item["loc"])]
     near = difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
         near = [key for key in valid if key.rsplit(".", 1)[-1] == str(item["loc"][-1])][:1]
@@ -146,6 +162,13 @@ def _known_keys() -> list[str]:
         "critic.standardization.mean",
         "critic.standardization.std",
     ]
+
+
+def _term_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the reward term that `location` lies in; terms have names of their own."""
+    if location[0] != "rewards" or len(location) < 3:
+        return []
+    return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
 
 
 def _keys_of(section: type[BaseModel], prefix: str) -> list[str]:

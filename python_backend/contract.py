@@ -21,6 +21,10 @@ CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
+# Only where the YAML has `rewards`: reward_model is then an ensemble of these.
+REWARD_CHECKPOINT = "reward_checkpoint"
+REWARD_MIXTURE = "reward_mixture"
+REWARD_FUNCTION_PREFIX = "reward_function_"
 
 TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
 SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
@@ -28,10 +32,11 @@ SENTENCES = "sentences"  # BYTES [B, 1], UTF-8; wins over tokens
 METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
 REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
+REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where one failed; also the parameter that names them
+REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
+REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 VALUES = "values"  # FP32 [B, S]
-RESPONSE_VALUES = (
-    "response_values"  # FP32 [B, R], R = longest response: values of the states that response tokens follow
-)
+RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; values of the states that its tokens follow
 WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
 
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
@@ -44,6 +49,10 @@ LOSS_MEAN = "loss_mean"  # FP32 [1]
 DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint
 REWIND_TO = "rewind_to"  # INT64 [1], optional; critic_save: make this step the critic's last
 STATUS = "status"  # INT64 [1], 0: done
+
+# Between the parts of a mixture.
+REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN: no score
+REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
 
 TRAINING_KEY_HEADER = "x-triton-training-key"
 DEFAULT_RUN_ID = "default"
@@ -249,6 +258,11 @@ def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]
             raise ContractError(f"{METADATA}[{i}]: {text[:80]!r}, must be a JSON object")
         parsed.append(value)
     return parsed
+
+
+def texts_array(texts: list[str]) -> np.ndarray:
+    """BYTES `[B, 1]` of B texts; what no UTF-8 can hold (lone surrogates) becomes '?'."""
+    return np.asarray([[text.encode("utf-8", "replace")] for text in texts], dtype=np.object_)
 
 
 def _decode(name: str, item: Any) -> str:

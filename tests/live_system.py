@@ -247,14 +247,14 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
     }  # fmt: skip
     for name, section in sections.items():
         for key, value in section.items():
-            old = data[name].get(key)
+            old = data.setdefault(name, {}).get(key)
             data[name][key] = {**old, **value} if isinstance(old, dict) else value
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
     server = with_free_ports(load_config(path).server)
     data["server"] |= {key: getattr(server, key) for key in ("http_port", "grpc_port", "metrics_port")}
-    path.write_text(yaml.safe_dump(data))
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
     return LiveRun(path, load_config(path))
 
 

@@ -16,6 +16,11 @@ from python_backend.contract import (
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
+    REWARD_CHECKPOINT,
+    REWARD_COMPONENT,
+    REWARD_ERROR,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MIXTURE,
     REWARD_MODEL,
     REWARDS,
     VALUES,
@@ -24,10 +29,9 @@ from python_backend.contract import (
 from tools.triton_home import ServerStartError
 from trainer.control_plane import ControlPlane
 
-# What stands in one tuple is loaded at the same time.
-LOAD_ORDER = ((REWARD_MODEL, CRITIC), (CRITIC_INFER,), (CRITIC_TRAIN,), (CRITIC_SAVE,))
 SCORING_OUTPUTS = {
-    REWARD_MODEL: (REWARDS,),
+    REWARD_CHECKPOINT: (REWARDS,),
+    REWARD_MODEL: (REWARDS,),  # where it is an ensemble, this proves the mixture too
     CRITIC: (VALUES, WEIGHTS_VERSION),
     CRITIC_INFER: (REWARDS, VALUES, WEIGHTS_VERSION),
 }
@@ -67,9 +71,8 @@ def load_and_probe(
         return min(left_s, section.load_timeout_s)
 
     missing = {model for model in models if not control.is_ready(model)}
-    others = tuple(sorted(missing.difference(*LOAD_ORDER)))
-    for group in (*LOAD_ORDER, others):
-        _load_together(control, missing.intersection(group), time_left, check, log)
+    for group in load_order(missing):
+        _load_together(control, group, time_left, check, log)
     for model in sorted(models):
         probe(control, model, time_left())
         log(f"{model} answers")
@@ -81,6 +84,19 @@ def too_slow(section: ServerSection) -> str:
         f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
         "what they wait for; if only time is missing, raise server.start_timeout_s"
     )
+
+
+def load_order(models: set[str]) -> list[set[str]]:
+    """The models in groups, each to be loaded at the same time, after those that it consists of."""
+    parts = {model for model in models if _is_function(model) or model in (REWARD_CHECKPOINT, REWARD_MIXTURE)}
+    first = {CRITIC, *(parts or {REWARD_MODEL})}
+    order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
+    others = models.difference(*order)
+    return [models & group for group in [*order, others] if models & group]
+
+
+def _is_function(model: str) -> bool:
+    return model.startswith(REWARD_FUNCTION_PREFIX)
 
 
 def compile_ahead(repository: Path) -> None:
@@ -121,5 +137,7 @@ def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
     """Have the model answer a request that changes nothing. Raises ControlPlaneError."""
     if model in SCORING_OUTPUTS:
         control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
+    elif _is_function(model):  # of an invented sample NaN is an answer as good as any
+        control.probe_scoring(model, (REWARD_COMPONENT, REWARD_ERROR), timeout_s)
     elif model in (CRITIC_TRAIN, CRITIC_SAVE):
         control.probe_rejection(model, timeout_s)

@@ -6,29 +6,45 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints import CheckpointError, inspect_checkpoint
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
-from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.contract import (
+    CRITIC,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    REWARD_CHECKPOINT,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MIXTURE,
+    REWARD_MODEL,
+)
+from tools.config_rules import check_rules
+from tools.render_rewards import Render, render_rewards, stale_parts
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
 DEFAULT_REPOSITORY = ROOT / "model_repository"
 MODULES = {
     REWARD_MODEL: "python_backend.reward",
+    REWARD_CHECKPOINT: "python_backend.reward",
+    REWARD_MIXTURE: "python_backend.reward_mixture",
     CRITIC: "python_backend.critic",
     CRITIC_TRAIN: "python_backend.critic_train",
     CRITIC_SAVE: "python_backend.critic_save",
 }
-SEQUENCE_INPUTS = frozenset({"tokens"})
 NO_TIMEOUT_S = 7 * 24 * 3600  # a request's own timeout counts only where a model has one
+FUNCTION_MODULE = "python_backend.function_reward"
 
 
 @dataclass(frozen=True)
@@ -63,31 +79,37 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
         "reload": config.critic.reload,
         "poll_interval_ms": str(config.critic.poll_interval_ms),
     }
-    reward_parameters = {
-        **_scoring_parameters(config.reward, place),
-        "standardization": _standardization(config.reward),
-    }
     batch = min(config.reward.max_batch_size, config.critic.max_batch_size)
-    tokens_dtype = config.server.tokens_dtype
+    render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
     texts = {
-        REWARD_MODEL: _render_scoring(REWARD_MODEL, config.reward, tokens_dtype, reward_parameters),
-        CRITIC: _render_scoring(CRITIC, config.critic, tokens_dtype, critic_parameters),
-        CRITIC_INFER: _render("ensemble.pbtxt.j2", max_batch_size=batch, tokens_dtype=tokens_dtype),
-        CRITIC_TRAIN: _render("journal.pbtxt.j2", name=CRITIC_TRAIN, tokens_dtype=tokens_dtype, parameters=journal),
-        CRITIC_SAVE: _render("journal.pbtxt.j2", name=CRITIC_SAVE, tokens_dtype=tokens_dtype, parameters=journal),
+        **_rewards(config, place, render),
+        CRITIC: _render_scoring(CRITIC, config.critic, render, critic_parameters),
+        CRITIC_INFER: render(
+            "ensemble.pbtxt.j2",
+            max_batch_size=batch,
+            num_components=len(config.rewards or {}),
+            num_rewards=_num_rewards(config),
+        ),
+        CRITIC_TRAIN: render("journal.pbtxt.j2", name=CRITIC_TRAIN, parameters=journal),
+        CRITIC_SAVE: render("journal.pbtxt.j2", name=CRITIC_SAVE, parameters=journal),
     }
     check_rules({model: parse_config(model, text) for model, text in texts.items()})
     return texts
 
 
 def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
-    """Write the repository into `out`; files that are up to date keep their time. Returns the files written."""
+    """Write the repository into `out`; files that are up to date keep their time. Returns the files written.
+
+    Rendered rewards that the YAML no longer has are removed: the server loads whatever is there.
+    """
     written = []
     for path, text in _files(config, out, resolve_paths).items():
         if not path.is_file() or path.read_text() != text:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             written.append(path)
+    for folder in stale_parts(config, out):
+        shutil.rmtree(folder)
     return written
 
 
@@ -99,7 +121,7 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
         if found != text:
             lines = difflib.unified_diff(found.splitlines(), text.splitlines(), "on disk", "rendered", lineterm="", n=1)
             drifts.append(Drift(path, "\n".join(lines)))
-    return drifts
+    return drifts + [Drift(folder, "-a reward that the YAML no longer has") for folder in stale_parts(config, out)]
 
 
 def parse_config(model: str, text: str) -> Any:
@@ -113,63 +135,63 @@ def parse_config(model: str, text: str) -> Any:
         raise ConfigError(f"{model}/config.pbtxt is not what Triton reads: {error}") from error
 
 
-def check_rules(configs: Mapping[str, Any]) -> None:
-    """What the protobuf cannot know: names, ragged inputs, batch sizes, the ensemble's wiring. Raises ConfigError."""
-    for model, config in configs.items():
-        if config.name != model:
-            raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}")
-        if model in (REWARD_MODEL, CRITIC):
-            _check_scoring(model, config)
-    for step in configs[CRITIC_INFER].ensemble_scheduling.step:
-        _check_step(configs, step)
-
-
-def _check_scoring(model: str, config: Any) -> None:
-    for tensor in config.input:
-        if tensor.name in SEQUENCE_INPUTS and not tensor.allow_ragged_batch:
-            raise ConfigError(f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
-                              "of different lengths never share a batch")  # fmt: skip
-    if not config.HasField("dynamic_batching"):
-        raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing")
-    too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]
-    if too_large:
-        raise ConfigError(
-            f"{model}: preferred_batch_size {too_large[0]} exceeds max_batch_size {config.max_batch_size}"
-        )
-
-
-def _check_step(configs: Mapping[str, Any], step: Any) -> None:
-    inputs = {tensor.name: tensor for tensor in configs[step.model_name].input}
-    outputs = {tensor.name: tensor for tensor in configs[step.model_name].output}
-    whole = configs[CRITIC_INFER]
-    ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
-    for mapping, theirs in ((step.input_map, inputs), (step.output_map, outputs)):
-        for key, value in mapping.items():
-            known = theirs.get(key)
-            if known is None or (known.data_type, list(known.dims)) != (ours[value].data_type, list(ours[value].dims)):
-                raise ConfigError(f"{CRITIC_INFER}/config.pbtxt: tensor {key} does not fit {step.model_name}")
-
-
 def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]:
     files = {}
     for model, text in render_configs(config, resolve_paths=resolve_paths).items():
         files[out / model / "config.pbtxt"] = text
-        if model in MODULES:
-            files[out / model / "1" / "model.py"] = f"from {MODULES[model]} import TritonPythonModel  # noqa: F401\n"
-        else:  # an ensemble has no code, but Triton wants its version folder
+        module = FUNCTION_MODULE if model.startswith(REWARD_FUNCTION_PREFIX) else MODULES.get(model)
+        if 'platform: "ensemble"' in text:  # it has no code, but Triton wants its version folder
             files[out / model / "1" / ".gitkeep"] = ""
+        else:
+            files[out / model / "1" / "model.py"] = f"from {module} import TritonPythonModel  # noqa: F401\n"
     return files
 
 
-def _render_scoring(name: str, model: ModelSection, tokens_dtype: str, parameters: Mapping[str, str]) -> str:
+def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
+    """reward_model, and what it consists of where the YAML has `rewards`."""
+
+    def checkpoint(name: str) -> str:
+        section = config.reward
+        parameters = {
+            **_scoring_parameters(section, place),
+            "standardization": _standardization(section),
+            "pooling": section.pooling,
+            "attribute_weights": json.dumps(section.attribute_weights),
+            "merge_attributes": json.dumps(section.merge_attributes),
+        }
+        return _render_scoring(name, section, render, parameters, num_rewards=_num_rewards(config))
+
+    if config.rewards is None:
+        return {REWARD_MODEL: checkpoint(REWARD_MODEL)}
+    return render_rewards(config, place, render=render, checkpoint=checkpoint, fingerprint=_tokenizer_fingerprint)
+
+
+def _num_rewards(config: RunConfig) -> int:
+    """Rewards of a row: one, or the checkpoint's number of labels where they are not merged."""
+    section = config.reward
+    if section.merge_attributes or not (section.checkpoint / "config.json").is_file():
+        return 1
+    try:
+        head = inspect_checkpoint(section.checkpoint).head
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    num_labels = 1 if head is None else head.num_labels
+    if num_labels > 1 and config.rewards is not None:
+        raise ConfigError(f"reward.merge_attributes: false gives {num_labels} rewards a row, and `rewards` adds up one")
+    return num_labels
+
+
+def _render_scoring(
+    name: str, model: ModelSection, render: Render, parameters: Mapping[str, str], *, num_rewards: int = 1
+) -> str:
     kind, _, index = model.device.partition(":")
     preferred = model.preferred_batch_size
-    return _render(
+    return render(
         "scoring.pbtxt.j2",
         name=name,
         model=model,
         preferred=[preferred] if isinstance(preferred, int) else preferred,
-        tokens_dtype=tokens_dtype,
+        num_rewards=num_rewards,
         instances=model.settled("instances"),
         queue_timeout_us=round((model.queue_timeout_s or NO_TIMEOUT_S) * 1e6),
         kind="KIND_CPU" if kind == "cpu" else "KIND_GPU",
@@ -190,12 +212,14 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
         "queue_timeout_s": f"{model.queue_timeout_s:g}",
         "max_length": str(model.max_length or ""),
         "max_sentence_bytes": str(model.max_sentence_bytes),
+        "compile": json.dumps(model.compile),
         "tokenizer_fingerprint": _tokenizer_fingerprint(model.checkpoint),
     }
 
 
 def _tokenizer_fingerprint(folder: Path) -> str:
-    if not (folder / "config.json").is_file():  # the committed rendering knows no checkpoint
+    known = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in known):  # the committed rendering knows no checkpoint
         return ""
     from python_backend.tokenization import fingerprint, load_tokenizer
 

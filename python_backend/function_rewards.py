@@ -1,0 +1,124 @@
+"""Rewards that are Python functions: what such a function is given, how it is found, what its result must be.
+Given: `path/to/file.py:name` or `package.module:name`. Returns: the function, or a score; errors name the function.
+The standard library alone: user code imports `Sample` from here, and the worker processes start fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PROMPT_KEY = "prompt"  # reserved in the metadata: the actor puts both texts there
+RESPONSE_KEY = "response"
+FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
+MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
+LONGEST_ERROR = 500  # characters of a cause that travel back
+
+
+class FunctionError(ValueError):
+    """A reward function cannot be had; the message names it and the cause."""
+
+
+class BadScore(ValueError):
+    """A function returned what is no score."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to score."""
+
+    text: str
+    """Prompt and response as one text, special tokens left out; of a chat prompt the response alone."""
+    tokens: list[int] = field(default_factory=list)
+    """Token ids of what was sent; of a text, those of the reward's tokenizer."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The unknown columns of the prompt's line, and what the actor adds."""
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text; None if the caller sent none."""
+        return self.metadata.get(PROMPT_KEY)
+
+    @property
+    def response(self) -> str | None:
+        """The response's text; None if the caller sent none."""
+        return self.metadata.get(RESPONSE_KEY)
+
+
+def check_spec(spec: str) -> str:
+    """`spec` itself. Raises ValueError if it is neither `file.py:name` nor `package.module:name`."""
+    if not FILE_SPEC.fullmatch(spec) and not MODULE_SPEC.fullmatch(spec):
+        raise ValueError(f"{spec!r} is no function; write path/to/file.py:name or package.module:name")
+    return spec
+
+
+def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
+    """A file's `spec` with its path made absolute by `place`; a module's unchanged."""
+    found = FILE_SPEC.fullmatch(spec)
+    return f"{place(Path(found['file']))}:{found['name']}" if found else spec
+
+
+def load_function(spec: str) -> Callable[[Sample], Any]:
+    """Import the function. Raises FunctionError, whatever the imported code raised."""
+    check_spec(spec)
+    source, _, name = spec.rpartition(":")
+    try:
+        module = _import_file(Path(source)) if FILE_SPEC.fullmatch(spec) else importlib.import_module(source)
+    except BaseException as error:  # user code may even call sys.exit
+        raise FunctionError(f"{spec} cannot be imported: {describe(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "has no" if function is None else f"holds a {type(function).__name__} and no function as"
+        raise FunctionError(f"{spec} cannot be imported: {source} {what} {name!r}")
+    return function
+
+
+def score(function: Callable[[Sample], Any], sample: Sample) -> float:
+    """The function's score of one sample.
+
+    Raises:
+        BadScore: what it returned is no number, or not finite.
+        BaseException: whatever the function raised.
+    """
+    value = function(sample)
+    if isinstance(value, (str, bytes)) or value is None:
+        raise BadScore(f"returned {value!r:.80}, must be a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise BadScore(f"returned {value!r:.80}, must be a number") from error
+    if not math.isfinite(number):
+        raise BadScore(f"returned {number}, must be finite")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """One line: type, message, and the place in the code; cut to what is worth sending."""
+    if isinstance(error, BadScore):
+        return str(error)
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    line = " ".join(text.encode("utf-8", "replace").decode().split())
+    line = line if len(line) <= LONGEST_ERROR else line[:LONGEST_ERROR] + " …"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return f"{line} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else line
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "reward_function_file"
+    found = importlib.util.spec_from_file_location(name, path)
+    if not path.is_file() or found is None or found.loader is None:
+        raise FileNotFoundError(f"there is no file {path}")
+    sys.path.insert(0, str(path.parent.absolute()))  # as `python file.py` does: its neighbours can be imported
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

@@ -1,0 +1,51 @@
+"""The weighted sum of several rewards, the last step of the ensemble that reward_model is where there are several.
+Given: for each component its scores FP32 [B, 1], NaN where it failed, and, of a function, the causes BYTES [B, 1].
+Returns: `rewards` FP32 [B, 1], `reward_components` FP32 [B, C], `reward_errors` BYTES [B, 1]. NaN: no score.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from python_backend.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
+from python_backend.reward_sum import weighted_sum
+from python_backend.serving import Call, Parameters, refuse_numpy_2
+
+
+class TritonPythonModel:
+    """Adds up what the other models scored."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        refuse_numpy_2()
+        parameters = Parameters(args)
+        self._names: list[str] = json.loads(parameters.text(REWARD_COMPONENTS))
+        self._weights = np.asarray(json.loads(parameters.text(REWARD_WEIGHTS)), np.float64)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point."""
+        for request in requests:
+            call = Call(request)
+            try:
+                call.answer(self._mix(call))
+            except Exception as error:  # process edge: one request's error is that request's answer
+                call.fail(error)
+
+    def _mix(self, call: Call) -> dict[str, np.ndarray]:
+        columns = [call.array(f"component_{name}") for name in self._names]
+        components = np.concatenate([column for column in columns if column is not None], axis=1)
+        causes = {}
+        for name in self._names:
+            found = call.array(f"error_{name}")
+            if found is not None:
+                causes[name] = [item.decode() for item in found[:, 0]]
+        rewards, errors = weighted_sum(self._names, self._weights, components, causes)
+        return {
+            REWARDS: rewards[:, None],
+            REWARD_COMPONENTS: np.where(np.isfinite(components), components, np.float32(np.nan)),
+            REWARD_ERRORS: texts_array(errors),
+        }

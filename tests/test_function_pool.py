@@ -1,0 +1,237 @@
+"""Worker processes of reward functions: whatever one does, it costs its own sample and nothing else."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from python_backend.function_pool import Outcome, WorkerPool
+from python_backend.function_rewards import FunctionError, Sample, load_function, score
+
+FILE = Path(__file__).parent / "reward_functions.py"
+ROOT = FILE.parent.parent
+LIMIT_S = 1.0
+PATIENT_S = 60.0
+
+
+def make_pool(name: str = "by_row", *, num_workers: int = 2, timeout_s: float = PATIENT_S) -> WorkerPool:
+    return WorkerPool(f"{FILE}:{name}", num_workers=num_workers, timeout_s=timeout_s)
+
+
+def doing(*actions: str | None, **metadata: object) -> list[Sample]:
+    """One sample for each action; the i-th has i tokens."""
+    return [Sample("text", [0] * i, {**({"do": a} if a else {}), **metadata}) for i, a in enumerate(actions)]
+
+
+def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[Outcome]:
+    """What became of each."""
+    results: list[Outcome | None] = [None] * len(samples)
+    left = threading.Semaphore(0)
+    for i, sample in enumerate(samples):
+
+        def done(outcome: Outcome, i: int = i) -> None:
+            assert results[i] is None
+            results[i] = outcome
+            left.release()
+
+        pool.submit(sample, done)
+    for _ in samples:
+        assert left.acquire(timeout=120)
+    return [result for result in results if result is not None]
+
+
+def workers() -> list[psutil.Process]:
+    """Worker processes of this process."""
+    return [child for child in psutil.Process().children() if "python_backend.function_worker" in child.cmdline()]
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = make_pool(num_workers=2)
+    yield pool
+    pool.close()
+    assert not workers()
+
+
+@pytest.fixture
+def hasty() -> Iterator[WorkerPool]:
+    """One worker with a short limit."""
+    pool = make_pool(num_workers=1, timeout_s=LIMIT_S)
+    yield pool
+    pool.close()
+    assert not workers()
+
+
+def test_many_samples_each_get_their_own_score(pool: WorkerPool) -> None:
+    found = outcomes(pool, doing(*[None] * 500))
+    assert [outcome.score for outcome in found] == list(range(500))
+    assert not any(outcome.error for outcome in found)
+
+
+@pytest.mark.parametrize(
+    ("action", "cause"),
+    [
+        ("raise", "RuntimeError: no verdict on None"),
+        ("exit", "SystemExit: enough"),
+        ("die", "the worker process ended with exit code 3"),
+        ("crash", "the worker process was killed by SIGSEGV"),
+        ("memory", "MemoryError"),
+        ("nan", "returned nan, must be finite"),
+        ("infinity", "returned inf, must be finite"),
+        ("text", "returned '1.0', must be a number"),
+        ("none", "returned None, must be a number"),
+    ],
+)
+def test_what_goes_wrong_costs_its_own_sample(pool: WorkerPool, action: str, cause: str) -> None:
+    before, failed, after, last = outcomes(pool, doing(None, action, None, "print"))
+    assert math.isnan(failed.score)
+    assert re.sub(r" \(reward_functions.py:\d+\)$", "", failed.error) == cause
+    assert [before, after, last] == [Outcome(0.0), Outcome(2.0), Outcome(1.0)]
+
+
+@pytest.mark.parametrize("action", ["sleep", "loop"])
+def test_an_endless_sample_is_killed_and_the_next_is_scored_by_a_new_worker(hasty: WorkerPool, action: str) -> None:
+    first, endless, second, last = outcomes(hasty, doing("pid", action, "pid", None))
+    assert endless.error == "took longer than 1 s and was killed"
+    assert math.isnan(endless.score)
+    assert first.score != second.score
+    assert last == Outcome(3.0)
+    assert not psutil.pid_exists(int(first.score))
+
+
+def test_waiting_for_a_worker_does_not_count_against_the_limit(hasty: WorkerPool) -> None:
+    found = outcomes(hasty, doing("sleep", "sleep", None))  # the last waits for two limits
+    assert [bool(outcome.error) for outcome in found] == [True, True, False]
+
+
+def test_what_a_killed_function_has_started_is_killed_too(hasty: WorkerPool, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (outcome,) = outcomes(hasty, doing("program", pid_file=str(pid_file)))
+    assert outcome.error
+    program = int(pid_file.read_text())
+    assert not psutil.pid_exists(program) or psutil.Process(program).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:
+    (outcome,) = outcomes(pool, [Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})])
+    assert outcome == Outcome(1e7)
+
+
+def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(pool: WorkerPool) -> None:
+    for worker in workers():
+        worker.kill()
+    found = outcomes(pool, doing(*[None] * 20))
+    assert sum(bool(outcome.error) for outcome in found) <= 2
+    assert all(outcome.error in ("", "the worker process was killed by SIGKILL") for outcome in found)
+
+
+def test_closing_ends_a_running_function_and_drops_what_waits() -> None:
+    pool = make_pool(num_workers=2)
+    finished: list[Outcome] = []
+    for sample in doing("loop", "sleep", None, None):
+        pool.submit(sample, finished.append)
+    assert len(workers()) >= 2
+    pool.close()
+    assert not finished
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("worker-") and thread.is_alive()]
+
+
+def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    sample = f"Sample('', [], {{'do': 'program', 'pid_file': {str(pid_file)!r}}})"
+    script = (
+        "import os, sys, time\n"
+        "from python_backend.function_pool import WorkerPool\n"
+        "from python_backend.function_rewards import Sample\n"
+        "pool = WorkerPool(sys.argv[1], num_workers=2, timeout_s=600.0)\n"
+        f"pool.submit({sample}, lambda outcome: None)\n"
+        "pool.submit(Sample('', [], {'do': 'loop'}), lambda outcome: None)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script, f"{FILE}:by_row"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        while not pid_file.is_file() or not pid_file.read_text():
+            time.sleep(0.01)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert len(children) == 5  # two workers, what watches each, and the program
+        assert int(pid_file.read_text()) in [child.pid for child in children]
+        os.kill(parent.pid, signal.SIGKILL)
+    gone, alive = psutil.wait_procs(children, timeout=60)
+    assert len(gone) == 5, alive
+
+
+@pytest.mark.parametrize(
+    ("spec", "cause"),
+    [
+        ("missing.py:score", "missing.py:score cannot be imported: FileNotFoundError: there is no file missing.py"),
+        ("no.such_module:score", "cannot be imported: ModuleNotFoundError: No module named 'no'"),
+        (f"{FILE}:nothing", f"cannot be imported: {FILE} has no 'nothing'"),
+        (f"{FILE}:_ACTIONS", "holds a dict and no function as '_ACTIONS'"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_one_sentence(spec: str, cause: str) -> None:
+    with pytest.raises(FunctionError, match=re.escape(cause)):
+        WorkerPool(spec, num_workers=2, timeout_s=1.0)
+    assert not workers()
+
+
+@pytest.mark.parametrize(
+    "body", ["import sys\nsys.exit(2)", "raise KeyError('x')", "def score(:", "import os\nos._exit(4)"]
+)
+def test_a_file_that_fails_on_import(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(body + "\n")
+    with pytest.raises(FunctionError, match="cannot be imported: ") as caught:
+        WorkerPool(f"{path}:score", num_workers=1, timeout_s=1.0)
+    print(caught.value)
+    assert not workers()
+
+
+def test_an_import_without_end_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "endless.py"
+    path.write_text("import time\ntime.sleep(3600)\n")
+    with pytest.raises(FunctionError, match="cannot be imported: no end after 1 s"):
+        WorkerPool(f"{path}:score", num_workers=1, timeout_s=1.0, start_limit_s=1.0)
+    assert not workers()
+
+
+def test_a_file_may_import_its_neighbours_and_a_module_is_found_by_name(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_a_reward.py").write_text("OFFSET = 2\n")
+    path = tmp_path / "with neighbour.py"
+    path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
+    for spec, expected in ((f"{path}:f", 5.0), ("builtins:hash", None)):
+        pool = WorkerPool(spec, num_workers=1, timeout_s=PATIENT_S)
+        (outcome,) = outcomes(pool, [Sample("abc")])
+        pool.close()
+        assert outcome.score == expected if expected else outcome.error
+
+
+def test_prompt_and_response_come_from_the_metadata() -> None:
+    assert (Sample("a b").prompt, Sample("a b").response) == (None, None)
+    sample = Sample("a b", [], {"prompt": "a", "response": " b"})
+    assert (sample.prompt, sample.response) == ("a", " b")
+
+
+@pytest.mark.parametrize("value", [True, 3, 0.5])
+def test_numbers_are_scores(value: float) -> None:
+    assert score(lambda _: value, Sample("")) == float(value)
+
+
+@pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])
+def test_what_is_no_function(spec: str) -> None:
+    with pytest.raises(ValueError, match=re.escape("write path/to/file.py:name or package.module:name")):
+        load_function(spec)

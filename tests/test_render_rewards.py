@@ -1,0 +1,117 @@
+"""`rewards` of the YAML: what is rendered of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from live_system import make_tokenizer
+from test_render_configs import MODELS, parameters, parsed
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from tools import render_configs as render
+from tools.model_loading import load_order
+
+LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}
+LABEL = {"function": "package.verifiers:label"}
+
+
+def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
+    return {s.model_name: (dict(s.input_map), dict(s.output_map)) for s in config.ensemble_scheduling.step}
+
+
+def test_model_and_functions() -> None:
+    configs = parsed(rewards={"length": LENGTH, "model": {"weight": 2}, "label": LABEL}, reward={"max_batch_size": 8})
+    functions = {"reward_function_length", "reward_function_label"}
+    assert set(configs) == MODELS | functions | {"reward_checkpoint", "reward_mixture"}
+    found = parameters(configs["reward_function_length"])
+    assert found.pop("function") == f"{Path('rewards/length.py').absolute()}:penalty"
+    assert found.pop("tokenizer") == str(Path("checkpoints/reward").absolute())
+    assert found == {"timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000"}
+    assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
+    for model in ("reward_mixture", "reward_model"):
+        assert json.loads(parameters(configs[model])["reward_components"]) == ["length", "model", "label"]
+        assert json.loads(parameters(configs[model])["reward_weights"]) == [-0.01, 2, 1]
+    assert parameters(configs["reward_checkpoint"])["standardization"] == "checkpoint"
+    assert {config.max_batch_size for name, config in configs.items() if name.startswith("reward")} == {8}
+    assert configs["reward_model"].platform == configs["critic_infer"].platform == "ensemble"
+    parts = steps(configs["reward_model"])
+    assert parts["reward_checkpoint"][1] == {"rewards": "component_model"}
+    assert parts["reward_function_label"][1] == {"reward_component": "component_label", "reward_error": "error_label"}
+    mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
+    assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
+    assert set(steps(configs["critic_infer"])["reward_model"][1]) == {"rewards", "reward_components", "reward_errors"}
+    (components,) = [t for t in configs["critic_infer"].output if t.name == "reward_components"]
+    assert list(components.dims) == [3]
+
+
+def test_functions_alone_serve_no_checkpoint_and_take_the_critics_tokenizer(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "critic")
+    critic = {"checkpoint": str(tmp_path / "critic")}
+    configs = parsed(rewards={"label": LABEL}, critic=critic, reward={"checkpoint": str(tmp_path / "none")})
+    assert "reward_checkpoint" not in configs
+    assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / "critic")
+    make_tokenizer().save_pretrained(tmp_path / "reward")
+    configs = parsed(rewards={"label": LABEL}, critic=critic, reward={"checkpoint": str(tmp_path / "reward")})
+    assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / "reward")
+
+
+def test_the_tokenizer_of_functions_alone_has_a_fingerprint(tmp_path: Path) -> None:
+    """Of a folder that holds a tokenizer and no model."""
+    make_tokenizer().save_pretrained(tmp_path)
+    configs = parsed(rewards={"label": LABEL}, reward={"checkpoint": str(tmp_path)})
+    assert len(parameters(configs["reward_model"])["tokenizer_fingerprint"]) == 64
+
+
+def test_parts_are_loaded_before_their_sum() -> None:
+    assert load_order(MODELS) == [
+        {"reward_model", "critic"}, {"critic_infer"}, {"critic_train"}, {"critic_save"},
+    ]  # fmt: skip
+    parts = {"reward_checkpoint", "reward_mixture", "reward_function_a"}
+    order = load_order(MODELS | parts | {"somebody_elses"})
+    assert order[:3] == [parts | {"critic"}, {"reward_model"}, {"critic_infer"}]
+    assert order[-1] == {"somebody_elses"}
+
+
+def test_a_reward_that_is_gone_from_the_yaml_is_gone_from_the_repository(tmp_path: Path) -> None:
+    before = RunConfig.model_validate({"rewards": {"model": {}, "length": LENGTH, "label": LABEL}})
+    render.render_repository(before, tmp_path)
+    (tmp_path / "reward_of_mine").mkdir()
+    (tmp_path / "reward_of_mine" / "config.pbtxt").write_text('name: "reward_of_mine"')
+    assert not render.check_repository(before, tmp_path)
+    after = RunConfig.model_validate({"rewards": {"label": LABEL}})
+    gone = {tmp_path / "reward_function_length", tmp_path / "reward_checkpoint"}
+    assert gone < {drift.path for drift in render.check_repository(after, tmp_path)}
+    render.render_repository(after, tmp_path)
+    assert not render.check_repository(after, tmp_path)
+    assert not any(path.exists() for path in gone)
+    render.render_repository(RunConfig(), tmp_path)
+    assert not render.check_repository(RunConfig(), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*MODELS, "reward_of_mine"}
+    assert (tmp_path / "reward_model" / "1" / "model.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ("{}", "rewards: Dictionary should have at least 1 item"),
+        ("{Length: {function: 'a:b'}}", "rewards.Length: a name is 1 to 40 of a-z, 0-9 and _"),
+        ("{model: {timeout_s: 1}}", "rewards.model.timeout_s: 'model' is the checkpoint of the section reward"),
+        ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the checkpoint of the section reward"),
+        ("{length: {weight: 1}}", "rewards.length.function is missing: only 'model'"),
+        ("{length: {function: nonsense}}", "'nonsense' is no function; write path/to/file.py:name or package"),
+        ("{length: {function: 'a:b', weight: .nan}}", "rewards.length.weight: Input should be a finite number"),
+        ("{length: {function: 'a:b', timeout_s: 0}}", "rewards.length.timeout_s: Input should be greater than 0"),
+        ("{length: {function: 'a:b', workers: 0}}", "rewards.length.workers: Input should be greater than or equal"),
+        ("{length: {function: 'a:b', wieght: 2}}", "unknown key rewards.length.wieght; did you mean rewards.length.we"),
+        ("{length: {function: 'a:b', timeout_s: 90}}", "rewards.length.timeout_s (90) is not below actor.client.deadl"),
+    ],
+)
+def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, rewards: str, message: str) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(f"rewards: {rewards}\n")
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        load_config(path)
+    print(caught.value)

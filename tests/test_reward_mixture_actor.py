@@ -1,0 +1,178 @@
+"""The actor where several rewards are served: what it sends, logs, masks and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_system import (
+    TEXTS,
+    Checkpoints,
+    System,
+    direct_rewards,
+    make_run,
+    reload_model,
+    start_system,
+    stop_process,
+)
+from test_two_tokenizers import written
+
+from actor.client import TritonClient
+from actor.prompts import PromptError
+from actor.reward_mixture import RewardMixture
+from actor.rollout import Prompt, Rollout, Scores
+from actor.scoring import Scorer
+from python_backend.contract import REWARD_MODEL
+from python_backend.tokenization import load_tokenizer
+
+FUNCTIONS = Path(__file__).parent / "reward_functions.py"
+TERMS = {
+    "model": {"weight": 1.0},
+    "texts": {"function": f"{FUNCTIONS}:texts_fit", "weight": 10.0},
+    "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 0.5, "timeout_s": 1.0},
+}
+LABELS = (1, 2, "raise", 3, "loop", 0, 4, 5)
+FAILED = [2, 4]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"text": " ".join(text.split()[:3]), "label": label} for text, label in zip(TEXTS, LABELS, strict=True)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints, prompts: Path) -> Iterator[System]:
+    actor = {"prompts": str(prompts), "validation_prompts": str(prompts), "steps": 2, "max_failed_fraction": 0.25}
+    run = make_run(tmp_path_factory.mktemp("mixed-actor"), checkpoints, rewards=TERMS, actor=actor)
+    system = start_system(run)
+    yield system
+    system.stop()
+
+
+def labelled(tokenizer: Any) -> Rollout:
+    """TEXTS as responses to their first two tokens, each with its label."""
+    rollout = written(tokenizer, list(TEXTS))
+    prompts = [
+        dataclasses.replace(prompt, text=tokenizer.decode(prompt.tokens.tolist()), metadata={"label": label})
+        for prompt, label in zip(rollout.prompts, LABELS, strict=True)
+    ]
+    return dataclasses.replace(rollout, prompts=prompts)
+
+
+def scored(system: System, tokenizer: object, rollout: Rollout, *, rows: int) -> tuple[Scorer, Scores]:
+    async def ask() -> tuple[Scorer, Scores]:
+        async with TritonClient(system.run.url, system.run.config.actor.client) as client:
+            scorer = Scorer(client, tokenizer, rows_per_request=rows)
+            await scorer.compare_tokenizers()
+            return scorer, await scorer.score(rollout)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_components_reach_the_actor_and_failures_are_marked(mixed: System, checkpoints: Checkpoints, rows: int) -> None:
+    tokenizer = load_tokenizer(checkpoints.policy)
+    rollout = labelled(tokenizer)
+    scorer, scores = scored(mixed, tokenizer, rollout, rows=rows)
+    assert scorer.mixture.names == ("model", "texts", "verdict")
+    assert np.flatnonzero(~scores.scored.numpy()).tolist() == FAILED
+    direct = direct_rewards(checkpoints.reward, rollout.rows())
+    np.testing.assert_allclose(scores.components["model"], direct, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
+    np.testing.assert_array_equal(scores.components["verdict"], [1, 2, np.nan, 3, np.nan, 0, 4, 5])
+    fine = [i for i in range(len(TEXTS)) if i not in FAILED]
+    labels = np.asarray([float(LABELS[i]) for i in fine])
+    np.testing.assert_allclose(scores.rewards[fine], direct[fine] + 10 + 0.5 * labels, atol=1e-4, rtol=0)
+    raised, killed = scores.failures
+    assert raised.startswith("verdict: RuntimeError: no verdict on 'raise' (reward_functions.py:")
+    assert killed == "verdict: took longer than 1 s and was killed"
+
+
+def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> None:
+    actor = mixed.run.start("actor")
+    try:
+        code = actor.process.wait(180)
+    finally:
+        stop_process(actor)
+    log = actor.log_path.read_text()
+    assert code == 0, log
+    lines = [json.loads(line) for line in (mixed.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train_rollouts/masked_samples"] for line in lines] == [2, 2]
+    for line in lines:
+        assert line["train_rollouts/reward_texts"] == 1.0
+        assert line["train_rollouts/reward_verdict"] == pytest.approx(15 / 6)
+        assert np.isfinite(line["train_rollouts/reward_model"])
+    assert "step 1: 2 of 8 rewards could not be had: verdict: RuntimeError: no verdict on 'raise'" in log
+    assert "; verdict: took longer than 1 s and was killed" in log
+
+
+def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"text": "Return the", "response": "x", "label": 1}\n')
+    actor = mixed.run.start("actor-column", f"actor.prompts={path}", f"run.dir={tmp_path}", module="actor")
+    try:
+        assert actor.process.wait(120) == 2
+    finally:
+        stop_process(actor)
+    (sentence,) = [line for line in actor.log_path.read_text().splitlines() if line.startswith("error: ")]
+    assert "prompt 1 has a column 'response'" in sentence
+
+
+def test_with_the_reward_model_alone_any_column_is_free() -> None:
+    prompt = Prompt("1", "a", np.asarray([1]), {"prompt": "p", "response": "r"})
+    RewardMixture().check_prompts([prompt])
+    assert RewardMixture().metadata(prompt, "b") == {"prompt": "p", "response": "r"}
+    with pytest.raises(PromptError, match="prompt 1 has a column 'prompt'"):
+        RewardMixture(("model",)).check_prompts([prompt])
+
+
+def test_the_reply_alone_is_the_sentence_of_a_chat(checkpoints: Checkpoints) -> None:
+    tokenizer = load_tokenizer(checkpoints.policy)
+    rollout = written(tokenizer, list(TEXTS))
+    scorer = Scorer(None, tokenizer, rows_per_request=1)  # type: ignore[arg-type]
+    assert scorer.render(rollout, 0) == TEXTS[0]
+    rollout.prompts[0].metadata["messages"] = [{"role": "user", "content": "?"}]
+    assert scorer.render(rollout, 0) == tokenizer.decode(rollout.rows()[0][2:-1].tolist())
+
+
+def test_metadata_goes_along_with_sentences(mixed: System, checkpoints: Checkpoints) -> None:
+    """As if the reward had another tokenizer: the fingerprint of the ensemble decides."""
+
+    def other(config: dict) -> None:
+        config["parameters"]["tokenizer_fingerprint"]["string_value"] = "other"
+
+    reload_model(mixed.run, REWARD_MODEL, other)
+    tokenizer = load_tokenizer(checkpoints.policy)
+    scorer, scores = scored(mixed, tokenizer, labelled(tokenizer), rows=2)
+    assert scorer.sends_sentences
+    np.testing.assert_array_equal(scores.components["verdict"], [1, 2, np.nan, 3, np.nan, 0, 4, 5])
+    np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
+
+
+def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
+    tmp_path: Path, checkpoints: Checkpoints, prompts: Path
+) -> None:
+    sections = {
+        "reward": {"checkpoint": str(tmp_path / "there-is-none")},
+        "rewards": {"verdict": TERMS["verdict"]},
+        "actor": {"prompts": str(prompts), "steps": 1, "max_failed_fraction": 0.25, "validation_size": 0},
+    }
+    system = start_system(make_run(tmp_path / "run", checkpoints, **sections))
+    actor = system.run.start("actor")
+    try:
+        assert actor.process.wait(180) == 0, actor.log_path.read_text()
+    finally:
+        stop_process(actor)
+        system.stop()
+    (line,) = [json.loads(line) for line in (system.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert line["train_rollouts/rewards"] == pytest.approx(0.5 * line["train_rollouts/reward_verdict"])
+    assert line["train_rollouts/masked_samples"] == 2
