@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": ("tools.serve", "the server alone, until Ctrl-C"),
     "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
     "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
+    "bench": ("tools.bench", "the measurements behind the README's numbers"),
 }
 
 

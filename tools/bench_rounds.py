@@ -1,0 +1,253 @@
+"""How one model is measured: each contender's best split first, then matched rounds in changing order, then scaling.
+Given: a `Bench` (settings, load generator, result.json), a model. Returns: samples, written after each cell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from python_backend.durable import write_json
+from tools.bench_children import BenchChild, BenchError
+from tools.bench_contenders import CONTENDERS, Instances, Running, Setup, Split
+from tools.bench_load import Job
+from tools.bench_snapshot import memory_mb
+from tools.bench_trace import ModelSize, rows_for_tokens, trace_lengths
+
+NUM_CHECKED = 4  # rewards that every contender must agree on
+TOLERANCE = 2e-3
+CALIBRATION_S = 2.0
+MAX_CALIBRATION_ROWS = 128
+SCALING_CONCURRENCY = 64
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a person may change."""
+
+    contenders: list[str]
+    rows: list[int]
+    concurrency: list[int]
+    repeats: int
+    seconds: float
+    """Aimed at for the fastest contender in one cell."""
+    splits: list[Split]
+    token_budgets: list[int]
+    queue_delay_us: int
+    tuned_allocator: bool
+    scaling_tokens: list[int]
+    """Sizes of the run that shows how cost grows; none: left out."""
+
+    @property
+    def cell_limit_s(self) -> float:
+        """A cell takes longer only where one request per worker does."""
+        return 20 * self.seconds
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the sweep."""
+
+    rows: int
+    """Rows per request."""
+    concurrency: int
+    num_requests: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the trace that it sends."""
+        return self.rows * self.num_requests
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a contender is with one-row requests: many at once, and one after the other."""
+
+    row_s: float
+    """Seconds per row with many requests under way."""
+    serial_row_s: float
+    """Seconds per row with one request under way."""
+
+    def seconds_per_row(self, concurrency: int) -> float:
+        """About what a row takes at this concurrency."""
+        return max(self.row_s, self.serial_row_s / concurrency)
+
+
+@dataclass
+class Bench:
+    """A measurement under way."""
+
+    settings: Settings
+    out: Path
+    load: BenchChild
+    result: dict[str, Any]
+    start: float
+    rewards: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def save(self) -> None:
+        """Write result.json: a stop loses no more than the cell under way."""
+        write_json(self.out / "result.json", self.result, durable=False)
+
+    def say(self, line: str) -> None:
+        """Progress, with the time since the start."""
+        seconds = int(time.monotonic() - self.start)
+        print(f"[{seconds // 60:3d}:{seconds % 60:02d}] {line}", flush=True)
+
+    def measure(self, size: ModelSize, running: Running, cell: Cell, *, warmup: int, **labels: Any) -> dict[str, Any]:
+        """Send the cell's requests to a contender; returns its sample, with `labels`."""
+        if isinstance(running, Instances) and running.name == "ideal":
+            answer = running.run_plan(cell.num_rows, NUM_CHECKED)
+        else:
+            job = Job(
+                urls=running.urls, plain=running.plain, num_rows=cell.num_rows, rows=cell.rows,
+                concurrency=cell.concurrency, width=running.width, num_warmup=warmup, num_checked=NUM_CHECKED,
+                watched=dataclasses.asdict(running.watched),
+            )  # fmt: skip
+            answer = self.load.ask("/measure", dataclasses.asdict(job))
+        self._check_rewards(size, running, answer.pop("rewards"))
+        return {
+            "contender": running.name, "model": size.name, "rows": cell.rows, "concurrency": cell.concurrency,
+            **labels, "split": str(running.split), "token_budget": running.setup.token_budget,
+            "sequences": cell.num_rows, "tokens": int(trace_lengths(cell.num_rows).sum()), **answer,
+        }  # fmt: skip
+
+    def _check_rewards(self, size: ModelSize, running: Running, rewards: list[float]) -> None:
+        known = self.rewards.setdefault(size.name, rewards)
+        if any(abs(a - b) > TOLERANCE * (1 + abs(b)) for a, b in zip(rewards, known, strict=False)):
+            raise BenchError(f"{running.name} scores {rewards} where others score {known}")
+
+
+def measure_model(bench: Bench, size: ModelSize, checkpoint: Path, *, scaling: bool) -> None:
+    """All rounds of one model; its servers are stopped in any case."""
+    with contextlib.ExitStack() as stack:
+        paces: dict[str, Pace] = {}
+        runnings: dict[str, Running] = {}
+        setup = Setup(
+            checkpoint=checkpoint,
+            folder=bench.out / "servers" / size.name,
+            token_budget=bench.settings.token_budgets[0],
+            queue_delay_us=bench.settings.queue_delay_us,
+            tuned_allocator=bench.settings.tuned_allocator,
+        )
+        for name in sorted(bench.settings.contenders, key=list(CONTENDERS).index):  # `ideal` first: it picks the budget
+            running, paces[name] = start_best(bench, size, name, setup)
+            stack.callback(running.stop)
+            runnings[name] = running
+            if name == "ideal":
+                setup = running.setup
+        sweep(bench, size, runnings, paces)
+        note_memory(bench, size, runnings.values())
+        if scaling and "ours" in runnings:
+            measure_scaling(bench, size, runnings["ours"])
+
+
+def start_best(bench: Bench, size: ModelSize, name: str, setup: Setup) -> tuple[Running, Pace]:
+    """Measure each split (for `ideal` each token budget too), keep the fastest running; returns it and its pace."""
+    budgets = bench.settings.token_budgets if name == "ideal" else [setup.token_budget]
+    best: tuple[Running, Pace] | None = None
+    for split in bench.settings.splits:
+        running = CONTENDERS[name](name, setup, split)
+        try:
+            tried = [(asked, _calibrate(bench, size, asked)) for asked in map(running.with_budget, budgets)]
+        except BaseException:
+            running.stop()
+            raise
+        fastest = min(tried, key=lambda pair: pair[1].row_s)
+        if best is None or fastest[1].row_s < best[1].row_s:
+            best, loser = fastest, best[0] if best else None
+        else:
+            loser = running
+        if loser is not None:
+            loser.stop()
+    assert best is not None
+    running, pace = best
+    bench.say(f"{size.name} {name}: {running.split}, budget {running.setup.token_budget}, {1 / pace.row_s:.1f} rows/s")
+    return best
+
+
+def _calibrate(bench: Bench, size: ModelSize, running: Running) -> Pace:
+    """Eight rows one after the other tell how many fill two seconds; those are sent together."""
+    serial = bench.measure(size, running, Cell(1, 1, 8), warmup=2, purpose="serial", repeat=0)
+    rows = max(8, min(MAX_CALIBRATION_ROWS, round(8 / serial["seconds"] * CALIBRATION_S)))
+    sample = bench.measure(size, running, Cell(1, min(64, rows), rows), warmup=2, purpose="split", repeat=0)
+    bench.result["samples"] += [serial, sample]
+    bench.save()
+    return Pace(sample["seconds"] / rows, serial["seconds"] / 8)
+
+
+def plan_cells(settings: Settings, size: ModelSize, paces: Mapping[str, Pace]) -> list[Cell]:
+    """The cells of one model, each with as many requests as time allows, the same for all contenders."""
+    return [
+        Cell(rows, concurrency, num_requests(rows, concurrency, list(paces.values()), settings))
+        for rows in settings.rows
+        for concurrency in settings.concurrency
+        if (not size.rows or rows in size.rows) and (not size.concurrency or concurrency in size.concurrency)
+    ]
+
+
+def num_requests(rows: int, concurrency: int, paces: Sequence[Pace], settings: Settings) -> int:
+    """Two requests per worker or `seconds` of the fastest contender, fewer where all together would take too long."""
+    row_s = [pace.seconds_per_row(rows * concurrency) for pace in paces]
+    wanted = max(2 * concurrency, settings.seconds / min(row_s) / rows)
+    affordable = settings.cell_limit_s / sum(row_s) / rows
+    return max(concurrency, 4, math.ceil(min(wanted, affordable)))
+
+
+def sweep(bench: Bench, size: ModelSize, runnings: Mapping[str, Running], paces: Mapping[str, Pace]) -> None:
+    """Matched rounds: in each cell of each repeat all contenders in turn, a different one first each time."""
+    cells = plan_cells(bench.settings, size, paces)
+    repeats = min(bench.settings.repeats, size.max_repeats)
+    left_s = repeats * sum(cell_seconds(cell, paces) for cell in cells)
+    order = [name for name in CONTENDERS if name in runnings]
+    for repeat in range(1, repeats + 1):
+        for cell in cells:
+            order = [*order[1:], order[0]]
+            round_ = [_in_round(bench, size, runnings[name], cell, repeat) for name in order]
+            bench.result["samples"] += round_
+            bench.save()
+            left_s -= cell_seconds(cell, paces)
+            bench.say(_round_line(size, cell, f"{repeat}/{repeats}", round_, left_s))
+
+
+def cell_seconds(cell: Cell, paces: Mapping[str, Pace]) -> float:
+    """About how long all contenders together take for one round of a cell."""
+    return cell.num_rows * sum(pace.seconds_per_row(cell.rows * cell.concurrency) for pace in paces.values())
+
+
+def _in_round(bench: Bench, size: ModelSize, running: Running, cell: Cell, repeat: int) -> dict[str, Any]:
+    warmup = min(cell.concurrency, max(1, 16 // cell.rows))
+    return bench.measure(size, running, cell, warmup=warmup, purpose="sweep", repeat=repeat)
+
+
+def _round_line(size: ModelSize, cell: Cell, repeat: str, samples: Sequence[Mapping[str, Any]], left_s: float) -> str:
+    rates = ", ".join(f"{s['contender']} {s['sequences'] / s['seconds']:.0f}" for s in samples)
+    what = f"{size.name} {cell.num_requests} requests of {cell.rows}, concurrency {cell.concurrency}, round {repeat}"
+    return f"{what}: {rates} rows/s; about {max(0.0, left_s) / 60:.0f} min left for this model"
+
+
+def measure_scaling(bench: Bench, size: ModelSize, running: Running) -> None:
+    """Seconds and memory of ours as the work grows; small sizes are repeated, since they are over at once."""
+    totals = bench.settings.scaling_tokens
+    for total in totals:
+        num_rows = rows_for_tokens(total)
+        cell = Cell(1, SCALING_CONCURRENCY, num_rows)
+        for repeat in range(1, (3 if total < max(totals) else 1) + 1):
+            sample = bench.measure(size, running, cell, warmup=16, purpose="scaling", repeat=repeat)
+            sample["scaling_tokens"] = total
+            bench.result["samples"].append({**sample, **memory_mb(running.pids)})
+            bench.save()
+        bench.say(f"{size.name} scaling: {total} tokens in {sample['seconds']:.2f} s")
+
+
+def note_memory(bench: Bench, size: ModelSize, runnings: Iterable[Running]) -> None:
+    """Memory of every contender's processes, into the result."""
+    for running in runnings:
+        row = {"contender": running.name, "model": size.name, "split": str(running.split)}
+        bench.result["memory"].append({**row, **memory_mb(running.pids)})
+    bench.save()
