@@ -77,16 +77,17 @@ class BenchChild:
             raise BenchError(f"the {self._child.name} failed: {error}; its log ends with: {tail}") from error
 
     def stop(self) -> None:
-        """End it; nothing of it is left."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self.pid).children(recursive=True)
-            self._child.stop(signal.SIGTERM, STOP_TIMEOUT_S)
-            for process in family:  # PyTriton's server and its stubs, should it not have stopped them
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            for pid in (self.pid, *(process.pid for process in family)):  # sic: the name that PyTriton gives them
-                for segment in SHARED_MEMORY.glob(f"pytrtion{pid}-*"):
-                    segment.unlink(missing_ok=True)
+        """End it; nothing of it is left. Stopping twice does nothing."""
+        if self._child.poll() is not None:  # its number may be another process's by now
+            return
+        family = psutil.Process(self.pid).children(recursive=True)
+        self._child.stop(signal.SIGTERM, STOP_TIMEOUT_S)
+        for process in family:  # PyTriton's server and its stubs, should it not have stopped them
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for pid in (self.pid, *(process.pid for process in family)):  # sic: the name that PyTriton gives them
+            for segment in SHARED_MEMORY.glob(f"pytrtion{pid}-*"):
+                segment.unlink(missing_ok=True)
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench_report import HEADLINE_CONCURRENCY, HEADLINE_ROWS
+from tools.bench_samples import HEADLINE_CONCURRENCY, HEADLINE_ROWS
 
 Axes = Any  # matplotlib is imported late, and only where it draws
 Rows = Sequence[dict[str, Any]]
@@ -37,9 +37,9 @@ def draw_pictures(result: dict[str, Any], out: Path) -> list[Path]:
     scaling = [sample for sample in result["samples"] if sample["purpose"] == "scaling"]
     with mpl.rc_context(STYLE):
         drawn = [
-            _grid(out / "throughput.png", panels, _draw_throughput, summary),
-            _grid(out / "latency.png", panels, _draw_latency, summary, "solid: median, dotted: p99"),
-            _grid(out / "batches.png", panels, _draw_batches, summary),
+            _grid(out / "throughput.png", panels, _draw_throughput, "tokens_per_s"),
+            _grid(out / "latency.png", panels, _draw_latency, "p50_ms", note="with dots: median; thin: p99"),
+            _grid(out / "batches.png", panels, _draw_batches, "mean_batch"),
             _padding(out / "padding.png", summary),
             _growth(out / "growth.png", scaling) if scaling else None,
         ]
@@ -52,7 +52,7 @@ def _panels(summary: Rows) -> list[tuple[str, Rows]]:
     for model, rows in dict.fromkeys((row["model"], row["rows"]) for row in summary):
         part = [row for row in summary if (row["model"], row["rows"]) == (model, rows)]
         if len({row["concurrency"] for row in part}) > 1:
-            found.append((f"{model.upper()} parameters, {rows} row{'s' if rows > 1 else ''} a request", part))
+            found.append((f"{_title(model)}, {rows} row{'s' if rows > 1 else ''} a request", part))
     return found
 
 
@@ -60,9 +60,10 @@ def _grid(
     path: Path,
     panels: Sequence[tuple[str, Rows]],
     draw: Callable[[Axes, Rows], None],
-    summary: Rows,
+    key: str,
     note: str = "",
 ) -> Path | None:
+    """A panel for each model and request size; the legend names who has a value of `key`."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -70,7 +71,7 @@ def _grid(
         return None
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns + 2.2, 3.4 * lines + 0.3), dpi=150, layout="constrained")
+    figure = Figure(figsize=(5.2 * columns, 3.4 * lines + 0.8), dpi=150, layout=_layout())
     every = figure.subplots(lines, columns, squeeze=False).flat
     for axes, (title, rows) in zip(every, panels, strict=False):
         draw(axes, rows)
@@ -78,11 +79,21 @@ def _grid(
         _concurrency_axis(axes, rows)
     for axes in figure.axes[len(panels) :]:
         axes.set_visible(False)
-    shown = [name for name in LOOKS if any(row["contender"] == name for row in summary)]
+    shown = [n for n in LOOKS if any(r["contender"] == n and r[key] is not None for _, rows in panels for r in rows)]
     handles = [Line2D([], [], color=LOOKS[n][0], ls=LOOKS[n][1], lw=2, marker="o", ms=4) for n in shown]
-    figure.legend(handles, [LOOKS[n][2] for n in shown], loc="outside right upper", title=note or None)
+    figure.legend(handles, [LOOKS[n][2] for n in shown], loc="outside lower center", ncols=4, title=note or None)
     figure.savefig(path)
     return path
+
+
+def _layout() -> Any:
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+
+
+def _title(model: str) -> str:
+    return f"{model.upper().replace('M', ' M')} parameters" if model[:1].isdigit() else f"{model} model"
 
 
 def _concurrency_axis(axes: Axes, rows: Rows) -> None:
@@ -118,12 +129,13 @@ def _draw_latency(axes: Axes, rows: Rows) -> None:
     _plot(axes, rows, "p99_ms", ls=":", lw=1.2, marker="")
     axes.set_yscale("log")
     axes.set_ylabel("latency (ms)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
 
 
 def _draw_batches(axes: Axes, rows: Rows) -> None:
     _plot(axes, rows, "mean_batch")
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel("rows per execution")
 
 
@@ -137,7 +149,7 @@ def _padding(path: Path, summary: Rows) -> Path | None:
     models = list(dict.fromkeys(row["model"] for row in chosen))
     if not models:
         return None
-    figure = Figure(figsize=(3.6 * len(models) + 1.8, 3.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(3.6 * len(models) + 1.8, 3.4), dpi=150, layout=_layout())
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False, sharey=True).flat, models, strict=True):
         rows = {row["contender"]: row for row in chosen if row["model"] == model}
         names = [name for name in reversed(LOOKS) if name in rows]
@@ -145,7 +157,7 @@ def _padding(path: Path, summary: Rows) -> Path | None:
         drawn = axes.barh([LOOKS[name][2] for name in names], shares, color=[LOOKS[name][0] for name in names])
         axes.bar_label(drawn, [f"{share:.0f} %" for share in shares], padding=3)
         axes.set_xlim(0, 100)
-        axes.set_title(f"{model.upper()} parameters")
+        axes.set_title(_title(model))
         axes.set_xlabel(f"padding, % of computed (concurrency {level})")
         axes.grid(axis="y", visible=False)
     figure.savefig(path)
@@ -156,7 +168,7 @@ def _growth(path: Path, scaling: Rows) -> Path:
     """Seconds and memory of ours over the tokens scored."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.4, 3.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9.4, 3.4), dpi=150, layout=_layout())
     left, right = figure.subplots(1, 2)
     colour = LOOKS["ours"][0]
     x = [sample["tokens"] for sample in scaling]
@@ -169,8 +181,10 @@ def _growth(path: Path, scaling: Rows) -> Path:
     right.semilogx(x, [sample["pss_mb"] for sample in scaling], "o", color=colour)
     right.set_ylim(0, 1.25 * max(sample["pss_mb"] for sample in scaling))
     right.set_ylabel("server's memory (PSS, MB)")
-    for axes, title in ((left, "Time grows with the work"), (right, "Memory does not")):
-        axes.set_title(title)
-        axes.set_xlabel("tokens scored at concurrency 64")
+    for axes, title in ((left, "Time"), (right, "Memory")):
+        axes.set_title(f"{title}, {_title(scaling[0]['model'])}")
+        axes.set_xlabel("tokens scored in one run at concurrency 64")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    left.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     figure.savefig(path)
     return path

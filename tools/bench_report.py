@@ -13,6 +13,8 @@ from typing import Any
 
 from python_backend.durable import write_json
 from tools.bench_samples import (
+    HEADLINE_CONCURRENCY,
+    HEADLINE_ROWS,
     Point,
     Rounds,
     Sample,
@@ -24,7 +26,6 @@ from tools.bench_samples import (
 )
 
 OURS, IDEAL, LATE = "ours", "ideal", "late_answers"
-HEADLINE_ROWS, HEADLINE_CONCURRENCY = 1, 64
 LEAST_RATIO = (
     ("7m", "pytriton_padded", 3.3),
     ("7m", "pytriton_stripped", 2.2),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Any
 
 from python_backend.durable import write_json
 from tools.bench_children import BenchChild, BenchError
-from tools.bench_contenders import CONTENDERS, Instances, Running, Setup, Split
+from tools.bench_contenders import CONTENDERS, Instances, Running, Setup
 from tools.bench_load import Job
+from tools.bench_plan import Cell, Pace, Settings, cell_seconds, plan_cells
 from tools.bench_snapshot import memory_mb
 from tools.bench_trace import ModelSize, rows_for_tokens, trace_lengths
 
@@ -24,59 +24,8 @@ NUM_CHECKED = 4  # rewards that every contender must agree on
 TOLERANCE = 2e-3
 CALIBRATION_S = 2.0
 MAX_CALIBRATION_ROWS = 128
+MEAN_TOKENS = float(trace_lengths(4096).mean())
 SCALING_CONCURRENCY = 64
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a person may change."""
-
-    contenders: list[str]
-    rows: list[int]
-    concurrency: list[int]
-    repeats: int
-    seconds: float
-    """Aimed at for the fastest contender in one cell."""
-    splits: list[Split]
-    token_budgets: list[int]
-    queue_delay_us: int
-    tuned_allocator: bool
-    scaling_tokens: list[int]
-    """Sizes of the run that shows how cost grows; none: left out."""
-
-    @property
-    def cell_limit_s(self) -> float:
-        """A cell takes longer only where one request per worker does."""
-        return 20 * self.seconds
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One point of the sweep."""
-
-    rows: int
-    """Rows per request."""
-    concurrency: int
-    num_requests: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the trace that it sends."""
-        return self.rows * self.num_requests
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How fast a contender is with one-row requests: many at once, and one after the other."""
-
-    row_s: float
-    """Seconds per row with many requests under way."""
-    serial_row_s: float
-    """Seconds per row with one request under way."""
-
-    def seconds_per_row(self, concurrency: int) -> float:
-        """About what a row takes at this concurrency."""
-        return max(self.row_s, self.serial_row_s / concurrency)
 
 
 @dataclass
@@ -151,24 +100,28 @@ def start_best(bench: Bench, size: ModelSize, name: str, setup: Setup) -> tuple[
     """Measure each split (for `ideal` each token budget too), keep the fastest running; returns it and its pace."""
     budgets = bench.settings.token_budgets if name == "ideal" else [setup.token_budget]
     best: tuple[Running, Pace] | None = None
-    for split in bench.settings.splits:
-        running = CONTENDERS[name](name, setup, split)
-        try:
+    with contextlib.ExitStack() as started:
+        for split in bench.settings.splits:
+            running = CONTENDERS[name](name, setup, split)
+            started.callback(running.stop)
             tried = [(asked, _calibrate(bench, size, asked)) for asked in map(running.with_budget, budgets)]
-        except BaseException:
-            running.stop()
-            raise
-        fastest = min(tried, key=lambda pair: pair[1].row_s)
-        if best is None or fastest[1].row_s < best[1].row_s:
-            best, loser = fastest, best[0] if best else None
-        else:
-            loser = running
-        if loser is not None:
-            loser.stop()
+            best, loser = _faster(best, min(tried, key=lambda pair: pair[1].row_s))
+            if loser is not None:
+                loser.stop()
+        started.pop_all()
     assert best is not None
     running, pace = best
     bench.say(f"{size.name} {name}: {running.split}, budget {running.setup.token_budget}, {1 / pace.row_s:.1f} rows/s")
     return best
+
+
+def _faster(
+    best: tuple[Running, Pace] | None, new: tuple[Running, Pace]
+) -> tuple[tuple[Running, Pace], Running | None]:
+    """The faster pair, and the other one's contender."""
+    if best is None:
+        return new, None
+    return (new, best[0]) if new[1].row_s < best[1].row_s else (best, new[0])
 
 
 def _calibrate(bench: Bench, size: ModelSize, running: Running) -> Pace:
@@ -178,25 +131,9 @@ def _calibrate(bench: Bench, size: ModelSize, running: Running) -> Pace:
     sample = bench.measure(size, running, Cell(1, min(64, rows), rows), warmup=2, purpose="split", repeat=0)
     bench.result["samples"] += [serial, sample]
     bench.save()
-    return Pace(sample["seconds"] / rows, serial["seconds"] / 8)
-
-
-def plan_cells(settings: Settings, size: ModelSize, paces: Mapping[str, Pace]) -> list[Cell]:
-    """The cells of one model, each with as many requests as time allows, the same for all contenders."""
-    return [
-        Cell(rows, concurrency, num_requests(rows, concurrency, list(paces.values()), settings))
-        for rows in settings.rows
-        for concurrency in settings.concurrency
-        if (not size.rows or rows in size.rows) and (not size.concurrency or concurrency in size.concurrency)
-    ]
-
-
-def num_requests(rows: int, concurrency: int, paces: Sequence[Pace], settings: Settings) -> int:
-    """Two requests per worker or `seconds` of the fastest contender, fewer where all together would take too long."""
-    row_s = [pace.seconds_per_row(rows * concurrency) for pace in paces]
-    wanted = max(2 * concurrency, settings.seconds / min(row_s) / rows)
-    affordable = settings.cell_limit_s / sum(row_s) / rows
-    return max(concurrency, 4, math.ceil(min(wanted, affordable)))
+    # By tokens: another split may have been given another number of rows.
+    row_s, serial_row_s = (MEAN_TOKENS * s["seconds"] / s["tokens"] for s in (sample, serial))
+    return Pace(row_s, serial_row_s)
 
 
 def sweep(bench: Bench, size: ModelSize, runnings: Mapping[str, Running], paces: Mapping[str, Pace]) -> None:
@@ -213,11 +150,6 @@ def sweep(bench: Bench, size: ModelSize, runnings: Mapping[str, Running], paces:
             bench.save()
             left_s -= cell_seconds(cell, paces)
             bench.say(_round_line(size, cell, f"{repeat}/{repeats}", round_, left_s))
-
-
-def cell_seconds(cell: Cell, paces: Mapping[str, Pace]) -> float:
-    """About how long all contenders together take for one round of a cell."""
-    return cell.num_rows * sum(pace.seconds_per_row(cell.rows * cell.concurrency) for pace in paces.values())
 
 
 def _in_round(bench: Bench, size: ModelSize, running: Running, cell: Cell, repeat: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 Sample = dict[str, Any]
+HEADLINE_ROWS, HEADLINE_CONCURRENCY = 1, 64
 Point = tuple[str, int, int]  # model, rows per request, concurrency
 
 
@@ -24,8 +25,8 @@ class Rounds:
 
     @property
     def points(self) -> list[Point]:
-        """Every point that was measured."""
-        return sorted(self._by)
+        """Every point that was measured, small models first."""
+        return sorted(self._by, key=lambda point: (model_size(point[0]), *point[1:]))
 
     def contenders(self, point: Point) -> list[str]:
         """Who was measured there."""
@@ -48,6 +49,11 @@ class Rounds:
     def speed_ratio(self, point: Point, one: str, other: str) -> float | None:
         """How many times as fast `one` is: median over matched rounds."""
         return median_of(self.matched(point, one, other, lambda a, b: throughput(a) / throughput(b)))
+
+
+def model_size(model: str) -> float:
+    """Millions of parameters by a model's name: 7 for `7m`, 0 for one without a number."""
+    return float(model.removesuffix("m")) if model[:1].isdigit() else 0.0
 
 
 def throughput(sample: Sample) -> float:

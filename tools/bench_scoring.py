@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_children import BenchChild, BenchError
-from tools.bench_contenders import CONTENDERS, Split
+from tools.bench_contenders import CONTENDERS
 from tools.bench_machine import describe_machine, describe_versions, now_utc
+from tools.bench_plan import Settings
 from tools.bench_report import write_report
-from tools.bench_rounds import Bench, Settings, measure_model
+from tools.bench_rounds import Bench, measure_model
+from tools.bench_running import Split
 from tools.bench_trace import LOG_MEAN, LOG_SD, LONGEST, SHORTEST, SIZES, make_checkpoint
 from tools.child import ChildDied
 from tools.triton_home import ServerStartError
@@ -63,7 +65,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", default="1,8", help="rows per request")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32,64,128,256", help="requests under way at once")
     parser.add_argument("--repeats", type=int, default=3, help="matched rounds (110m: one)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of the fastest contender in one cell")
+    parser.add_argument("--max-rows-under-way", type=int, default=256, help="concurrency x rows: leave out the rest")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of the fastest contender in one cell")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--splits", help="instances x threads to try; default: one instance, or one thread each")
     parser.add_argument("--token-budget", default="256,512,1024", help="of ours; several: `ideal` picks the fastest")
@@ -114,6 +117,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         token_budgets=_numbers(arguments.token_budget),
         queue_delay_us=arguments.queue_delay_us,
         tuned_allocator=arguments.allocator == "tuned",
+        max_rows_under_way=arguments.max_rows_under_way,
         scaling_tokens=_numbers(arguments.scaling_tokens),
     )
 

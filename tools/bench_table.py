@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tools.bench_report import HEADLINE_CONCURRENCY, HEADLINE_ROWS, OURS, Bar
+from tools.bench_report import OURS, Bar
+from tools.bench_samples import HEADLINE_CONCURRENCY, HEADLINE_ROWS, model_size
 
 COLUMNS = (
     ("split", "split", "{}"),
@@ -36,7 +37,7 @@ def headline_table(summary: Sequence[dict[str, Any]]) -> str:
 def full_table(summary: Sequence[dict[str, Any]]) -> str:
     """A line per contender and point, the fastest of a point first."""
     header = ["model", "rows", "concurrency", "contender", *(title for title, _, _ in COLUMNS)]
-    ordered = sorted(summary, key=lambda r: (r["model"], r["rows"], r["concurrency"], -r["tokens_per_s"]))
+    ordered = sorted(summary, key=lambda r: (model_size(r["model"]), r["rows"], r["concurrency"], -r["tokens_per_s"]))
     lines = [
         [row["model"], str(row["rows"]), str(row["concurrency"]), _name(row["contender"])]
         + ["–" if row[key] is None else form.format(row[key]) for _, key, form in COLUMNS]
