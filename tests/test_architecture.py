@@ -25,7 +25,7 @@ WITHOUT_TORCH = [
     "python_backend.journal", "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
     "python_backend.critic_train", "python_backend.tokenization", "python_backend.weights",
     "trainer.__main__", "trainer.control_plane", "actor.__main__", "actor.client",
-    "tools.__main__", "tools.render_configs", "tools.run", "tools.serve",
+    "tools.__main__", "tools.bench_load", "tools.bench_scoring", "tools.render_configs", "tools.run", "tools.serve",
 ]  # fmt: skip
 NUMPY_ALONE = ["python_backend.batching", "python_backend.contract"]
 

@@ -6,6 +6,7 @@ Written as PyTriton's documentation advises: dynamic batching, one callable per 
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--tuned", type=int, required=True)
     parser.add_argument("--strip-multiple", type=int, required=True, help="0: compute the width that was sent")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # PyTriton cleans up after SIGINT alone
 
     def load() -> Callable[..., Any]:
         model = CountedReward(args.checkpoint, args.counters, threads=args.threads, tuned=bool(args.tuned))

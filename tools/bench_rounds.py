@@ -23,7 +23,7 @@ from tools.bench_trace import ModelSize, rows_for_tokens, trace_lengths
 NUM_CHECKED = 4  # rewards that every contender must agree on
 TOLERANCE = 2e-3
 CALIBRATION_S = 2.0
-MAX_CALIBRATION_ROWS = 128
+CALIBRATION_ROWS = (32, 128)  # least: two PyTriton batches, or a second instance could not show its worth
 MEAN_TOKENS = float(trace_lengths(4096).mean())
 SCALING_CONCURRENCY = 64
 
@@ -125,9 +125,10 @@ def _faster(
 
 
 def _calibrate(bench: Bench, size: ModelSize, running: Running) -> Pace:
-    """Eight rows one after the other tell how many fill two seconds; those are sent together."""
+    """Eight rows one after the other tell how many fill two seconds; so many are sent together."""
     serial = bench.measure(size, running, Cell(1, 1, 8), warmup=2, purpose="serial", repeat=0)
-    rows = max(8, min(MAX_CALIBRATION_ROWS, round(8 / serial["seconds"] * CALIBRATION_S)))
+    least, most = CALIBRATION_ROWS
+    rows = max(least, min(most, round(8 / serial["seconds"] * CALIBRATION_S)))
     sample = bench.measure(size, running, Cell(1, min(64, rows), rows), warmup=2, purpose="split", repeat=0)
     bench.result["samples"] += [serial, sample]
     bench.save()

@@ -98,6 +98,7 @@ def measure(arguments: argparse.Namespace, out: Path) -> None:
             bench.result["models"][name] = {**dataclasses.asdict(SIZES[name]), "parameters": parameters}
             bench.say(f"{name}: {parameters / 1e6:.2f} M parameters; starting the contenders one by one")
             measure_model(bench, SIZES[name], checkpoint, scaling=name == names[0])
+            shutil.rmtree(checkpoint)  # the largest has half a gigabyte
         bench.result["seconds"] = time.monotonic() - bench.start
         bench.save()
     finally:
