@@ -71,7 +71,7 @@ def _grid(
         return None
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 3.4 * lines + 0.8), dpi=150, layout=_layout())
+    figure = Figure(figsize=(5.2 * columns, 3.4 * lines + 1.6 / columns), dpi=150, layout=_layout())
     every = figure.subplots(lines, columns, squeeze=False).flat
     for axes, (title, rows) in zip(every, panels, strict=False):
         draw(axes, rows)
@@ -81,7 +81,9 @@ def _grid(
         axes.set_visible(False)
     shown = [n for n in LOOKS if any(r["contender"] == n and r[key] is not None for _, rows in panels for r in rows)]
     handles = [Line2D([], [], color=LOOKS[n][0], ls=LOOKS[n][1], lw=2, marker="o", ms=4) for n in shown]
-    figure.legend(handles, [LOOKS[n][2] for n in shown], loc="outside lower center", ncols=4, title=note or None)
+    figure.legend(
+        handles, [LOOKS[n][2] for n in shown], loc="outside lower center", ncols=2 * columns, title=note or None
+    )
     figure.savefig(path)
     return path
 

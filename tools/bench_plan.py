@@ -4,6 +4,7 @@ Given: settings, each contender's pace. Returns: cells, the same for all contend
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Pace:
 
 def plan_cells(settings: Settings, size: ModelSize, paces: Mapping[str, Pace]) -> list[Cell]:
     """The cells of one model, each with as many requests as time allows, the same for all contenders."""
+    settings = dataclasses.replace(settings, seconds=settings.seconds * size.effort)
     return [
         Cell(rows, concurrency, num_requests(rows, concurrency, list(paces.values()), settings))
         for rows in settings.rows
