@@ -95,13 +95,22 @@ class TritonClient:
         Raises:
             RequestFailed: no answer within the retries, or the request itself is wrong.
         """
-        width = max(row.size for row in rows)
-        tokens = np.zeros((len(rows), width), np.int64)
-        for i, row in enumerate(rows):
-            tokens[i, : row.size] = row
-        lengths = np.asarray([[row.size] for row in rows], np.int64)
-        inputs = {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: lengths, **_metadata(metadata)}
+        inputs = {**_padded(rows), **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs, self._settings.deadline_s)
+
+    async def rewards(self, rows: list[np.ndarray], *, width: int = 0) -> np.ndarray:
+        """Rewards [n, 1] of n token rows, by the reward model alone.
+
+        Args:
+            rows: int64 `[length_i]` each.
+            width: pad to at least so many tokens, for servers that batch requests of one length only.
+
+        Raises:
+            RequestFailed: as `score`.
+        """
+        outputs = (contract.REWARDS,)
+        answer = await self._infer(contract.REWARD_MODEL, _padded(rows, width), outputs, self._settings.deadline_s)
+        return answer[contract.REWARDS]
 
     async def score_sentences(
         self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
@@ -185,6 +194,14 @@ class TritonClient:
 
 def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
     return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
+
+
+def _padded(rows: list[np.ndarray], width: int = 0) -> dict[str, np.ndarray]:
+    """`tokens` [n, S] and `sequence_lengths` [n, 1], S the longest row or `width`, whichever is more."""
+    tokens = np.zeros((len(rows), max(width, *(row.size for row in rows))), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : row.size] = row
+    return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64)}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ import torch
 
 from python_backend.allocator import use_allocator
 from python_backend.contract import REWARDS, ScoringRows
-from python_backend.modeling import RewardModel, Standardization, load_reward, quiet_transformers
+from python_backend.modeling import Pooling, RewardModel, Standardization, load_reward, quiet_transformers
 from python_backend.reading import RowReader, read_limits
 from python_backend.scoring import Scoring, ScoringModel
 from python_backend.serving import Call, Parameters, log, refuse_numpy_2
@@ -36,7 +36,7 @@ class TritonPythonModel(ScoringModel):
             folder,
             device=parameters.text("device"),
             dtype=parameters.text("dtype"),
-            pooling=parameters.text("pooling"),
+            pooling=cast(Pooling, parameters.text("pooling")),
             attribute_weights=json.loads(parameters.text("attribute_weights")),
             merge_attributes=parameters.text("merge_attributes") == "true",
             standardization=read_standardization(parameters.text("standardization")),

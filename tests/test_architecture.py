@@ -29,7 +29,8 @@ WITHOUT_TORCH = [
     "python_backend.reward_sum", "python_backend.reward_terms", "python_backend.tokenization",
     "python_backend.weights",
     "trainer.__main__", "trainer.control_plane", "actor.__main__", "actor.client",
-    "tools.__main__", "tools.import_checkpoint", "tools.render_configs", "tools.run", "tools.serve",
+    "tools.__main__", "tools.bench_load", "tools.bench_scoring", "tools.import_checkpoint", "tools.render_configs",
+    "tools.run", "tools.serve",
 ]  # fmt: skip
 NUMPY_ALONE = ["python_backend.batching", "python_backend.contract"]
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
     "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),
     "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
+    "bench": ("tools.bench", "the measurements behind the README's numbers"),
 }
 
 

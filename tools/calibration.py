@@ -11,16 +11,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.config import ConfigError, ModelSection, RunConfig
+from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
 from python_backend.durable import read_json, write_json
 
 AUTO = ("instances", "threads", "token_budget", "forward_overhead_tokens", "allocator")
 CACHE_VARIABLE = "RLHF_ON_TRITON_CACHE"
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 NEARLY = 0.97  # of the best speed: the smaller budget needs less memory
 TIMEOUT_S = 600.0
 
@@ -85,6 +86,11 @@ def choose(results: dict[tuple[int, int], list[dict[str, Any]]]) -> Settled:
     return best
 
 
+def forward_overhead(checkpoint: Path) -> int:
+    """What a forward of a reward checkpoint costs beyond its tokens, in tokens, measured now. Raises ConfigError."""
+    return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))[0]["overhead_tokens"]
+
+
 def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str], None]) -> Settled:
     path = _cache_folder() / f"{role}-{_identity(section, cores)}.json"
     known = read_json(path)
@@ -103,11 +109,14 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
     return settled
 
 
-def _measure(role: str, section: ModelSection, instances: int, threads: int) -> list[dict[str, Any]]:
+def _measure(
+    role: str, section: ModelSection, instances: int, threads: int, *, budgets: Sequence[int] = BUDGETS
+) -> list[dict[str, Any]]:
     """Results of `instances` copies that measure at the same time. Raises ConfigError."""
     spec = {
         "role": role, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
         "dtype": section.dtype, "threads": threads, "max_length": section.max_length,
+        "budgets": budgets,
     }  # fmt: skip
     command = [sys.executable, "-m", "tools.calibration_worker", json.dumps(spec)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}

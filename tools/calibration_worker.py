@@ -21,7 +21,6 @@ from python_backend.allocator import use_allocator
 from python_backend.modeling import load_critic, load_reward, quiet_transformers
 from python_backend.scheduling import RowPool
 
-BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 SHORT_TOKENS = 16
 PASS_S = 0.5  # how long one pass over the rows should take
 MIN_TOKENS, MAX_TOKENS = 1200, 40_000
@@ -45,7 +44,7 @@ def measure(spec: dict[str, Any], wait: Callable[[], None]) -> dict[str, Any]:
     speeds = {}
     for allocator in ("default", "retain"):  # in this order: a process cannot go back
         if use_allocator(allocator):
-            speeds[allocator] = _speeds(score, rows, overhead_tokens)
+            speeds[allocator] = _speeds(score, rows, overhead_tokens, spec["budgets"])
     return {"speeds": speeds, "overhead_tokens": overhead_tokens}
 
 
@@ -74,11 +73,11 @@ def _overhead_tokens(score: Score, rows: list[np.ndarray]) -> int:
     return max(0, round(short_s / per_token_s) - SHORT_TOKENS) if per_token_s > 0 else SHORT_TOKENS
 
 
-def _speeds(score: Score, rows: list[np.ndarray], overhead_tokens: int) -> dict[int, float]:
+def _speeds(score: Score, rows: list[np.ndarray], overhead_tokens: int, budgets: list[int]) -> dict[int, float]:
     tokens = sum(row.size for row in rows)
-    budgets = [budget for budget in BUDGETS if budget <= tokens]
+    budgets = [budget for budget in budgets if budget <= tokens]
     seconds: dict[int, list[float]] = {budget: [] for budget in budgets}
-    rounds = ROUNDS if _seconds(lambda: _pass(score, rows, BUDGETS[0], overhead_tokens)) < SLOW_S else 1
+    rounds = ROUNDS if _seconds(lambda: _pass(score, rows, budgets[0], overhead_tokens)) < SLOW_S else 1
     for _ in range(rounds):
         for budget in budgets:
             seconds[budget].append(_seconds(lambda budget=budget: _pass(score, rows, budget, overhead_tokens)))  # type: ignore[misc]

@@ -1,0 +1,236 @@
+"""What the scoring measurement sends, how much of it, and one whole run with every contender. No test asserts times."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from python_backend.modeling import load_reward
+from tools.bench_children import BenchError
+from tools.bench_contenders import CONTENDERS
+from tools.bench_forward import CountedReward, Counters, read_counters
+from tools.bench_ideal import claim
+from tools.bench_one_forward import pack, unpack
+from tools.bench_plan import Cell, Pace, Settings, cell_seconds, num_requests, plan_cells
+from tools.bench_pytriton import stripped_width
+from tools.bench_rounds import Bench
+from tools.bench_running import Running, Setup, Split
+from tools.bench_scoring import main, parse_arguments
+from tools.bench_snapshot import Watched, cpu_seconds, difference, snapshot
+from tools.bench_trace import (
+    LONGEST,
+    SHORTEST,
+    SIZES,
+    VOCAB_SIZE,
+    as_requests,
+    make_checkpoint,
+    make_trace,
+    rows_for_tokens,
+    trace_lengths,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = Settings(
+    contenders=list(CONTENDERS), rows=[1, 8], concurrency=[1, 64], repeats=3, seconds=1.0, splits=[Split(2, 1)],
+    token_budgets=[256], queue_delay_us=2000, tuned_allocator=True, max_rows_under_way=256, scaling_tokens=[],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(SIZES["tiny"], folder)
+    return folder
+
+
+# ---- the trace ----
+
+
+def test_lengths_are_log_normal_within_their_limits():
+    lengths = trace_lengths(20_000)
+    assert (lengths.min(), lengths.max()) == (SHORTEST, LONGEST)
+    middle = lengths[(lengths > SHORTEST) & (lengths < LONGEST)]
+    assert np.log(np.median(lengths)) == pytest.approx(4.8, abs=0.02)
+    assert 150 < lengths.mean() < 175
+    assert middle.size > 18_000
+
+
+def test_a_shorter_trace_is_a_prefix_of_a_longer_one():
+    short, long = make_trace(5), make_trace(50)
+    assert all(np.array_equal(a, b) for a, b in zip(short, long[:5], strict=True))
+    assert [row.size for row in long] == trace_lengths(50).tolist()
+    assert all(row.min() >= 3 and row.max() < VOCAB_SIZE for row in long)
+
+
+def test_requests_hold_every_row_once_in_order():
+    rows = make_trace(10)
+    requests = as_requests(rows, 4)
+    assert [len(request) for request in requests] == [4, 4, 2]
+    assert all(a is b for a, b in zip([row for request in requests for row in request], rows, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 1000, 100_000])
+def test_rows_for_tokens_is_the_shortest_trace(tokens: int):
+    num_rows = rows_for_tokens(tokens)
+    assert trace_lengths(num_rows).sum() >= tokens
+    assert num_rows == 1 or trace_lengths(num_rows - 1).sum() < tokens
+
+
+@pytest.mark.parametrize(("name", "millions"), [("1m", (0.9, 1.5)), ("7m", (6.5, 7.5)), ("110m", (95, 120))])
+def test_models_have_the_size_that_they_are_called_by(name: str, millions: tuple[float, float]):
+    size = SIZES[name]
+    body = size.layers * (4 * size.width**2 + 3 * size.width * size.feed_forward)
+    assert millions[0] <= (body + VOCAB_SIZE * size.width) / 1e6 <= millions[1]
+
+
+# ---- how much ----
+
+
+def test_requests_fill_the_time_of_the_fastest():
+    paces = [Pace(0.01, 0.02), Pace(0.02, 0.02)]
+    assert num_requests(1, 8, paces, SETTINGS) == 100
+    assert num_requests(1, 1, paces, SETTINGS) == 50  # one after the other, the fastest takes 0.02 s
+    assert num_requests(8, 8, paces, SETTINGS) == 16  # two per worker
+    assert num_requests(1, 64, paces, SETTINGS) == 300  # the headline is measured three times as long
+
+
+def test_slow_contenders_make_a_cell_shorter_but_never_below_one_request_per_worker():
+    slow = [Pace(0.01, 0.01), Pace(1.0, 1.0)]
+    assert num_requests(1, 8, slow, SETTINGS) == 20
+    assert num_requests(1, 32, slow, SETTINGS) == 32
+    assert num_requests(8, 1, slow, SETTINGS) == 4
+
+
+def test_cells_leave_out_what_a_model_or_a_limit_excludes():
+    paces = {"ours": Pace(0.01, 0.01)}
+    points = [(cell.rows, cell.concurrency) for cell in plan_cells(SETTINGS, SIZES["7m"], paces)]
+    assert points == [(1, 1), (1, 64), (8, 1)]
+    assert {cell.rows for cell in plan_cells(SETTINGS, SIZES["110m"], paces)} == {1}
+    assert cell_seconds(Cell(1, 8, 50), paces) == pytest.approx(0.5)
+
+
+# ---- the parts ----
+
+
+def test_packed_rows_come_back():
+    rows = make_trace(3)
+    assert all(np.array_equal(a, b) for a, b in zip(unpack(pack(rows)), rows, strict=True))
+    (alone,) = unpack(pack(rows[:1]))
+    assert alone.dtype == np.int64
+    assert np.array_equal(alone, rows[0])
+
+
+@pytest.mark.parametrize(
+    ("longest", "multiple", "computed"), [(17, 16, 32), (32, 16, 32), (500, 16, 500), (17, 0, 500)]
+)
+def test_stripped_width(longest: int, multiple: int, computed: int):
+    assert stripped_width(longest, multiple, 500) == computed
+
+
+def test_counters_add_up_over_instances(tmp_path: Path):
+    first, second = Counters(tmp_path), Counters(tmp_path)
+    first.add([3, 5], 5)
+    second.add([2], 8)
+    first.add([1], 1)
+    found = read_counters(tmp_path)
+    assert (found.forwards, found.forward_rows, found.forward_tokens, found.computed_tokens) == (3, 4, 11, 19)
+
+
+def test_padded_and_ragged_forwards_score_alike_and_count_what_they_compute(tiny: Path, tmp_path: Path):
+    model = CountedReward(tiny, tmp_path, threads=1, tuned=False)
+    rows = make_trace(4)
+    lengths = np.asarray([row.size for row in rows])
+    tokens = np.zeros((4, LONGEST), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : row.size] = row
+    with torch.no_grad():
+        expected = np.concatenate([load_reward(tiny).score([row]) for row in rows])
+    np.testing.assert_allclose(model.score(rows), expected, atol=1e-4)
+    np.testing.assert_allclose(model.score_padded(tokens, lengths), expected, atol=1e-4)
+    assert np.ptp(expected) > 0.1  # rows differ, so a wrong row or position would show
+    assert read_counters(tmp_path).computed_tokens == 4 * int(lengths.max()) + 4 * LONGEST
+
+
+def _claim_all(path: str, count: int, out: str) -> None:
+    Path(out).write_text(json.dumps(list(claim(Path(path), count))))
+
+
+def test_every_micro_batch_is_claimed_once(tmp_path: Path):
+    workers = [
+        multiprocessing.get_context("spawn").Process(
+            target=_claim_all, args=(str(tmp_path / "claims"), 2000, str(tmp_path / f"{i}.json"))
+        )
+        for i in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    taken = [index for i in range(2) for index in json.loads((tmp_path / f"{i}.json").read_text())]
+    assert Counter(taken) == Counter(range(2000))
+
+
+def test_snapshot_of_a_process(tmp_path: Path):
+    watched = Watched([os.getpid()], str(tmp_path), None)
+    before = snapshot(watched)
+    Counters(tmp_path).add([1, 2], 2)
+    used = difference(snapshot(watched), before)
+    assert (used["forwards"], used["computed_tokens"]) == (1, 4)
+    assert used["server_cpu_s"] >= 0
+    assert cpu_seconds([]) == 0.0
+
+
+def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path):
+    bench = Bench(SETTINGS, tmp_path, None, {"samples": []}, 0.0)  # type: ignore[arg-type]
+    running = Running("other", Setup(tmp_path, tmp_path, 256, 2000, True), Split(1, 1))
+    bench._check_rewards(SIZES["tiny"], running, [0.5, 1.0])
+    bench._check_rewards(SIZES["tiny"], running, [0.5001, 1.0])
+    with pytest.raises(BenchError, match="other scores"):
+        bench._check_rewards(SIZES["tiny"], running, [0.6, 1.0])
+
+
+# ---- the command ----
+
+
+def test_quick_changes_defaults_only(tmp_path: Path):
+    out = ["--out", str(tmp_path)]
+    assert parse_arguments([*out, "--quick"]).models == "tiny"
+    assert parse_arguments([*out, "--quick", "--models", "1m"]).models == "1m"
+    assert parse_arguments(out).models == "1m,7m,110m"
+
+
+def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--out", str(tmp_path / "out"), "--contenders", "ours,theirs"]) == 1
+    assert "unknown: theirs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_quick_run_measures_every_contender_and_leaves_nothing_running(tmp_path: Path):
+    command = [sys.executable, "-m", "tools", "bench", "scoring", "--out", str(tmp_path), "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    sweep = [sample for sample in result["samples"] if sample["purpose"] == "sweep"]
+    points = {(s["contender"], s["rows"], s["concurrency"]) for s in sweep}
+    assert points == {(name, rows, c) for name in CONTENDERS for rows in (1, 8) for c in (1, 8)}
+    padding = {row["contender"]: row["padding_share"] for row in result["summary"] if row["rows"] == 1}
+    assert padding["one_forward"] == padding["ragged_off"] == 0
+    assert padding["pytriton_padded"] > padding["pytriton_stripped"] > padding["ours"]
+    batches = {row["contender"]: row["mean_batch"] for row in result["summary"] if row["concurrency"] == 8}
+    assert batches["ideal"] is None
+    assert all(sample["server_cpu_s"] > 0 for sample in sweep)
+    assert {row["contender"] for row in result["memory"]} == set(CONTENDERS)
+    assert "| **ours**" in done.stdout
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in running

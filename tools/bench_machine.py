@@ -1,0 +1,43 @@
+"""Where and with what a measurement was made. Given: nothing. Returns: facts for result.json."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PACKAGES = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton", "aiohttp")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, system."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
+    return {
+        "processor": found[1] if found else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "load_at_start": os.getloadavg()[0],
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Python, packages, and the commit of this checkout."""
+    versions = {"python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    root = Path(__file__).resolve().parent
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
+    return {**versions, "commit": done.stdout.strip() or "unknown"}
+
+
+def now_utc() -> str:
+    """Date and time in ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
