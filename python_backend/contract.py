@@ -32,6 +32,7 @@ SENTENCES = "sentences"  # BYTES [B, 1], UTF-8; wins over tokens
 METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
 REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
+AFTER_CRITIC = "after_critic"  # INT64 [B, 1], from critic to reward_model within critic_infer: one after the other
 REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where one failed; also the parameter that names them
 REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights

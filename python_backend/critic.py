@@ -17,6 +17,7 @@ import torch
 
 from python_backend.allocator import use_allocator
 from python_backend.contract import (
+    AFTER_CRITIC,
     PROMPT_LENGTHS,
     RESPONSE_VALUES,
     VALUES,
@@ -106,7 +107,8 @@ class TritonPythonModel(ScoringModel):
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows
         outputs = [output for output in scoring.outputs if output is not None]
-        answer = {WEIGHTS_VERSION: np.full((len(outputs), 1), scoring.model.number, np.int64)}
+        versions = np.full((len(outputs), 1), scoring.model.number, np.int64)
+        answer = {WEIGHTS_VERSION: versions, AFTER_CRITIC: versions}
         if VALUES in wanted:
             answer[VALUES] = _padded(outputs, rows.width)
         if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:

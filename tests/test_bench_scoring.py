@@ -191,7 +191,7 @@ def test_snapshot_of_a_process(tmp_path: Path):
 
 def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path):
     bench = Bench(SETTINGS, tmp_path, None, {"samples": []}, 0.0)  # type: ignore[arg-type]
-    running = Running("other", Setup(tmp_path, tmp_path, 256, 2000, True), Split(1, 1))
+    running = Running("other", Setup(tmp_path, tmp_path, 256, 64, 2000, True), Split(1, 1))
     bench._check_rewards(SIZES["tiny"], running, [0.5, 1.0])
     bench._check_rewards(SIZES["tiny"], running, [0.5001, 1.0])
     with pytest.raises(BenchError, match="other scores"):

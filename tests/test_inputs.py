@@ -107,6 +107,10 @@ def test_response_values_need_prompt_lengths_that_fit(live: System) -> None:
         ({}, "prompt_lengths: missing; response_values needs it"),
         ({"prompt_lengths": np.asarray([[2], [5]])}, "prompt_lengths[1]: 5, must be between 1 and the 4 tokens sent"),
         ({"prompt_lengths": np.asarray([[0], [1]])}, "prompt_lengths[0]: 0, must be between 1 and the 6 tokens sent"),
+        (
+            {"prompt_lengths": np.asarray([[1], [1]]), "sentences": texts("x", "y")},
+            "prompt_lengths: counts the tokens of tokens, and sentences were sent",
+        ),
     ):
         with pytest.raises(Refused) as caught:
             ask(live.run.url, CRITIC, {**inputs, **extra}, ["response_values"])
@@ -152,7 +156,6 @@ def test_every_bad_field_fails_its_own_request(live: System, checkpoints: Checkp
         ({"sentences": texts("")}, "sentences[0]: '' has no token"),
         ({"sentences": texts("x"), "metadata": texts("{")}, "metadata[0]: '{' is not JSON"),
         ({"sentences": texts("x"), "metadata": texts("[]")}, "metadata[0]: '[]', must be a JSON object"),
-        ({"sentences": texts("x"), "prompt_lengths": lengths}, "prompt_lengths: counts the tokens of tokens"),
     ]
     requests: list[Any] = [(REWARD_MODEL, scoring_inputs([row])) for row in good]
     for number, (inputs, _) in enumerate(bad):
@@ -164,6 +167,15 @@ def test_every_bad_field_fails_its_own_request(live: System, checkpoints: Checkp
         assert reason in answer.message
     found = [answer["rewards"][0, 0] for answer in answers if not isinstance(answer, Refused)]
     np.testing.assert_allclose(found, direct_rewards(checkpoints.reward, good), atol=1e-5)
+
+
+@pytest.mark.parametrize("rounds", [12])
+def test_many_wrong_requests_to_the_ensemble_do_no_harm(live: System, rounds: int) -> None:
+    """tritonserver 2.51 crashed within three such rounds while both models ran, and failed, at the same time."""
+    wrong = {"tokens": np.full((1, 3), -1, np.int64), "sequence_lengths": np.asarray([[3]])}
+    for _ in range(rounds):
+        answers = ask_all(live.run.url, [(CRITIC_INFER, wrong)] * 32)
+        assert {answer.code for answer in answers if isinstance(answer, Refused)} == {"400"}
 
 
 def test_no_rows_are_refused(live: System) -> None:
@@ -182,7 +194,7 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
         config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] = 4
 
     reload_model(finished.run, REWARD_MODEL, one_forward_a_row)
-    many = scoring_inputs(random_rows([POSITIONS] * 1000, seed=7))
+    many = scoring_inputs(random_rows([POSITIONS] * 200, seed=7))
     row = scoring_inputs(random_rows([5], seed=8))
     answers = ask_all(
         finished.run.url, [(REWARD_MODEL, many)] + [(REWARD_MODEL, row)] * 40 + [(REWARD_MODEL, row, (), 1000)] * 2
@@ -190,7 +202,10 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     refused = [answer for answer in answers if isinstance(answer, Refused)]
     assert {answer.code for answer in refused} == {"503"}
     assert any("Exceeds maximum queue size" in answer.message for answer in refused)
-    assert not isinstance(answers[0], Refused)
+    reload_model(finished.run, CRITIC, one_forward_a_row)
+    for _ in range(8):  # through the ensemble, too: 2.51 crashed when both its steps were refused
+        answers = ask_all(finished.run.url, [(CRITIC_INFER, many), *[(CRITIC_INFER, row)] * 32])
+        assert {answer.code for answer in answers if isinstance(answer, Refused)} == {"503"}
 
 
 def test_a_request_that_waited_too_long_is_503(finished: FinishedRun) -> None:

@@ -40,7 +40,6 @@ def test_names_dtypes_and_shapes_are_the_contracts():
         (contract.SEQUENCE_LENGTHS, pb.TYPE_INT64, [1]),
         (contract.SENTENCES, pb.TYPE_STRING, [1]),
         (contract.METADATA, pb.TYPE_STRING, [1]),
-        (contract.PROMPT_LENGTHS, pb.TYPE_INT64, [1]),
     ]
     rewards = [(contract.REWARDS, pb.TYPE_FP32, [1])]
     values = [(name, pb.TYPE_FP32, [-1]) for name in (contract.VALUES, contract.RESPONSE_VALUES)]
@@ -52,10 +51,11 @@ def test_names_dtypes_and_shapes_are_the_contracts():
     train += [*targets, run_id, (contract.STEP, pb.TYPE_INT64, [1])]
     step = (contract.STEP, pb.TYPE_INT64, [1])
     save = [(contract.DUMMY_VAR, pb.TYPE_INT64, [1]), run_id, step, (contract.REWIND_TO, pb.TYPE_INT64, [1])]
+    prompts, after = (contract.PROMPT_LENGTHS, pb.TYPE_INT64, [1]), (contract.AFTER_CRITIC, pb.TYPE_INT64, [1])
     expected = {
-        "reward_model": (scoring, rewards),
-        "critic": (scoring, values),
-        "critic_infer": (scoring, rewards + values),
+        "reward_model": ([*scoring, after], rewards),
+        "critic": ([*scoring, prompts], [*values, after]),
+        "critic_infer": ([*scoring, prompts], rewards + values),
         "critic_train": (train, [(contract.LOSS_MEAN, pb.TYPE_FP32, [1]), version]),
         "critic_save": (save, [(contract.STATUS, pb.TYPE_INT64, [1]), version]),
     }
@@ -104,6 +104,7 @@ def test_settings_reach_the_files():
         "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton", "poll_interval_ms": "9",
         "forward_overhead_tokens": "12", "allocator": "default", "max_sentence_bytes": "5000",
         "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",
+        "compile": "false",
     }  # fmt: skip
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
     assert parameters(train)["heartbeat_timeout_s"] == "2.5"
@@ -151,7 +152,7 @@ def broken(model: str, old: str, new: str) -> dict:
         ("critic", 'name: "values" data_type: TYPE_FP32', 'name: "values" data_type: TYPE_FP16', "tensor values"),
         ("critic_infer", 'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',
          'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]', "tensor rewards does not fit reward_model"),
-        ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "tensor ids does not fit reward_model"),
+        ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "tensor ids does not fit critic"),
     ],
 )  # fmt: skip
 def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):

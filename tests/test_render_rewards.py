@@ -41,6 +41,7 @@ def test_model_and_functions() -> None:
     assert parts["reward_checkpoint"][1] == {"rewards": "component_model"}
     assert parts["reward_function_label"][1] == {"reward_component": "component_label", "reward_error": "error_label"}
     mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
+    mixed.add("after_critic")
     assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
     assert set(steps(configs["critic_infer"])["reward_model"][1]) == {"rewards", "reward_components", "reward_errors"}
     (components,) = [t for t in configs["critic_infer"].output if t.name == "reward_components"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from live_system import MEASURED
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
@@ -32,7 +33,8 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "weights" / "critic").mkdir(parents=True)
     (tmp_path / "weights" / "critic" / "CURRENT").write_text("0\n")
     ports = "http_port: 0, grpc_port: 0, metrics_port: 0"
-    (tmp_path / "run.yaml").write_text(f"server: {{{ports}, exit_timeout_s: 1}}")
+    models = "".join(f"{role}: {json.dumps(MEASURED)}\n" for role in ("reward", "critic"))
+    (tmp_path / "run.yaml").write_text(f"{models}server: {{{ports}, exit_timeout_s: 1}}")
     return tmp_path
 
 
@@ -78,7 +80,7 @@ def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:
     process = serve(run_dir)
     assert process.stdout is not None
     while "loading" not in process.stdout.readline():
-        pass
+        assert process.poll() is None, process.communicate()
     process.terminate()
     _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
@@ -95,14 +97,23 @@ def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
     wait_until_gone(process.pid)
 
 
-def test_serve_tells_of_a_server_that_died(run_dir: Path) -> None:
+def test_serve_starts_a_server_that_died_again(run_dir: Path) -> None:
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)
-    wait_for(run_dir / "server.json", process)
-    psutil.Process(json.loads((run_dir / "server.json").read_text())["pid"]).kill()
-    _, err = process.communicate()
-    assert process.returncode == 1
-    assert err.startswith("error: tritonserver was killed by SIGKILL; its log")
+    state = run_dir / "server.json"
+    wait_for(state, process)
+    first = json.loads(state.read_text())
+    psutil.Process(first["pid"]).kill()
+    while not state.exists() or json.loads(state.read_text())["pid"] == first["pid"]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    second = json.loads(state.read_text())
+    assert {**second, "pid": 0} == {**first, "pid": 0}
+    process.terminate()
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "tritonserver was killed by SIGKILL" in out
+    assert "serving again after" in out
     assert regions(process.pid) == []
     assert server_processes(process.pid) == []
 
