@@ -58,7 +58,8 @@ class TritonPythonModel(ScoringModel):
         parameters = Parameters(args)
         self.set_up(parameters)
         use_allocator(parameters.text("allocator"))
-        torch.set_num_threads(parameters.number("threads"))
+        self._threads = parameters.number("threads")
+        torch.set_num_threads(self._threads)
         self._store = WeightsStore(parameters.path("store"))
         number = self._store.current()
         if number is None:
@@ -90,6 +91,9 @@ class TritonPythonModel(ScoringModel):
         self._stop.set()
         self._watcher.join()
         self._store.withdraw(self._instance, os.getpid())
+
+    def prepare_worker(self) -> None:
+        torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
 
     def current_model(self) -> Version:
         return self._version

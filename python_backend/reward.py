@@ -30,7 +30,8 @@ class TritonPythonModel(ScoringModel):
         parameters = Parameters(args)
         self.set_up(parameters)
         use_allocator(parameters.text("allocator"))
-        torch.set_num_threads(parameters.number("threads"))
+        self._threads = parameters.number("threads")
+        torch.set_num_threads(self._threads)
         folder = parameters.path("checkpoint")
         self._model = load_reward(
             folder,
@@ -46,6 +47,9 @@ class TritonPythonModel(ScoringModel):
         self._reader = RowReader(folder, self.limits)
         self.start()
         log(f"{parameters.model}: {folder.name}, rewards are (score - {self._model.mean:g}) / {self._model.std:g}")
+
+    def prepare_worker(self) -> None:
+        torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
 
     def current_model(self) -> RewardModel:
         return self._model

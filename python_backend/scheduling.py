@@ -13,6 +13,8 @@ from itertools import count
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner", bound=Hashable)
+# Threads that run forwards hand the interpreter on this often (Python's own: 5 ms, in which the others stand still).
+SWITCH_INTERVAL_S = 0.0005
 LONG_REQUEST_SHARE = 4  # while others wait, one request gets at most one forward token in so many
 
 

@@ -1,10 +1,11 @@
 """What reward and critic share inside tritonserver: ragged requests join a running line of forwards.
 Given: Triton's requests. Returns: nothing; a request is answered as soon as its last row is done.
-`execute` only reads requests and lines up their rows; one worker thread runs the forwards. Imports no torch.
+`execute` only reads requests and lines up their rows; worker threads run the forwards. Imports no torch.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import numpy as np
 
 from python_backend.batching import padded_width
 from python_backend.contract import Limits, ScoringRows
-from python_backend.scheduling import RowPool
+from python_backend.scheduling import SWITCH_INTERVAL_S, RowPool
 from python_backend.serving import Call, Counters, Parameters, Unavailable, log_error
 
 # Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
@@ -57,17 +58,25 @@ class ScoringModel:
             max_rows=parameters.number("micro_batch_rows"),
             overhead_tokens=parameters.number("forward_overhead_tokens"),
         )
+        self._num_workers = parameters.number("workers")
         self._multiple = parameters.number("strip_sequence_length_to_multiple")
         self._lined_up_tokens = LINED_UP_FORWARDS * budget
         self._timeout_s = float(parameters.text("queue_timeout_s")) or None
         self._counters = Counters(parameters.model, COUNTERS)
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
         self._stopping = False
 
     def start(self) -> None:
         """Begin to serve."""
-        self._worker = threading.Thread(target=self._work, name="forwards", daemon=True)
-        self._worker.start()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._workers = [
+            threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True) for i in range(self._num_workers)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def prepare_worker(self) -> None:
+        """Called once in each thread that runs forwards."""
 
     def current_model(self) -> Any:
         """The model that new requests are scored by."""
@@ -87,20 +96,11 @@ class ScoringModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: returns when the rows are lined up and there is room for more."""
-        for request in requests:
-            call = Call(request)
-            try:
-                rows = self.read(call)
-            except Exception as error:  # process edge: one request's error is that request's answer
-                call.fail(error)
-                continue
-            timeout_s = call.timeout_s or self._timeout_s
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
-            scoring = Scoring(call, rows, deadline, outputs=[None] * len(rows.tokens))
-            with self._changed:
-                self._pool.add(scoring, [row.size for row in rows.tokens])
-                self._changed.notify_all()
+        scorings = [scoring for request in requests if (scoring := self._begin(Call(request))) is not None]
         with self._changed:
+            for scoring in scorings:
+                self._pool.add(scoring, [row.size for row in scoring.rows.tokens])
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._pool.tokens <= self._lined_up_tokens or self._stopping)
 
     def finalize(self) -> None:
@@ -108,13 +108,25 @@ class ScoringModel:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._worker.join()
+        for worker in self._workers:
+            worker.join()
+
+    def _begin(self, call: Call) -> Scoring | None:
+        try:
+            rows = self.read(call)
+        except Exception as error:  # process edge: one request's error is that request's answer
+            call.fail(error)
+            return None
+        timeout_s = call.timeout_s or self._timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        return Scoring(call, rows, deadline, outputs=[None] * len(rows.tokens))
 
     def _work(self) -> None:
+        self.prepare_worker()
         while (taken := self._next_forward()) is not None:
             model, batch = taken
             try:
-                self._run(model, self._in_time(batch))
+                self._run(model, batch)
             except Exception as error:  # thread edge: without this thread nobody would be answered
                 log_error(f"scoring: {type(error).__name__}: {error}")
                 self._fail(batch, error)
@@ -132,22 +144,23 @@ class ScoringModel:
             current = self.current_model()
             model = oldest.model or current
             batch = self._pool.take(lambda scoring: (scoring.model or current) is model)
+            self._refuse_late(batch)
+            batch = [(scoring, i) for scoring, i in batch if not scoring.call.answered]
+            for scoring, _ in batch:
+                scoring.model = model
             self._changed.notify_all()
         return model, batch
 
-    def _in_time(self, batch: list[tuple[Scoring, int]]) -> list[tuple[Scoring, int]]:
-        """Refuse requests whose deadline has passed before their first row ran; return the rows of the others."""
+    def _refuse_late(self, batch: list[tuple[Scoring, int]]) -> None:
+        """Refuse requests whose deadline has passed before their first row runs."""
         now = time.monotonic()
         late = [(s, i) for s, i in batch if s.deadline is not None and now > s.deadline and s.model is None]
         if late:
             self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward"))
-        return [(s, i) for s, i in batch if not s.call.answered]
 
     def _run(self, model: Any, batch: list[tuple[Scoring, int]]) -> None:
         if not batch:
             return
-        for scoring, _ in batch:
-            scoring.model = model
         rows = [scoring.rows.tokens[i] for scoring, i in batch]
         width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
         try:
@@ -156,15 +169,19 @@ class ScoringModel:
             self._fail(batch, error)
             return
         tokens = sum(row.size for row in rows)
-        self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
-        for (scoring, i), output in zip(batch, outputs, strict=True):
-            scoring.outputs[i] = output
-            scoring.done += 1
-            if scoring.done == len(scoring.outputs):
-                scoring.call.answer(self.reply(scoring))
+        done = []
+        with self._changed:
+            self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
+            for (scoring, i), output in zip(batch, outputs, strict=True):
+                scoring.outputs[i] = output
+                scoring.done += 1
+                if scoring.done == len(scoring.outputs):
+                    done.append(scoring)
+        for scoring in done:
+            scoring.call.answer(self.reply(scoring))
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
-        for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
-            scoring.call.fail(error)
-            with self._changed:
+        with self._changed:
+            for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
                 self._pool.discard(scoring)
+                scoring.call.fail(error)

@@ -123,10 +123,12 @@ class ModelSection(Section):
     """Hugging Face checkpoint folder (safetensors)."""
     device: Device = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
-    instances: Count | Auto = "auto"
-    """Copies of the model, each in a process of its own; on a CPU they share the memory of the weights."""
+    instances: Count = 1
+    """Processes that serve the model; on a CPU they share the memory of the weights, but not the rows that wait."""
+    workers: Count | Auto = "auto"
+    """Forwards that run at the same time in one instance, fed from one line of rows."""
     threads: Count | Auto = "auto"
-    """Torch threads of each instance."""
+    """Torch threads of each worker."""
     token_budget: Count | Auto = "auto"
     """Most tokens, padding included, in one forward; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
@@ -163,7 +165,7 @@ class ModelSection(Section):
 
 
 UNMEASURED = {
-    "instances": 1,
+    "workers": 1,
     "threads": 1,
     "token_budget": 1024,
     "forward_overhead_tokens": 64,

@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
     "{% endif %}{{ message.role[0] }} {{ message.content }}</s>{% endfor %}"
 )
 MEASURED = {
-    "instances": 1, "threads": 1, "token_budget": 1024, "forward_overhead_tokens": 64, "allocator": "retain",
+    "workers": 1, "threads": 1, "token_budget": 1024, "forward_overhead_tokens": 64, "allocator": "retain",
 }  # fmt: skip
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 

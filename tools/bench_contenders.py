@@ -72,7 +72,7 @@ class Native(Running):
         setup = self.setup
         reward = RewardSection(
             checkpoint=setup.checkpoint,
-            instances=self.split.instances,
+            workers=self.split.instances,
             threads=self.split.threads,
             token_budget=setup.token_budget,
             micro_batch_rows=MAX_ROWS,

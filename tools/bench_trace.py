@@ -38,7 +38,7 @@ SIZES = {
     size.name: size
     for size in (
         ModelSize("tiny", layers=2, width=64, feed_forward=128),
-        ModelSize("1m", layers=6, width=128, feed_forward=128, effort=0.5),
+        ModelSize("1m", layers=4, width=128, feed_forward=336, effort=0.5),  # the demo's shape
         ModelSize("7m", layers=6, width=256, feed_forward=896),
         ModelSize("110m", layers=12, width=768, feed_forward=2816, concurrency=(1, 64), rows=(1,), max_repeats=1),
     )

@@ -192,7 +192,7 @@ def _render_scoring(
         model=model,
         preferred=[preferred] if isinstance(preferred, int) else preferred,
         num_rewards=num_rewards,
-        instances=model.settled("instances"),
+        instances=model.instances,
         queue_timeout_us=round((model.queue_timeout_s or NO_TIMEOUT_S) * 1e6),
         kind="KIND_CPU" if kind == "cpu" else "KIND_GPU",
         gpus=[index] if index else [],
@@ -205,7 +205,9 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
         "checkpoint": str(place(model.checkpoint)),
         "device": model.device,
         "dtype": model.dtype,
-        **{name: str(model.settled(name)) for name in ("threads", "token_budget", "forward_overhead_tokens")},
+        **{
+            name: str(model.settled(name)) for name in ("workers", "threads", "token_budget", "forward_overhead_tokens")
+        },
         "allocator": model.settled("allocator"),
         "micro_batch_rows": str(model.micro_batch_rows),
         "strip_sequence_length_to_multiple": str(model.strip_sequence_length_to_multiple),
