@@ -100,7 +100,8 @@ def test_settings_reach_the_files():
     assert found.pop("checkpoint") == str(Path("checkpoints/critic").absolute())
     assert found.pop("store") == str(Path("runs/x/weights/critic").absolute()) == parameters(train)["store"]
     assert found == {
-        "device": "cuda:1", "dtype": "bfloat16", "threads": "5", "token_budget": "99", "micro_batch_rows": "7", "workers": "1",
+        "device": "cuda:1", "dtype": "bfloat16", "threads": "5", "token_budget": "99", "micro_batch_rows": "7",
+        "workers": "1",
         "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton", "poll_interval_ms": "9",
         "forward_overhead_tokens": "12", "allocator": "default", "max_sentence_bytes": "5000",
         "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",

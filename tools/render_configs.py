@@ -29,6 +29,7 @@ from python_backend.contract import (
     REWARD_MIXTURE,
     REWARD_MODEL,
 )
+from python_backend.sections import UNMEASURED
 from tools.config_rules import check_rules
 from tools.render_rewards import Render, render_rewards, stale_parts
 
@@ -205,10 +206,7 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
         "checkpoint": str(place(model.checkpoint)),
         "device": model.device,
         "dtype": model.dtype,
-        **{
-            name: str(model.settled(name)) for name in ("workers", "threads", "token_budget", "forward_overhead_tokens")
-        },
-        "allocator": model.settled("allocator"),
+        **{name: str(model.settled(name)) for name in UNMEASURED},
         "micro_batch_rows": str(model.micro_batch_rows),
         "strip_sequence_length_to_multiple": str(model.strip_sequence_length_to_multiple),
         "queue_timeout_s": f"{model.queue_timeout_s:g}",
