@@ -44,12 +44,19 @@ class RewardModel:
         self._pool = POOLS.get(pooling)
         self._weights = weights
 
+    def use_own_forward(self) -> None:
+        """Run transformers' own forward from now on, where a leaner one was proven equal: for comparisons."""
+        if self._token_head is not None:
+            self._token_head.lean = None
+
     @torch.no_grad()
     def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
         """Rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`), one forward padded to `width`."""
         ids, attention, lengths = collate(rows, self.model.device, width)
         if self._token_head is None or self._pool is None:  # encoders pool in their own way, blind to padding
             scores = self.model(input_ids=ids, attention_mask=attention).logits
+        elif self._pool is pool_last:
+            scores = self._token_head.at_last(ids, attention, lengths)
         else:
             scores = self._pool(self._token_head(ids, attention), lengths)
         if self._weights is not None:
@@ -61,14 +68,15 @@ class CriticModel:
     """One value per token, in fp32: the value at index t is of the state after token t."""
 
     def __init__(
-        self, model: Any, *, constants: Constants | None = None, is_causal: bool | None = None,
-        compile_forward: bool = False, note: str = "",
+        self, model: Any, *, constants: Constants | None = None, compile_forward: bool = False, note: str = "",
+        like: CriticModel | None = None,
     ) -> None:  # fmt: skip
         self.model = model.eval()
         self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
         self.limits = limits_of(model)
         self.note = note  # where its value head comes from
-        self._token_head = TokenHead(model, is_causal=is_causal, compile_forward=compile_forward)
+        known = None if like is None else like._token_head
+        self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
@@ -96,9 +104,8 @@ class CriticModel:
         info = inspect_checkpoint(folder)
         module = twin(self.model, info)
         return CriticModel(
-            module, constants=info.constants, is_causal=self._token_head.is_causal,
-            compile_forward=self._token_head.is_compiled, note=self.note,
-        )  # fmt: skip
+            module, constants=info.constants, compile_forward=self._token_head.is_compiled, note=self.note, like=self
+        )
 
 
 def load_reward(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints import CheckpointError
+from python_backend.heads import pool_last
+from python_backend.lean_decoder import LeanDecoder, lean_decoder
 
 PROBE_TOKENS = 4
 CAUSAL_TOLERANCE = 1e-5  # of the hidden states' largest value; a look ahead changes far more
@@ -23,12 +25,18 @@ class TokenHead:
     reach a token before it. That saves building masks and lets attention run its own causal kernel.
     """
 
-    def __init__(self, model: Any, *, is_causal: bool | None = None, compile_forward: bool = False) -> None:
+    def __init__(self, model: Any, *, compile_forward: bool = False, like: TokenHead | None = None) -> None:
+        """`like`: the head of another model of the same architecture, whose findings hold for this one, too."""
         self.model = model.eval()
         self.head = keep_head_exact(model)
-        self.is_causal = measure_causality(model) if is_causal is None else is_causal
+        self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
+        self.lean: LeanDecoder | None = None
+        if like is not None:
+            self.lean = None if like.lean is None else LeanDecoder(model.base_model)
+        elif self.is_causal and not self._layered and not compile_forward:
+            self.lean = lean_decoder(model)
         if compile_forward:
             compile_body(model, self)
 
@@ -36,11 +44,19 @@ class TokenHead:
         """Outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens."""
         if self._layered:  # ModernBERT's token class
             return self.model(input_ids=ids, attention_mask=attention).logits
-        if self.is_causal:
+        if self.lean is not None and not torch.is_grad_enabled():
+            hidden = self.lean.hidden(ids)
+        elif self.is_causal:
             hidden = self.model.base_model(input_ids=ids, use_cache=False)[0]
         else:
             hidden = self.model.base_model(input_ids=ids, attention_mask=attention)[0]
         return self.head(hidden)
+
+    def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor) -> Tensor:
+        """Outputs `[B, A]` at index length-1 of each row."""
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.head(self.lean.last_hidden(ids, lengths))
+        return pool_last(self(ids, attention), lengths)
 
 
 def head_of(model: Any) -> torch.nn.Linear:

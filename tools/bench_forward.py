@@ -50,9 +50,9 @@ def read_counters(folder: Path) -> Computed:
 
 
 class CountedReward:
-    """The reward model of one instance outside tritonserver."""
+    """The reward model of one instance outside tritonserver: by our forward, or by transformers' own."""
 
-    def __init__(self, checkpoint: Path, counters: Path, *, threads: int, tuned: bool) -> None:
+    def __init__(self, checkpoint: Path, counters: Path, *, threads: int, tuned: bool, lean: bool = False) -> None:
         import torch
 
         from python_backend.modeling import load_reward, quiet_transformers
@@ -61,6 +61,8 @@ class CountedReward:
         torch.set_num_threads(threads)
         quiet_transformers()
         self._reward = load_reward(checkpoint)
+        if not lean:
+            self._reward.use_own_forward()
         self._counters = Counters(counters)
 
     def score(self, rows: Sequence[np.ndarray]) -> np.ndarray:

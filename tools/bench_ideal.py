@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--tuned", type=int, required=True)
     args = parser.parse_args()
-    model = CountedReward(args.checkpoint, args.counters, threads=args.threads, tuned=bool(args.tuned))
+    model = CountedReward(args.checkpoint, args.counters, threads=args.threads, tuned=bool(args.tuned), lean=True)
 
     async def serve_run(request: web.Request) -> web.Response:
         return web.json_response(run(model, await request.json()))

@@ -1,0 +1,123 @@
+"""A leaner forward of the common decoder family (Llama, Qwen2): the same weights, fewer operations around them.
+Given: a Hugging Face body. Returns: hidden states, of every token or, for a reward, of each row's last token alone: the
+last layer then computes one token of a row. Used where it is proven equal to the body's own forward, at every load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+FAMILIES = ("llama", "qwen2")
+TOLERANCE = 1e-5  # of the hidden states' largest value
+PROBE_LENGTHS = (7, 3, 12)
+
+
+class LeanDecoder:
+    """Reads the body's modules at every call, so it always runs their current weights."""
+
+    def __init__(self, body: Any) -> None:
+        config = body.config
+        self._body = body
+        self._num_heads = config.num_attention_heads
+        self._num_kv_heads = config.num_key_value_heads
+        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        positions = torch.arange(config.max_position_embeddings)[None]
+        cos, sin = body.rotary_emb(body.embed_tokens.weight[:1, None], positions)
+        self._cos, self._sin = cos[None].float(), sin[None].float()  # [1, 1, positions, head_dim]
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Hidden states `[B, S, H]` of `ids` `[B, S]`, padded on the right; those of padding mean nothing."""
+        x = F.embedding(ids, self._body.embed_tokens.weight)
+        for layer in self._body.layers:
+            x = self._layer(layer, x)
+        return self._normed(self._body.norm, x)
+
+    def last_hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        """Hidden states `[B, H]` of each row's token at index length-1; `ids` `[B, S]`, `lengths` `[B]`."""
+        x = F.embedding(ids, self._body.embed_tokens.weight)
+        for layer in self._body.layers[:-1]:
+            x = self._layer(layer, x)
+        layer = self._body.layers[-1]
+        normed = self._normed(layer.input_layernorm, x)
+        rows, ends = torch.arange(ids.shape[0]), lengths - 1
+        key, value = self._keys_and_values(layer.self_attn, normed)
+        query = _linear(layer.self_attn.q_proj, normed[rows, ends]).view(len(rows), self._num_heads, 1, self._head_dim)
+        at_end = (self._cos[0, 0, ends][:, None, None], self._sin[0, 0, ends][:, None, None])
+        visible = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        mask = None if bool(visible.all()) else visible[:, None, None]
+        attended = self._attend(_rotated(query, *at_end), key, value, mask)
+        return self._normed(self._body.norm, self._after(layer, x[rows, ends], attended.flatten(1)))
+
+    def _layer(self, layer: Any, x: Tensor) -> Tensor:
+        normed = self._normed(layer.input_layernorm, x)
+        query = _rotated(self._heads(layer.self_attn.q_proj, normed), *self._rotation(x.shape[1]))
+        key, value = self._keys_and_values(layer.self_attn, normed)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self._num_kv_heads != self._num_heads
+        )
+        return self._after(layer, x, attended.transpose(1, 2).flatten(2))
+
+    def _after(self, layer: Any, x: Tensor, attended: Tensor) -> Tensor:
+        x = x + _linear(layer.self_attn.o_proj, attended)
+        mlp, normed = layer.mlp, self._normed(layer.post_attention_layernorm, x)
+        return x + _linear(mlp.down_proj, F.silu(_linear(mlp.gate_proj, normed)).mul_(_linear(mlp.up_proj, normed)))
+
+    def _keys_and_values(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        key = _rotated(self._heads(attention.k_proj, x), *self._rotation(x.shape[1]))
+        return key, self._heads(attention.v_proj, x)
+
+    def _heads(self, layer: Any, x: Tensor) -> Tensor:
+        """`[B, heads, S, head_dim]` of `x` `[B, S, H]`."""
+        return _linear(layer, x).view(*x.shape[:2], -1, self._head_dim).transpose(1, 2)
+
+    def _rotation(self, width: int) -> tuple[Tensor, Tensor]:
+        return self._cos[:, :, :width], self._sin[:, :, :width]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        grouped = self._num_kv_heads != self._num_heads
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+
+    def _normed(self, norm: Any, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def lean_decoder(model: Any) -> LeanDecoder | None:
+    """The lean forward of a model's body; None where it does not fit, or does not prove equal."""
+    body, config = model.base_model, model.config
+    if config.model_type not in FAMILIES or model.device.type != "cpu" or model.dtype != torch.float32:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default" or config.hidden_act != "silu" or _slides(config):
+        return None
+    lean = LeanDecoder(body)
+    return lean if _is_equal(lean, body) else None
+
+
+@torch.no_grad()
+def _is_equal(lean: LeanDecoder, body: Any) -> bool:
+    longest = min(max(PROBE_LENGTHS), body.config.max_position_embeddings)
+    lengths = torch.tensor([min(length, longest) for length in PROBE_LENGTHS])
+    ids = (torch.arange(len(lengths) * longest) % body.config.vocab_size).view(len(lengths), longest)
+    own = body(input_ids=ids, use_cache=False)[0]
+    limit = TOLERANCE * max(1.0, float(own.abs().max()))
+    ends = own[torch.arange(len(lengths)), lengths - 1]
+    differences = (lean.hidden(ids) - own).abs().max(), (lean.last_hidden(ids, lengths) - ends).abs().max()
+    return all(float(difference) <= limit for difference in differences)
+
+
+def _slides(config: Any) -> bool:
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
+
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: `x` `[B, heads, S, head_dim]`, `cos` and `sin` that broadcast to it."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
