@@ -44,7 +44,7 @@ def _run(config: RunConfig) -> int:
     from actor.experience import TooManyFailed
     from actor.loop import PPORun
     from actor.prompts import PromptError
-    from actor.scoring import TokenizerMismatch
+    from actor.scoring import ModelMismatch
     from python_backend.checkpoints import CheckpointError
     from python_backend.contract import REWARD_MODEL
     from python_backend.modeling import quiet_transformers
@@ -61,7 +61,7 @@ def _run(config: RunConfig) -> int:
     try:
         asyncio.run(ppo())
     except (
-        RequestFailed, TooManyFailed, TokenizerMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
+        RequestFailed, TooManyFailed, ModelMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
     ) as error:  # fmt: skip
         print(f"error: {error}", file=sys.stderr)
         return 2

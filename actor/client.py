@@ -53,6 +53,7 @@ class TritonClient:
 
     def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
         self.counters = Counters()
+        self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._url = url
         self._settings = settings
         self._train_retries = min(settings.retries, settings.train_retries)
@@ -72,11 +73,16 @@ class TritonClient:
     async def model_parameters(self, model: str) -> dict[str, str]:
         """A model's `parameters`, from its configuration: the first contact, so with little patience.
 
+        Tokens are sent from then on in the type that it declares.
+
         Raises RequestFailed.
         """
 
         async def ask() -> dict[str, str]:
             config = await self._http.get_model_config(model)
+            declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
+            if declared.get(contract.TOKENS) == "TYPE_INT32":
+                self._tokens_dtype = np.dtype(np.int32)
             return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
         return await self._attempts(model, ask, self._settings.deadline_s, retries=min(1, self._settings.retries))
@@ -161,6 +167,8 @@ class TritonClient:
     ) -> dict[str, np.ndarray]:
         inputs = []
         for name, array in arrays.items():
+            if name == contract.TOKENS:
+                array = array.astype(self._tokens_dtype, copy=False)
             tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
             tensor.set_data_from_numpy(array)
             inputs.append(tensor)

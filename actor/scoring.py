@@ -19,8 +19,8 @@ from python_backend.tokenization import fingerprint
 Answer = dict[str, np.ndarray] | str  # outputs, or why there are none
 
 
-class TokenizerMismatch(RuntimeError):
-    """The served critic counts tokens in another vocabulary than the policy."""
+class ModelMismatch(RuntimeError):
+    """The served models do not fit the policy: another vocabulary, or several rewards for a row."""
 
 
 class Scorer:
@@ -39,7 +39,8 @@ class Scorer:
         A reward model with another vocabulary is sent sentences instead.
 
         Raises:
-            TokenizerMismatch: the critic has another vocabulary, or a model's configuration names none.
+            ModelMismatch: the critic has another vocabulary, or a model's configuration names none; or the reward
+                model's attributes are not merged.
             RequestFailed: the server cannot be asked.
         """
         ours = fingerprint(self._tokenizer)
@@ -47,15 +48,20 @@ class Scorer:
         for model in (REWARD_MODEL, CRITIC):
             parameters = await self._client.model_parameters(model)
             theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
+            if int(parameters.get("num_rewards") or 1) > 1:
+                raise ModelMismatch(
+                    f"{model} gives {parameters['num_rewards']} rewards for a row, PPO needs one: set "
+                    "reward.merge_attributes to true, and reward.attribute_weights to what each of them counts"
+                )
             if model == REWARD_MODEL:
                 self.mixture = RewardMixture.of(parameters)
             if not theirs[model]:
-                raise TokenizerMismatch(
+                raise ModelMismatch(
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be compared with the "
                     "policy's; put the tokenizer into the checkpoint folder and render the configs again"
                 )
         if theirs[CRITIC] != ours:
-            raise TokenizerMismatch(
+            raise ModelMismatch(
                 f"the critic's tokenizer differs from the policy's ({folders[CRITIC]} and "
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"

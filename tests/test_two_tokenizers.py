@@ -21,7 +21,7 @@ from live_system import (
 
 from actor.client import TritonClient
 from actor.rollout import Prompt, Rollout, Scores
-from actor.scoring import Scorer, TokenizerMismatch
+from actor.scoring import ModelMismatch, Scorer
 from python_backend.contract import CRITIC, REWARD_MODEL
 from python_backend.tokenization import load_tokenizer
 from tools.render_configs import parse_config, render_configs
@@ -117,7 +117,7 @@ def test_a_model_rendered_without_a_fingerprint_is_named(live: System, checkpoin
         async with Forgetful(live.run.url, live.run.config.actor.client) as client:
             await Scorer(client, ours, rows_per_request=1).compare_tokenizers()
 
-    with pytest.raises(TokenizerMismatch) as caught:
+    with pytest.raises(ModelMismatch) as caught:
         asyncio.run(compare())
     print(caught.value)
     assert str(caught.value).startswith(f"{model} was rendered without its checkpoint's tokenizer")

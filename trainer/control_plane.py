@@ -73,6 +73,7 @@ class ControlPlane:
 
     def __init__(self, grpc_url: str) -> None:
         self._url = grpc_url
+        self._tokens_types: dict[str, str] = {}
         self._client = triton.InferenceServerClient(grpc_url, channel_args=_CHANNEL_OPTIONS)
 
     def __enter__(self) -> ControlPlane:
@@ -152,7 +153,8 @@ class ControlPlane:
 
     def probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
         """Score one row of two tokens with id 0; returns the outputs: the proof that the model computes."""
-        inputs = [_tensor(TOKENS, np.zeros((1, 2))), _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
+        tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
+        inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         answer = self._call(model, self._client.infer, model, inputs, outputs=wanted, timeout_s=timeout_s)
         arrays = {name: answer.as_numpy(name) for name in outputs}
@@ -167,7 +169,8 @@ class ControlPlane:
         """Send critic_train or critic_save what it must refuse: the proof that it lives, with no effect."""
         name, value = _REJECTIONS[model]
         try:
-            self._client.infer(model, [_tensor(name, value)], client_timeout=timeout_s)
+            sent = _tensor(name, value, self._tokens_type(model) if name == TOKENS else "INT64")
+            self._client.infer(model, [sent], client_timeout=timeout_s)
         except InferenceServerException as error:
             # The server's core, unlike the model, begins its refusals with the request's id.
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
@@ -175,6 +178,12 @@ class ControlPlane:
                 return
             raise self._error(model, error, timeout_s) from error
         raise ControlPlaneError(f"{model} accepted {name} = -1, so it is not the model it should be")
+
+    def _tokens_type(self, model: str) -> str:
+        if model not in self._tokens_types:
+            inputs = self._call(model, self._client.get_model_metadata, model).inputs
+            self._tokens_types[model] = next((tensor.datatype for tensor in inputs if tensor.name == TOKENS), "INT64")
+        return self._tokens_types[model]
 
     def _call(self, subject: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         timeout_s = kwargs.pop("timeout_s", CALL_TIMEOUT_S)
@@ -209,7 +218,7 @@ def root_cause(message: str) -> str:
     return " ".join(text.split()) + where
 
 
-def _tensor(name: str, values: np.ndarray) -> triton.InferInput:
-    tensor = triton.InferInput(name, list(values.shape), "INT64")
-    tensor.set_data_from_numpy(values.astype(np.int64))
+def _tensor(name: str, values: np.ndarray, datatype: str = "INT64") -> triton.InferInput:
+    tensor = triton.InferInput(name, list(values.shape), datatype)
+    tensor.set_data_from_numpy(values.astype(np.int32 if datatype == "INT32" else np.int64))
     return tensor

@@ -1,0 +1,81 @@
+"""What `auto` settles on: the fastest of what was measured, once per model and machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_checkpoints import save_tiny
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.sections import ModelSection
+from tools import calibration
+from tools.calibration import Settled, choose, settle, splits
+
+FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8, "allocator": "default"}
+
+
+def result(overhead: int, **speeds: dict[str, float]) -> dict[str, Any]:
+    return {"overhead_tokens": overhead, "speeds": speeds}
+
+
+def test_the_fastest_is_chosen_and_of_nearly_equal_budgets_the_smallest() -> None:
+    measured = {
+        (1, 2): result(30, default={"256": 90.0, "512": 95.0}, retain={"256": 100.0, "512": 110.0}),
+        (2, 1): result(10, default={"256": 70.0}, retain={"256": 117.0, "512": 120.0, "1024": 119.0}),
+    }
+    assert choose(measured) == Settled(2, 1, 256, 10, "retain", 117.0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "settings", "expected"),
+    [
+        (2, {}, [(1, 2), (2, 1)]),
+        (1, {}, [(1, 1)]),
+        (8, {}, [(1, 8), (2, 4), (4, 2), (8, 1)]),
+        (8, {"workers": 3}, [(3, 2)]),
+        (8, {"threads": 4}, [(2, 4)]),
+        (2, {"workers": 2, "threads": 2}, [(2, 2)]),
+        (8, {"device": "cuda"}, [(1, 1)]),
+    ],
+)
+def test_splits_of_the_cores(cores: int, settings: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+    assert splits(cores, ModelSection(checkpoint=Path("x"), **settings)) == expected
+
+
+def test_nothing_is_measured_where_all_is_fixed(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"reward": FIXED, "critic": FIXED})
+    assert settle(config, lambda line: pytest.fail(line)) == []
+
+
+def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
+    save_tiny(tmp_path / "reward", "llama", "reward")
+    path = tmp_path / "run.yaml"
+    path.write_text(f"reward: {{checkpoint: {tmp_path / 'reward'}, workers: 1, threads: 1}}\ncritic: {FIXED}\n")
+    lines: list[str] = []
+    overrides = settle(load_config(path), lines.append)
+    settled = load_config(path, overrides).reward
+    assert (settled.workers, settled.threads) == (1, 1)
+    assert settled.token_budget in calibration.BUDGETS
+    assert settled.allocator in ("default", "retain")
+    assert "auto" not in settled.model_dump().values()
+    assert len(lines) == 2
+    monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured again"))
+    assert settle(load_config(path), lines.append) == overrides
+    assert len(lines) == 2
+
+
+def test_a_checkpoint_that_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
+    config = RunConfig.model_validate({"reward": {"checkpoint": str(tmp_path / "none")}, "critic": FIXED})
+    with pytest.raises(ConfigError, match="none is no Hugging Face checkpoint"):
+        settle(config, lambda line: None)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"}')
+    config = RunConfig.model_validate({"reward": {"checkpoint": str(tmp_path / "broken")}, "critic": FIXED})
+    with pytest.raises(ConfigError, match=r"reward\.checkpoint: .*broken has no model\.safetensors"):
+        settle(config, lambda line: None)

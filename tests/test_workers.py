@@ -1,0 +1,89 @@
+"""The line of forwards inside the real server: several workers, long requests among short ones, early answers."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+from bare_client import BareClient, ask_all
+from live_system import POSITIONS, Checkpoints, FinishedRun, direct_rewards, random_rows, reload_model, scoring_inputs
+
+from python_backend.contract import REWARD_MODEL
+
+
+def set_parameters(finished: FinishedRun, **values: str) -> None:
+    """Load the reward model with these parameters."""
+
+    def change(config: dict[str, Any]) -> None:
+        for name, value in values.items():
+            config["parameters"][name]["string_value"] = value
+        config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] = 0
+
+    reload_model(finished.run, REWARD_MODEL, change)
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_rows_of_many_requests_are_scored_right_by_any_number_of_workers(
+    finished: FinishedRun, checkpoints: Checkpoints, workers: str
+) -> None:
+    set_parameters(finished, workers=workers, token_budget="200", queue_timeout_s="0")
+    generator = np.random.default_rng(7)
+    batches = [random_rows(generator.integers(1, POSITIONS + 1, count).tolist(), seed=count) for count in range(1, 25)]
+    answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs(rows)) for rows in batches])
+    for rows, answer in zip(batches, answers, strict=True):
+        assert isinstance(answer, dict), answer
+        np.testing.assert_allclose(answer["rewards"][:, 0], direct_rewards(checkpoints.reward, rows), atol=1e-5)
+
+
+def test_a_short_request_passes_a_long_one_that_came_before(finished: FinishedRun) -> None:
+    set_parameters(finished, workers="1", token_budget="1", queue_timeout_s="0")
+    long = scoring_inputs(random_rows([POSITIONS] * 1500, seed=1))
+    short = scoring_inputs(random_rows([9], seed=2))
+    order: list[str] = []
+
+    async def send() -> None:
+        async with BareClient(finished.run.url) as client:
+
+            async def one(name: str, inputs: dict[str, np.ndarray]) -> None:
+                await client.infer(REWARD_MODEL, inputs)
+                order.append(name)
+
+            whole = asyncio.create_task(one("long", long))
+            while forwards(finished) == before:  # the long one is under way
+                await asyncio.sleep(0.01)
+            for _ in range(3):
+                await one("short", short)
+            await whole
+
+    before = forwards(finished)
+    asyncio.run(send())
+    assert order == ["short", "short", "short", "long"]
+
+
+def test_forwards_and_padding_are_counted(finished: FinishedRun) -> None:
+    set_parameters(
+        finished, workers="1", token_budget="1000", forward_overhead_tokens="0", strip_sequence_length_to_multiple="16"
+    )
+    before = {name: metric(finished, name) for name in ("forwards", "forward_rows", "forward_tokens")}
+    padding = metric(finished, "forward_padding_tokens")
+    answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs(random_rows([5, 9, 5, 9, 120], seed=3)))])
+    assert isinstance(answers[0], dict)
+    found = {name: metric(finished, name) - count for name, count in before.items()}
+    assert found == {"forwards": 3, "forward_rows": 5, "forward_tokens": 148}
+    assert metric(finished, "forward_padding_tokens") - padding == 2 * 11 + 2 * 7 + 8  # to multiples of 16
+
+
+def forwards(finished: FinishedRun) -> float:
+    """Forwards of the reward model so far."""
+    return metric(finished, "forwards")
+
+
+def metric(finished: FinishedRun, name: str) -> float:
+    """A counter of the reward model in the server's metrics."""
+    with urllib.request.urlopen(f"http://{finished.run.config.server.metrics_url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    start = f'rlhf_{name}_total{{model="{REWARD_MODEL}"}} '
+    return next((float(line.removeprefix(start)) for line in lines if line.startswith(start)), 0.0)
