@@ -5,6 +5,8 @@ Given: Triton's requests. Returns: nothing; a request is answered as soon as its
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from python_backend.serving import Call, Counters, Parameters, Unavailable, log_
 
 # Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
 LINED_UP_FORWARDS = 32
+PUBLISH_EVERY_S = 0.5
 COUNTERS = {
     "rlhf_forwards_total": "Forwards of the model",
     "rlhf_forward_rows_total": "Rows scored by the model's forwards",
@@ -64,6 +67,7 @@ class ScoringModel:
         self._timeout_s = float(parameters.text("queue_timeout_s")) or None
         self._counters = Counters(parameters.model, COUNTERS)
         self._changed = threading.Condition(threading.RLock())
+        self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
         self._stopping = False
 
     def start(self) -> None:
@@ -72,8 +76,9 @@ class ScoringModel:
         self._workers = [
             threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True) for i in range(self._num_workers)
         ]
-        for worker in self._workers:
-            worker.start()
+        self._answerer = threading.Thread(target=self._answer, name="answers", daemon=True)
+        for thread in (*self._workers, self._answerer):
+            thread.start()
 
     def prepare_worker(self) -> None:
         """Called once in each thread that runs forwards."""
@@ -110,6 +115,8 @@ class ScoringModel:
             self._changed.notify_all()
         for worker in self._workers:
             worker.join()
+        self._done.put(None)
+        self._answerer.join()
 
     def _begin(self, call: Call) -> Scoring | None:
         try:
@@ -169,16 +176,31 @@ class ScoringModel:
             self._fail(batch, error)
             return
         tokens = sum(row.size for row in rows)
-        done = []
         with self._changed:
             self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
             for (scoring, i), output in zip(batch, outputs, strict=True):
                 scoring.outputs[i] = output
                 scoring.done += 1
                 if scoring.done == len(scoring.outputs):
-                    done.append(scoring)
-        for scoring in done:
-            scoring.call.answer(self.reply(scoring))
+                    self._done.put(scoring)
+
+    def _answer(self) -> None:
+        """Send the answers; sending waits until tritonserver has taken one up, and no forward should wait for that."""
+        published = 0.0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                scoring = self._done.get(timeout=PUBLISH_EVERY_S)
+                if scoring is None:
+                    return
+                try:
+                    scoring.call.answer(self.reply(scoring))
+                except Exception as error:  # thread edge: without this thread nobody would be answered
+                    log_error(f"scoring: {type(error).__name__}: {error}")
+                    scoring.call.fail(error)
+            if time.monotonic() - published > PUBLISH_EVERY_S:
+                published = time.monotonic()
+                with self._changed:
+                    self._counters.publish()
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
         with self._changed:

@@ -116,11 +116,18 @@ class Counters:
             for name, text in descriptions.items()
         ]
         self._metrics = [family.Metric(labels={"model": model}) for family in self._families]
+        self._pending = [0.0] * len(self._metrics)
 
     def add(self, amounts: Sequence[float]) -> None:
-        """Add one amount to each, in the order of the descriptions."""
-        for metric, amount in zip(self._metrics, amounts, strict=True):
-            metric.increment(amount)
+        """Add one amount to each, in the order of the descriptions; `publish` shows it. Not for two threads at once."""
+        self._pending = [pending + amount for pending, amount in zip(self._pending, amounts, strict=True)]
+
+    def publish(self) -> None:
+        """Show what was added: a round trip to the server for each metric, so not for every forward."""
+        pending, self._pending = self._pending, [0.0] * len(self._metrics)
+        for metric, amount in zip(self._metrics, pending, strict=True):
+            if amount:
+                metric.increment(amount)
 
 
 def log(message: str) -> None:

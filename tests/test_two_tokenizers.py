@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,14 +50,19 @@ async def compare_and_score(system: System, tokenizer: Any, rollout: Rollout) ->
 
 
 @pytest.fixture
-def other_reward(finished: FinishedRun, checkpoints: Checkpoints) -> FinishedRun:
+def other_reward(finished: FinishedRun, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
     """The finished run's server with a reward model of another tokenizer, rendered as the configuration would."""
-    reward = finished.run.config.reward.model_copy(update={"checkpoint": checkpoints.other_reward})
-    text = render_configs(finished.run.config.model_copy(update={"reward": reward}))[REWARD_MODEL]
-    rendered = parse_config(REWARD_MODEL, text).parameters
-    parameters = {key: {"string_value": rendered[key].string_value} for key in rendered}
-    reload_model(finished.run, REWARD_MODEL, lambda config: config["parameters"].update(parameters))
-    return finished
+
+    def serve(checkpoint: Path) -> None:
+        reward = finished.run.config.reward.model_copy(update={"checkpoint": checkpoint})
+        text = render_configs(finished.run.config.model_copy(update={"reward": reward}))[REWARD_MODEL]
+        rendered = parse_config(REWARD_MODEL, text).parameters
+        parameters = {key: {"string_value": rendered[key].string_value} for key in rendered}
+        reload_model(finished.run, REWARD_MODEL, lambda config: config["parameters"].update(parameters))
+
+    serve(checkpoints.other_reward)
+    yield finished
+    serve(checkpoints.reward)
 
 
 def test_a_reward_model_with_another_tokenizer_is_sent_sentences(

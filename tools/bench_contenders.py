@@ -33,6 +33,7 @@ class Native(Running):
         self, name: str, setup: Setup, split: Split, *, model_class: str = "CountedModel", ragged: bool = True
     ) -> None:
         super().__init__(name, setup, split)
+        self._late = model_class == "LateModel"  # one forward at a time in a process, as a plain Triton model has it
         repository = self.folder / "model_repository"
         self._write_repository(repository, model_class, ragged)
         home = find_tritonserver()
@@ -72,7 +73,8 @@ class Native(Running):
         setup = self.setup
         reward = RewardSection(
             checkpoint=setup.checkpoint,
-            workers=self.split.instances,
+            instances=self.split.instances if self._late else 1,
+            workers=1 if self._late else self.split.instances,
             threads=self.split.threads,
             token_budget=setup.token_budget,
             micro_batch_rows=MAX_ROWS,

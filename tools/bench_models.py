@@ -4,16 +4,15 @@ Given: what `python_backend.reward` is given, and two parameters more. Returns: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
 
 from python_backend import reward
 from python_backend.batching import plan_micro_batches
-from python_backend.contract import REWARDS, SEQUENCE_LENGTHS, TOKENS, scoring_rows
-from python_backend.serving import Parameters
+from python_backend.contract import REWARDS
+from python_backend.serving import Call, Parameters
 from tools.bench_forward import Counters
 
 COUNTERS = "bench_counters"
@@ -42,11 +41,10 @@ class LateModel(CountedModel):
         self._late_budget = parameters.number("token_budget")
         self._late_rows = parameters.number("micro_batch_rows")
 
-    def execute(self, requests: list[Any]) -> Sequence[Any]:  # type: ignore[override]
-        """Triton's entry point: one response per request, in order, at the end."""
-        read = [
-            scoring_rows(_array(r, TOKENS), _array(r, SEQUENCE_LENGTHS), limits=self.limits).tokens for r in requests
-        ]
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: all answers at the end."""
+        calls = [Call(request) for request in requests]
+        read = [self.read(call).tokens for call in calls]
         rows = [row for request in read for row in request]
         lengths = [row.size for row in rows]
         scores = np.empty((len(rows), 1), np.float32)
@@ -55,9 +53,5 @@ class LateModel(CountedModel):
             width = max(lengths[i] for i in batch)
             scores[batch] = np.stack(self.forward(model, [rows[i] for i in batch], width))
         ends = np.cumsum([len(request) for request in read])[:-1]
-        return [pb_utils.InferenceResponse([pb_utils.Tensor(REWARDS, part)]) for part in np.split(scores, ends)]
-
-
-def _array(request: Any, name: str) -> np.ndarray | None:
-    tensor = pb_utils.get_input_tensor_by_name(request, name)
-    return None if tensor is None else tensor.as_numpy()
+        for call, part in zip(calls, np.split(scores, ends), strict=True):
+            call.answer({REWARDS: part})

@@ -49,6 +49,16 @@ def check_ports(section: ServerSection) -> None:
                 ) from error
 
 
+def is_open(url: str) -> bool:
+    """Whether somebody accepts connections at `host:port`."""
+    host, _, port = url.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
 def _address(host: str) -> tuple[socket.AddressFamily, str]:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]

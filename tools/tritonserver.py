@@ -21,7 +21,7 @@ from python_backend.config import ServerSection
 from python_backend.durable import write_json
 from tools.child import start_bound
 from tools.model_loading import compile_ahead, load_and_probe, too_slow
-from tools.ports import check_ports, with_free_ports
+from tools.ports import check_ports, is_open, with_free_ports
 from tools.server_log import follow, poll_failure, stub_failure, tail
 from tools.triton_home import ServerStartError, TritonHome, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
@@ -106,7 +106,8 @@ class TritonServer:
         try:
             with ControlPlane(self.section.grpc_url) as control:
                 deadline = time.monotonic() + self.section.start_timeout_s
-                while not control.is_live():
+                # tritonserver opens its ports one after the other, gRPC first.
+                while not (control.is_live() and is_open(self.section.http_url) and is_open(self.section.metrics_url)):
                     self._raise_if_failed()
                     if time.monotonic() > deadline:
                         raise ServerStartError(f"{too_slow(self.section)} (the whole log is in {self.log_path})")
