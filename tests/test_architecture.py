@@ -27,6 +27,7 @@ WITHOUT_TORCH = [
     "python_backend.critic_train", "python_backend.function_pool", "python_backend.function_reward",
     "python_backend.function_rewards", "python_backend.function_worker", "python_backend.reward_mixture",
     "python_backend.reward_sum", "python_backend.reward_terms", "python_backend.tokenization",
+    "python_backend.allocator", "python_backend.scheduling", "python_backend.scoring", "python_backend.reading",
     "python_backend.weights",
     "trainer.__main__", "trainer.control_plane", "actor.__main__", "actor.client",
     "tools.__main__", "tools.bench_load", "tools.bench_scoring", "tools.import_checkpoint", "tools.render_configs",
