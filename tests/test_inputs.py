@@ -191,7 +191,7 @@ def test_no_rows_are_refused(live: System) -> None:
 def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     def one_forward_a_row(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"]["string_value"] = "1"
-        config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] = 4
+        config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 4
 
     reload_model(finished.run, REWARD_MODEL, one_forward_a_row)
     many = scoring_inputs(random_rows([POSITIONS] * 200, seed=7))
@@ -212,7 +212,7 @@ def test_a_request_that_waited_too_long_is_503(finished: FinishedRun) -> None:
     def hurry(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"]["string_value"] = "1"
         config["parameters"]["queue_timeout_s"]["string_value"] = "0.02"
-        config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] = 0
+        config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 0
 
     reload_model(finished.run, REWARD_MODEL, hurry)
     rows = random_rows([POSITIONS] * 600, seed=9)

@@ -44,7 +44,6 @@ MODULES = {
     CRITIC_TRAIN: "python_backend.critic_train",
     CRITIC_SAVE: "python_backend.critic_save",
 }
-NO_TIMEOUT_S = 7 * 24 * 3600  # a request's own timeout counts only where a model has one
 FUNCTION_MODULE = "python_backend.function_reward"
 
 
@@ -195,7 +194,6 @@ def _render_scoring(
         preferred=[preferred] if isinstance(preferred, int) else preferred,
         num_rewards=num_rewards,
         instances=model.instances,
-        queue_timeout_us=round((model.queue_timeout_s or NO_TIMEOUT_S) * 1e6),
         kind="KIND_CPU" if kind == "cpu" else "KIND_GPU",
         gpus=[index] if index else [],
         parameters=parameters,
