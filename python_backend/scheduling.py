@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 Owner = TypeVar("Owner", bound=Hashable)
 # Threads that run forwards hand the interpreter on this often (Python's own: 5 ms, in which the others stand still).
 SWITCH_INTERVAL_S = 0.0005
+PRESSING_FORWARDS = 4
 LONG_REQUEST_SHARE = 4  # while others wait, one request gets at most one forward token in so many
 
 
@@ -51,7 +52,11 @@ class RowPool(Generic[Owner]):
         self._taken: set[int] = set()
         self._numbers = count()
         self._served_tokens = 0
-        self.tokens = 0  # waiting
+        self._of_owner: dict[Owner, int] = {}
+        self.tokens = 0
+        """Tokens that wait."""
+        self.pressing_tokens = 0
+        """Of these, no more than `PRESSING_FORWARDS` forwards' worth of each request: the rest lets others pass."""
 
     def __len__(self) -> int:
         return len(self._by_length)
@@ -65,7 +70,7 @@ class RowPool(Generic[Owner]):
             insort(self._by_length, row)
             heapq.heappush(self._by_turn, (turn, row.number, row))
             earlier += length
-        self.tokens += earlier
+        self._count(owner, earlier)
 
     def oldest(self) -> Owner | None:
         """The request whose row is next; None when nothing waits."""
@@ -115,5 +120,15 @@ class RowPool(Generic[Owner]):
         for row in rows:
             del self._by_length[bisect_left(self._by_length, row)]
             self._taken.add(row.number)
-            self.tokens -= row.length
+            self._count(row.owner, -row.length)
             self._served_tokens += row.length
+
+    def _count(self, owner: Owner, tokens: int) -> None:
+        """Note that so many tokens of a request came (or, negative, left)."""
+        most = PRESSING_FORWARDS * self._token_budget
+        before = self._of_owner.pop(owner, 0)
+        after = before + tokens
+        if after:
+            self._of_owner[owner] = after
+        self.tokens += tokens
+        self.pressing_tokens += min(after, most) - min(before, most)

@@ -23,6 +23,7 @@ from python_backend.serving import Call, Counters, Parameters, Unavailable, log_
 
 # Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
 LINED_UP_FORWARDS = 32
+MAX_TOKENS = 4_000_000  # lined up, whatever the requests: what bounds the memory
 PUBLISH_EVERY_S = 0.5
 COUNTERS = {
     "rlhf_forwards_total": "Forwards of the model",
@@ -106,7 +107,11 @@ class ScoringModel:
             for scoring in scorings:
                 self._pool.add(scoring, [row.size for row in scoring.rows.tokens])
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._pool.tokens <= self._lined_up_tokens or self._stopping)
+            self._changed.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        full = self._pool.pressing_tokens > self._lined_up_tokens or self._pool.tokens > MAX_TOKENS
+        return self._stopping or not full
 
     def finalize(self) -> None:
         """Triton's entry point at unload: what is lined up is still answered."""

@@ -174,7 +174,8 @@ def test_no_sidecar(live: System) -> None:
 @pytest.fixture
 def command(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
     """`python -m tools run` with more steps than any test waits for."""
-    run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500})
+    patient = {"retries": 8, "train_retries": 8, "backoff_s": 1.0}
+    run = make_run(tmp_path / "run", checkpoints, actor={"steps": 5000, "checkpoint_every": 2500, "client": patient})
     started = []
 
     def start() -> subprocess.Popen[str]:
@@ -215,7 +216,7 @@ def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["actor", "sidecar", "server"])
+@pytest.mark.parametrize("role", ["actor", "sidecar"])
 def test_a_process_that_dies_stops_the_run_and_is_named(
     tmp_path: Path, command: Callable[[], subprocess.Popen[str]], role: str
 ) -> None:
@@ -226,12 +227,30 @@ def test_a_process_that_dies_stops_the_run_and_is_named(
     assert process.wait(120) == 1
     output = (tmp_path / "output").read_text()
     print(output[-2500:])
-    name = {"actor": "the actor", "sidecar": "the critic sidecar", "server": "tritonserver"}[role]
+    name = {"actor": "the actor", "sidecar": "the critic sidecar"}[role]
     assert f"error: {name} was killed by SIGKILL; its log, {tmp_path / 'run' / 'logs'}" in output
-    last_line = {"actor": "step ", "sidecar": "weights_version=", "server": "critic"}[role]
+    last_line = {"actor": "step ", "sidecar": "weights_version="}[role]
     assert last_line in output.rpartition("ends with:\n")[2]
     assert "Traceback" not in output
     assert_nothing_is_left(process.pid, family)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_started_again_and_the_run_goes_on(
+    tmp_path: Path, command: Callable[[], subprocess.Popen[str]]
+) -> None:
+    process = command()
+    wait_for_steps(tmp_path, process)
+    children(process)["server"].send_signal(signal.SIGKILL)
+    wait_for(lambda: "serving again after" in (tmp_path / "output").read_text(), timeout_s=120)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    before = len(read_jsonl(metrics))
+
+    def went_on() -> bool:
+        assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
+        return len(read_jsonl(metrics)) >= before + 3
+
+    wait_for(went_on, timeout_s=120)
 
 
 @pytest.mark.slow

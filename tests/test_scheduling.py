@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backend.scheduling import LONG_REQUEST_SHARE, RowPool
+from python_backend.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RowPool
 
 
 def pool(*, budget: int = 100, rows: int = 8, overhead: int = 10) -> RowPool[str]:
@@ -127,4 +127,14 @@ def test_each_row_leaves_once_within_the_limits(
         assert len(batch) == 1 or len(batch) * width <= budget
         left += batch
     assert sorted(left) == [(owner, index) for owner, lengths in kept.items() for index in range(len(lengths))]
-    assert (len(waiting), waiting.tokens) == (0, 0)
+    assert (len(waiting), waiting.tokens, waiting.pressing_tokens) == (0, 0, 0)
+
+
+def test_a_long_request_presses_no_more_than_a_few_forwards() -> None:
+    waiting = pool(budget=10, overhead=0)
+    waiting.add("long", [10] * 100)
+    waiting.add("short", [7])
+    assert (waiting.tokens, waiting.pressing_tokens) == (1007, PRESSING_FORWARDS * 10 + 7)
+    for _ in range(98):
+        waiting.take()
+    assert (waiting.tokens, waiting.pressing_tokens) == (30, 30)
