@@ -112,6 +112,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(
             f"{path} must hold sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
         )
+    data = _unshared(data)
     for override in overrides:
         _apply_override(data, override)
     try:
@@ -137,6 +138,13 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
         data = inner
     data[last] = value
+
+
+def _unshared(data: Any) -> Any:
+    """The same values, no two places one object: a YAML alias is, and an override of one section would hit the other."""
+    if isinstance(data, dict):
+        return {key: _unshared(value) for key, value in data.items()}
+    return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 def _describe(item: Any) -> str:

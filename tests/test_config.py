@@ -153,3 +153,11 @@ def test_the_defaults_are_valid_themselves(tmp_path: Path):
 def test_the_configuration_is_frozen():
     with pytest.raises(ValidationError):
         RunConfig().actor.steps = 3
+
+
+def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: &same {threads: 2}\ncritic: *same\n")
+    config = load_config(path, ["reward.checkpoint=a", "critic.checkpoint=b", "critic.threads=3"])
+    assert (str(config.reward.checkpoint), str(config.critic.checkpoint)) == ("a", "b")
+    assert (config.reward.threads, config.critic.threads) == (2, 3)
