@@ -141,7 +141,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _unshared(data: Any) -> Any:
-    """The same values, no two places one object: a YAML alias is, and an override of one section would hit the other."""
+    """The same values, each an object of its own: an override of one section would change a YAML alias of it, too."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
