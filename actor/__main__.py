@@ -43,6 +43,7 @@ def _run(config: RunConfig) -> int:
     from actor.client import RequestFailed, TritonClient
     from actor.experience import TooManyFailed
     from actor.loop import PPORun
+    from actor.only_actor import ActorRuns, only_actor
     from actor.prompts import PromptError
     from actor.scoring import ModelMismatch
     from python_backend.checkpoints import CheckpointError
@@ -50,6 +51,7 @@ def _run(config: RunConfig) -> int:
     from python_backend.modeling import quiet_transformers
 
     torch.set_num_threads(config.actor.threads)
+    torch.use_deterministic_algorithms(config.run.deterministic)
     quiet_transformers()
 
     async def ppo() -> None:
@@ -59,9 +61,11 @@ def _run(config: RunConfig) -> int:
             await PPORun(config, client).run()
 
     try:
-        asyncio.run(ppo())
+        with only_actor(config.run.dir):
+            asyncio.run(ppo())
     except (
         RequestFailed, TooManyFailed, ModelMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
+        ActorRuns,
     ) as error:  # fmt: skip
         print(f"error: {error}", file=sys.stderr)
         return 2

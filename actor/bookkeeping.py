@@ -9,13 +9,14 @@ import json
 import logging
 from typing import Any
 
-from actor.checkpoint import latest_step, load_checkpoint, save_checkpoint
-from actor.client import TritonClient
+from actor.checkpoint import critic_steps, load_checkpoint, save_checkpoint, saved_steps
+from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics
 from actor.metrics import MetricsLog, read_jsonl, write_jsonl
 from actor.policy import Policy
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
+from actor.staleness import VersionSteps, staleness_metrics
 from actor.validation import Validation, explained, samples
 from python_backend.config import RunConfig
 from python_backend.durable import write_json
@@ -28,6 +29,7 @@ class Bookkeeper:
 
     def __init__(self, config: RunConfig, policy: Policy, client: TritonClient, *, num_prompts: int) -> None:
         self._settings = config.actor
+        self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
         self._run_id = config.run.identity
         self._checkpoints = config.run.dir / "checkpoints" / "actor"
@@ -35,20 +37,27 @@ class Bookkeeper:
         self._client = client
         self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
-        self.saves: list[asyncio.Task[int]] = []
+        self.saves: list[asyncio.Task[None]] = []
+        self.weights_version = 0  # of the critic, as far as this run was told
+        self._unsaved: int | None = None  # the newest step whose critic_save failed
         self._masked_samples = 0
-        self._version = 0  # served when the run began
         self._log: MetricsLog
+        self.version_steps: VersionSteps
 
     async def resume(self) -> int:
         """Go back to the newest checkpoint and have the critic do the same; returns its step, 0 for a new run."""
-        step = latest_step(self._checkpoints)
+        step = max(saved_steps(self._checkpoints), default=0)
+        critic_step = 0
         if step:
             state = load_checkpoint(self._checkpoints, step, self._policy)
             self._masked_samples = state["masked_samples"]
+            critic_step = state.get("critic_step", step)
             logger.info("resuming from the checkpoint of step %d", step)
-        self._version = await self._client.rewind(run_id=self._run_id, step=step)
-        logger.info("the critic stands at step %d and serves weights version %d", step, self._version)
+        self.weights_version = await self._client.rewind(run_id=self._run_id, step=critic_step)
+        self.version_steps = VersionSteps(
+            self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every
+        )
+        logger.info("the critic stands at step %d and serves weights version %d", critic_step, self.weights_version)
         self._log = MetricsLog(self._dir, first_step=step + 1)
         return step
 
@@ -60,14 +69,16 @@ class Bookkeeper:
         metrics = rollout_metrics(scored, batch, kl_coef=self._settings.kl_coef)
         generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
         seconds = measured["timers/step_time"]
-        metrics |= {
+        stale = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
+        line = {
+            **metrics,
+            **staleness_metrics(stale),
             "train_rollouts/consumed_samples": consumed,
             "train_rollouts/epoch": consumed // self._num_prompts,
-            "train_rollouts/staleness": step - 1 - metrics["train_rollouts/weights_version_min"],
             "tokens_per_s": generated / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
         }
-        self._log.write(step, {**metrics, **measured})
+        self._log.write(step, {**line, **measured})
         logger.info(
             "step %d/%d: reward %.3f, KL %.2f nats, scored by weights version %d, %.1f s",
             step, self._settings.steps, metrics["train_rollouts/rewards"],
@@ -95,13 +106,28 @@ class Bookkeeper:
 
     def checkpoint(self, step: int) -> None:
         """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""
-        state = {"step": step, "run_id": self._run_id, "masked_samples": self._masked_samples}
+        state = {
+            "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
+            "critic_step": step, "weights_version": self.weights_version,
+        }  # fmt: skip
         save_checkpoint(self._checkpoints, self._policy, state, keep=self._settings.keep_checkpoints)
-        self.saves.append(asyncio.create_task(self._client.save(run_id=self._run_id, step=step)))
+        self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
+
+    async def _save_critic(self, step: int, keep_steps: list[int]) -> None:
+        try:
+            await self._client.save(run_id=self._run_id, step=step, keep_steps=keep_steps)
+        except RequestFailed as error:  # task edge: until the next one succeeds the journal leads back to this step
+            self._unsaved = max(step, self._unsaved or 0)
+            logger.warning("the critic's checkpoint of step %d could not be had: %s", step, error)
+        else:
+            self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
     async def finish(self, scorer: Scorer, version: int, seconds: float) -> dict[str, Any]:
         """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""
         await asyncio.gather(*self.saves)
+        if self._unsaved is not None:
+            keep_steps = critic_steps(self._checkpoints)
+            await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
         self._log.close()
         self._policy.save(self._dir / "policy")
         before, after = self._validation("before"), self._validation("after")
@@ -113,7 +139,7 @@ class Bookkeeper:
             "kl_final": after.get("kl"),
             "ev_v0": before.get("explained_variance"),
             "ev_last": await self._explained_by_last(scorer),
-            "weights_version": max(version, self._version),  # a finished run that is started again sends no update
+            "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
             "critic_updates": steps,
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,

@@ -1,6 +1,6 @@
 """The actor's checkpoints: policy, optimizer and the step they stand at; whole or not there at all.
-Given: the checkpoints' folder. Returns: what a resumed run starts from. The critic's checkpoint of the same step
-belongs to it: a resumed actor asks for a rewind to that step.
+Given: the checkpoints' folder. Returns: what a resumed run starts from. `critic_step` in state.json names the critic's
+checkpoint that belongs to it: a resumed actor asks for a rewind to that step.
 
     <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
 """
@@ -22,11 +22,17 @@ STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-def latest_step(root: Path) -> int:
-    """The newest complete checkpoint's step; 0 if there is none."""
+def saved_steps(root: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
     if not root.is_dir():
-        return 0
-    return max((int(p.name) for p in root.iterdir() if p.name.isdigit() and (p / STATE_FILE).is_file()), default=0)
+        return []
+    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and (p / STATE_FILE).is_file())
+
+
+def critic_steps(root: Path) -> list[int]:
+    """The steps of the critic's checkpoints that the checkpoints here belong to."""
+    states = (json.loads((root / str(step) / STATE_FILE).read_text()) for step in saved_steps(root))
+    return [state["critic_step"] for state in states]
 
 
 def save_checkpoint(root: Path, policy: Policy, state: dict[str, Any], *, keep: int) -> None:

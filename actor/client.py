@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -141,10 +141,16 @@ class TritonClient:
         )
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
-    async def save(self, *, run_id: str, step: int) -> int:
-        """Have the critic write its checkpoint of `step`; returns the weights version served. Raises RequestFailed."""
-        step_array = np.asarray([step], np.int64)
-        return await self._save({contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: step_array})
+    async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
+        """Have the critic write its checkpoint of `step`; returns the weights version served.
+
+        `keep_steps`: of the critic's checkpoints up to `step`, only these are needed still; None: it keeps the newest.
+        Raises RequestFailed.
+        """
+        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
+        if keep_steps is not None:
+            inputs[contract.KEEP_STEPS] = np.asarray(keep_steps, np.int64)
+        return await self._save(inputs)
 
     async def rewind(self, *, run_id: str, step: int) -> int:
         """Make `step` the critic's last step; returns the weights version served. Raises RequestFailed."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from actor.bookkeeping import Bookkeeper
 from actor.client import TrainAnswer, TritonClient
 from actor.experience import check_failures, make_batch
@@ -20,6 +22,7 @@ from actor.policy import Policy, join_rollouts
 from actor.prompts import read_prompts, take
 from actor.rollout import PPOBatch, ScoredRollout
 from actor.scoring import Scorer, join_scores
+from actor.staleness import needed_update
 from actor.validation import validate
 from python_backend.config import RunConfig
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
@@ -39,7 +42,10 @@ class PPORun:
         held_out, size = self.settings.validation_prompts, self.settings.validation_size
         self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
         self.updates: dict[int, asyncio.Task[TrainAnswer]] = {}  # critic updates under way, by step
-        self.compute = ThreadPoolExecutor(1, thread_name_prefix="compute")  # keeps the event loop free for answers
+        self.wait_for = functools.partial(
+            needed_update, max_staleness=self.settings.max_staleness, every=config.trainer.publish.every
+        )
+        self.compute = make_compute(self.settings.threads)  # keeps the event loop free for answers
 
     async def run(self) -> dict[str, Any]:
         """All steps, from the newest checkpoint on. Raises RequestFailed, TooManyFailed, FloatingPointError."""
@@ -74,10 +80,8 @@ class PPORun:
         """Generate batch by batch; each is scored while the next is generated."""
         s = self.settings
         prompts = take(self.prompts, start=(step - 1) * s.rollout_size, count=s.rollout_size, seed=self.seed)
-        with timers.phase(
-            "critic_wait"
-        ):  # staleness: updates sent before a row is scored, minus the version scoring it
-            await self.await_updates(step - 1 - s.max_staleness)
+        with timers.phase("critic_wait"):
+            await self.await_updates(self.wait_for(step))
         rollouts, scoring = [], []
         with timers.phase("rollout_time"):
             for i in range(0, len(prompts), s.generation_batch):
@@ -109,13 +113,15 @@ class PPORun:
             TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
             RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
         }  # fmt: skip
-        return await self.client.train(payload, run_id=self.run_id, step=step)
+        answer = await self.client.train(payload, run_id=self.run_id, step=step)
+        self.books.version_steps.learn(answer.weights_version, step)
+        return answer
 
     async def await_updates(self, step: int) -> int:
         """Wait until the critic's updates up to `step` are served; returns the last one's weights version, or -1."""
         version = -1
         for sent in [sent for sent in sorted(self.updates) if sent <= step]:
-            version = (await self.updates.pop(sent)).weights_version
+            version = self.books.weights_version = (await self.updates.pop(sent)).weights_version
         return version
 
     async def validate(self, when: str) -> None:
@@ -136,6 +142,11 @@ class PPORun:
         return await asyncio.get_running_loop().run_in_executor(
             self.compute, functools.partial(function, *args, **kwargs)
         )
+
+
+def make_compute(threads: int) -> ThreadPoolExecutor:
+    """One thread for torch; torch keeps a part of its number of threads per thread."""
+    return ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,))
 
 
 async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:

@@ -11,7 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from python_backend.durable import replace_file
+
+Metric = float | dict[str, int]  # a number, or how often each whole number occurred
 
 
 class Timers:
@@ -48,16 +52,19 @@ class MetricsLog:
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """One line, and one point per curve."""
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
         self.chart(metrics, step)
 
-    def chart(self, metrics: Mapping[str, float], step: int) -> None:
-        """Points for TensorBoard alone."""
+    def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
+        """Points for TensorBoard alone; counts become a histogram."""
         for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
+            if isinstance(value, dict):
+                self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)
+            else:
+                self._board.add_scalar(name, value, step)
         self._board.flush()
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
             failures += mixture.causes(answer)
             num_explained += len(mixture.causes(answer))
         values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
-        versions[chunk] = torch.tensor(answer[WEIGHTS_VERSION][:, 0])
+        versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
         scored[chunk] = True
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
     if int((~finite).sum()) > num_explained:
@@ -150,6 +150,13 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
     rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
     by_name = dict(zip(mixture.names, components.unbind(-1), strict=True))
     return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name)
+
+
+def _one_version(versions: np.ndarray, rows: int) -> int:
+    """The version that scored a request: all tokens of a row, and so its advantages, are of one critic."""
+    assert versions.shape == (rows, 1), f"weights_version of {rows} rows has the shape {versions.shape}"
+    assert (versions == versions[0]).all(), f"one request was scored by the versions {sorted(set(versions.flat))}"
+    return int(versions[0, 0])
 
 
 def join_scores(parts: list[Scores], width: int) -> Scores:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
+from python_backend.deterministic import with_fixed_values
 from python_backend.reward_terms import RewardTerm, Terms, check_terms, function_terms
 from python_backend.sections import (
     ActorSection,
@@ -116,9 +117,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(data, override)
     try:
-        return RunConfig.model_validate(data)
+        config = RunConfig.model_validate(data)
+        return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_describe(item)}" for item in error.errors())) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -48,6 +48,7 @@ STEP = "step"  # INT64 [1], optional; of critic_save: the step that the checkpoi
 LOSS_MEAN = "loss_mean"  # FP32 [1]
 
 DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint
+KEEP_STEPS = "keep_steps"  # INT64 [K], optional; critic_save: of checkpoints up to its step only these are needed still
 REWIND_TO = "rewind_to"  # INT64 [1], optional; critic_save: make this step the critic's last
 STATUS = "status"  # INT64 [1], 0: done
 
@@ -110,7 +111,7 @@ class TrainPayload:
         state = hashlib.sha256()
         for name, array in sorted(self.arrays().items()):
             state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
-            state.update(np.ascontiguousarray(array).tobytes())
+            state.update(np.ascontiguousarray(array).data)  # no copy, and other threads run meanwhile
         return state.hexdigest()
 
 
@@ -230,6 +231,19 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
     return value
 
 
+def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
+    """The numbers in an integer `[K]` tensor, ascending, each once; None if absent. Raises ContractError below 0."""
+    if array is None:
+        return None
+    _expect_integers(name, array)
+    if array.ndim != 1:
+        raise ContractError(f"{name}: shape {list(array.shape)}, must be [K]")
+    bad = np.flatnonzero(array < 0)
+    if bad.size:
+        raise ContractError(f"{name}[{int(bad[0])}]: {int(array[bad[0]])}, must be at least 0")
+    return sorted({int(value) for value in array})
+
+
 def sentence_texts(sentences: np.ndarray, max_bytes: int) -> list[str]:
     """The texts of a BYTES `[B, 1]` tensor. Raises ContractError: no UTF-8, too long, or of another shape."""
     if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
@@ -283,7 +297,11 @@ def _expect_one(name: str, array: np.ndarray) -> None:
         raise ContractError(f"{name}: shape {list(array.shape)}, must be [1]")
 
 
-def _expect_vocabulary(tokens: np.ndarray, inside: np.ndarray | bool, limits: Limits) -> None:
+def _expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> None:
+    """Of the first `sizes[i]` tokens of each row i: what lies behind them may be anything."""
+    if tokens.min() >= 0 and tokens.max() < limits.vocab_size:  # nearly always, padding included
+        return
+    inside = np.arange(tokens.shape[1])[None] < sizes[:, None]
     bad = np.flatnonzero(((tokens < 0) | (tokens >= limits.vocab_size)) & inside)
     if bad.size:
         row, column = (int(i) for i in np.unravel_index(int(bad[0]), tokens.shape))
@@ -313,13 +331,13 @@ def _is_packed(tokens: np.ndarray, lengths: np.ndarray | None) -> bool:
 def _packed(
     tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray | None], limits: Limits
 ) -> TrainPayload:
-    _expect_vocabulary(tokens, True, limits)
+    _expect_vocabulary(tokens, np.asarray([tokens.shape[1]]), limits)
     sizes = _row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, tokens.shape[1])
     if sizes.sum() != tokens.shape[1]:
         raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {tokens.shape[1]}")
     shape = (1, tokens.shape[1] - len(sizes))
     fields = [_targets(name, arrays.get(name), shape).reshape(-1) for name in (RETURNS, PREV_VALUES, MASK)]
-    return TrainPayload(tokens.reshape(-1).astype(np.int64), sizes, *fields)
+    return TrainPayload(tokens.reshape(-1).astype(np.int64, copy=False), sizes, *fields)
 
 
 def _padded(
@@ -341,10 +359,11 @@ def _padded(
             raise ContractError(
                 f"{MASK}[{row}, {column}]: {mask[row, column]:g}, but the sequence has {sizes[row]} tokens"
             )
-    _expect_vocabulary(tokens, np.arange(width)[None] < sizes[:, None], limits)  # padding may hold anything
-    packed_tokens = np.concatenate([tokens[i, : sizes[i]] for i in range(rows)]).astype(np.int64)
-    packed = [np.concatenate([field[i, : sizes[i] - 1] for i in range(rows)]) for field in fields]
-    return TrainPayload(packed_tokens, sizes, *packed)
+    _expect_vocabulary(tokens, sizes, limits)
+    ends = sizes.tolist()
+    packed_tokens = np.concatenate([row[:end] for row, end in zip(tokens, ends, strict=True)])
+    packed = [np.concatenate([row[: end - 1] for row, end in zip(field, ends, strict=True)]) for field in fields]
+    return TrainPayload(packed_tokens.astype(np.int64, copy=False), sizes, *packed)
 
 
 def _targets(name: str, array: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
@@ -356,9 +375,9 @@ def _targets(name: str, array: np.ndarray | None, shape: tuple[int, int]) -> np.
         raise ContractError(
             f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS} in each row)"
         )
-    bad = np.flatnonzero(~np.isfinite(array))
-    if bad.size:
-        row, column = (int(i) for i in np.unravel_index(int(bad[0]), shape))
+    finite = np.isfinite(array)
+    if not finite.all():
+        row, column = (int(i) for i in np.unravel_index(int(np.argmin(finite)), shape))
         raise ContractError(f"{name}[{row}, {column}]: {array[row, column]}, must be finite")
     if name == MASK and (array < 0).any():
         row, column = (int(i) for i in np.unravel_index(int(np.argmax(array < 0)), shape))

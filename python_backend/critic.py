@@ -5,12 +5,8 @@ and `weights_version` INT64 [B, 1]: one version per request.
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,27 +21,17 @@ from python_backend.contract import (
     ContractError,
     ScoringRows,
 )
+from python_backend.follower import Follower, Version
 from python_backend.modeling import CriticModel, load_critic, quiet_transformers
 from python_backend.reading import RowReader, read_limits
 from python_backend.scoring import Scoring, ScoringModel
-from python_backend.serving import (
-    Call,
-    Parameters,
-    log,
-    log_error,
-    refuse_numpy_2,
-)
-from python_backend.weights import FIRST_VERSION, ServingRecord, WeightsStore
+from python_backend.serving import Call, Counters, Gauge, Parameters, log, log_error, refuse_numpy_2
+from python_backend.weights import WeightsStore
 
-TOUCH_INTERVAL_S = 2.0
-
-
-@dataclass(frozen=True)
-class Version:
-    """A critic and the number of its weights."""
-
-    number: int
-    critic: CriticModel
+COUNTERS = {
+    "rlhf_weights_taken_up_total": "Versions of the critic's weights that an instance took up",
+    "rlhf_weights_rejected_total": "Versions of the critic's weights that an instance refused",
+}
 
 
 class TritonPythonModel(ScoringModel):
@@ -60,43 +46,35 @@ class TritonPythonModel(ScoringModel):
         use_allocator(parameters.text("allocator"))
         self._threads = parameters.number("threads")
         torch.set_num_threads(self._threads)
-        self._store = WeightsStore(parameters.path("store"))
-        number = self._store.current()
-        if number is None:
-            raise RuntimeError(f"the weights store {self._store.root} is empty; {FIRST_VERSION}")
-        folder = self._store.folder(number)
-        critic = load_critic(
-            folder,
-            device=parameters.text("device"),
-            dtype=parameters.text("dtype"),
-            compile_forward=parameters.text("compile") == "true",
+        self._parameters = parameters
+        self._served = Gauge(parameters.model, "rlhf_weights_version", "Version of the critic's weights that is served")
+        self._versions = Counters(parameters.model, COUNTERS)
+        self._follower = Follower(
+            WeightsStore(parameters.path("store")),
+            args["model_instance_name"],
+            load=self._load,
+            swaps=parameters.text("reload") == "swap",
+            poll_s=parameters.number("poll_interval_ms") / 1000,
+            log_error=log_error,
+            count=self._count,
         )
-        self._version = Version(number, critic)
-        self.limits = read_limits(critic.limits, parameters)
+        self._follower.start()
+        version = self._follower.version
+        self.limits = read_limits(version.critic.limits, parameters)
         self._reader = RowReader(parameters.path("checkpoint"), self.limits)
-        self._instance = args["model_instance_name"]
-        self._store.forget_died()
-        self._acknowledge(previous=None)
-        self._poll_s = parameters.number("poll_interval_ms") / 1000
-        self._stop = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
-        self._swaps = parameters.text("reload") == "swap"
-        self._watcher.start()
         self.start()
-        log(f"{parameters.model}: serving weights version {number}")
+        log(f"{parameters.model}: serving weights version {version.number}")
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""
         super().finalize()
-        self._stop.set()
-        self._watcher.join()
-        self._store.withdraw(self._instance, os.getpid())
+        self._follower.stop()
 
     def prepare_worker(self) -> None:
         torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
 
     def current_model(self) -> Version:
-        return self._version
+        return self._follower.version
 
     def read(self, call: Call) -> ScoringRows:
         rows = self._reader.read(call)
@@ -120,47 +98,27 @@ class TritonPythonModel(ScoringModel):
             answer[RESPONSE_VALUES] = _padded(parts, max(1, *(part.size for part in parts)))
         return answer
 
-    def _watch(self) -> None:
-        refused: int | None = None
-        touched = time.monotonic()
-        while not self._stop.wait(self._poll_s):
-            try:
-                number = self._store.current() if self._swaps else None
-                if number is not None and number not in (self._version.number, refused):
-                    refused = self._swap(number)
-                if time.monotonic() - touched > TOUCH_INTERVAL_S:
-                    touched = time.monotonic()
-                    self._store.touch(self._instance, os.getpid())
-            except Exception as error:  # process edge: a watcher that died would freeze the version for ever
-                log_error(f"weights watcher: {type(error).__name__}: {error}")
-                time.sleep(1.0)
+    def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
+        """The critic in `folder`; a sibling of the served one shares what is known of its architecture.
 
-    def _swap(self, number: int) -> int | None:
-        """Rebind the served version; return `number` if it cannot be served."""
-        start, previous = time.monotonic(), self._version
-        try:
-            critic = previous.critic.with_weights(self._store.folder(number))
-        except Exception as error:  # whatever is wrong with it, the old version serves on and the sidecar is told
-            log_error(f"weights version {number} refused: {error}")
-            self._acknowledge(previous=previous.number, rejected=number, error=str(error))
-            return number
-        self._version = Version(number, critic)
-        self._acknowledge(previous=previous.number, swap_ms=(time.monotonic() - start) * 1000)
-        return None
+        Looking at every weight also brings the mapped file into memory before the first forward needs it.
+        """
+        if served is None:
+            critic = load_critic(
+                folder,
+                device=self._parameters.text("device"),
+                dtype=self._parameters.text("dtype"),
+                compile_forward=self._parameters.text("compile") == "true",
+            )
+        else:
+            critic = served.with_weights(folder)
+        critic.check_finite()
+        return critic
 
-    def _acknowledge(
-        self,
-        *,
-        previous: int | None,
-        swap_ms: float | None = None,
-        rejected: int | None = None,
-        error: str | None = None,
-    ) -> None:
-        record = ServingRecord(
-            self._instance, socket.gethostname(), os.getpid(), self._version.number, previous, time.time(),
-            swap_ms, rejected, error,
-        )  # fmt: skip
-        self._store.acknowledge(record)
+    def _count(self, number: int, rejected: bool) -> None:
+        self._versions.add((not rejected, rejected))
+        self._versions.publish()
+        self._served.show(self._follower.version.number)
 
 
 def _padded(rows: list[np.ndarray], width: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """critic_save inside tritonserver: asks the sidecar for a checkpoint, or for a rewind to an earlier step.
-Given: `dummy_var` INT64 [1], optional `run_id`, `step` INT64 [1] that the checkpoint is of, or `rewind_to` INT64 [1].
+Given: `dummy_var` INT64 [1], optional `run_id`, `step` INT64 [1] that the checkpoint is of and `keep_steps` INT64 [K]
+that are needed still, or `rewind_to` INT64 [1].
 Returns: `status` INT64 [1], 0 when it is on disk, and the `weights_version` INT64 [1] that is served then.
 """
 
@@ -11,12 +12,14 @@ import numpy as np
 
 from python_backend.contract import (
     DUMMY_VAR,
+    KEEP_STEPS,
     REWIND_TO,
     RUN_ID,
     STATUS,
     STEP,
     WEIGHTS_VERSION,
     optional_count,
+    optional_counts,
     optional_text,
 )
 from python_backend.journal import Entry, Result
@@ -33,7 +36,8 @@ class TritonPythonModel(JournalModel):
         target = optional_count(REWIND_TO, call.array(REWIND_TO), minimum=0)
         if target is None:
             step = optional_count(STEP, call.array(STEP), minimum=0)
-            return self.journal.accept_save(run_id=run_id, step=step)
+            keep_steps = optional_counts(KEEP_STEPS, call.array(KEEP_STEPS))
+            return self.journal.accept_save(run_id=run_id, step=step, keep_steps=keep_steps)
         return self.journal.accept_rewind(run_id=run_id, target=target)
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:

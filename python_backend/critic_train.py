@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from python_backend.allocator import use_allocator
 from python_backend.contract import (
     LOSS_MEAN,
     MASK,
@@ -35,6 +36,7 @@ class TritonPythonModel(JournalModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
+        use_allocator("retain")  # fresh pages for every payload cost more than checking it does
         store = WeightsStore(self.parameters.path("store"))
         number = store.current()
         if number is None:

@@ -4,13 +4,17 @@ Given: paths and bytes. Returns: nothing; OSError when the disk refuses, with th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 
 def sync_directory(folder: Path) -> None:
@@ -25,14 +29,25 @@ def sync_directory(folder: Path) -> None:
 def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Put `data` at `path`, replacing what was there in one step."""
     temporary = _write_beside(path, data, durable=durable)
-    temporary.replace(path)
+    try:
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         sync_directory(path.parent)
 
 
-def create_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path`. Raises FileExistsError if something is there already (also in a race of two writers)."""
-    temporary = _write_beside(path, data, durable=True)
+def create_file(path: Path, *parts: bytes | memoryview, first: Callable[[], bytes] | None = None) -> None:
+    """Put `parts` at `path`, one after the other.
+
+    Args:
+        first: called when the parts are on the disk; what it returns replaces the first of them, and is as long.
+
+    Raises:
+        FileExistsError: something is there already (also in a race of two writers).
+    """
+    temporary = _write_beside(path, *parts, durable=True, first=first)
     try:
         os.link(temporary, path)  # the one call that both publishes and refuses an existing name
     finally:
@@ -73,11 +88,40 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write_beside(path: Path, data: bytes, *, durable: bool) -> Path:
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise the OSError that safetensors hides in an error of its own while it writes `path`."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def refusal(folder: Path) -> OSError | None:
+    """Why nothing can be written in `folder`; None if something can. Tries it, with a file that is gone afterwards."""
+    try:
+        _write_beside(folder / "probe", b"0" * 4096, durable=True).unlink()
+    except OSError as error:
+        return error
+    return None
+
+
+def _write_beside(
+    path: Path, *parts: bytes | memoryview, durable: bool, first: Callable[[], bytes] | None = None
+) -> Path:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            file.writelines(parts)
+            if first is not None:
+                file.flush()
+                os.fsync(file.fileno())  # what takes long; the one below has a single block left
+                file.seek(0)
+                file.write(first())
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

@@ -4,11 +4,11 @@ numpy and the standard library only (and safetensors' numpy side): it is used in
 
     <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
     <root>/<run_id>/results/<entry>.json          written once the entry's outcome is served
-    <root>/<run_id>/set_aside/<n>/                what a rewind took out
+    <root>/<run_id>/set_aside/<n>/                what a rewind took out, or a damaged entry
     <root>/{LOCK, EPOCH, heartbeat.json}
 
 An entry's life: accepted (link(2) of a synced file) -> trained -> published -> served -> answered (result) -> covered
-by a checkpoint -> removed. Steps begin at 1 and have no gaps.
+by a checkpoint -> removed; docs/live_critic.md has it state by state. Steps begin at 1 and have no gaps.
 """
 
 from __future__ import annotations
@@ -17,74 +17,31 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from safetensors import safe_open
-from safetensors.numpy import save as safetensors_bytes
-
-from python_backend.contract import (
-    MASK,
-    PREV_VALUES,
-    RETURNS,
-    SEQUENCE_LENGTHS,
-    TOKENS,
-    StepConflict,
-    TrainPayload,
+from python_backend.contract import StepConflict, TrainPayload
+from python_backend.durable import create_file, read_json, remove_folder, replace_file, write_json
+from python_backend.journal_entry import (
+    DamagedEntry,
+    Entry,
+    Kind,
+    Result,
+    digest_in,
+    read_training_file,
 )
-from python_backend.durable import create_file, read_json, write_json
+from python_backend.journal_file import TrainingFile
 
-Kind = Literal["train", "save", "rewind"]
 KEPT_RESULTS = 1000
+DAMAGED = "damaged"  # in place of a digest that nobody can tell
 
 
 class JournalLocked(RuntimeError):
     """Another sidecar holds the journal."""
-
-
-@dataclass(frozen=True, order=True)
-class Entry:
-    """One accepted request; entries are done in their order."""
-
-    step: int  # train: its own; save: the one it is of; rewind: the last one accepted before
-    rank: int  # 0 train, then 1, 2, … in order of acceptance
-    kind: Kind
-    target: int = -1  # rewind only: the step to go back to
-
-    @property
-    def name(self) -> str:
-        """The file's name."""
-        suffix = "" if self.kind == "train" else f".{self.rank}"
-        target = f".{self.target}" if self.kind == "rewind" else ""
-        return f"{self.step:08d}.{self.kind}{suffix}{target}"
-
-    @classmethod
-    def parse(cls, name: str) -> Entry:
-        """The entry of a file name."""
-        step, kind, *rest = name.split(".")
-        numbers = [int(part) for part in rest]
-        match kind:
-            case "train":
-                return cls(int(step), 0, "train")
-            case "save":
-                return cls(int(step), numbers[0], "save")
-            case "rewind":
-                return cls(int(step), numbers[0], "rewind", numbers[1])
-        raise ValueError(f"{name!r} is no journal entry")
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outcome of an entry: what its caller is told."""
-
-    entry: str
-    weights_version: int
-    loss_mean: float | None = None
-    digest: str | None = None
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +53,7 @@ class Heartbeat:
     micro_batch: int
     state: str
     time: float  # unix seconds
+    trouble: str | None = None  # why it cannot go on: what the disk refuses
 
 
 class Journal:
@@ -118,26 +76,32 @@ class Journal:
             OSError: the disk refuses; nothing was accepted.
         """
         self._check_run(run_id)
-        digest = payload.digest()
-        data = safetensors_bytes(payload.arrays(), metadata={"digest": digest})
+        file = TrainingFile(payload)
         while True:
             last = self.last_step()
             if step is not None and step <= last:
-                return self._known(step, digest, last)
+                return self._known(step, file.digest, last)
             if step is not None and step > last + 1:
                 raise StepConflict(
                     f"step: {step}, but the last step of run {self.run_id!r} is {last}; send step {last + 1} first"
+                    f"{self._rewound(step)}"
                 )
             self._refuse_during_rewind()
             entry = Entry(last + 1, 0, "train")
             try:
-                self._create(entry, data)
+                self._create(entry, *file.parts(), first=file.header)
             except FileExistsError:  # another writer took the number: look again
                 continue
             return entry
 
-    def accept_save(self, *, run_id: str | None, step: int | None = None) -> Entry:
+    def accept_save(
+        self, *, run_id: str | None, step: int | None = None, keep_steps: Sequence[int] | None = None
+    ) -> Entry:
         """Ask for a checkpoint of `step`, which may be on its way still; without it, of everything accepted so far.
+
+        `keep_steps`: of the checkpoints up to that step, only these are needed still.
+        Asked again for the same step while it is under way, the entry is the same: each costs a reload, and a caller
+        that lost patience with a slow one must not make the queue longer.
 
         Raises StepConflict if `step` is further ahead than the next one, or a rewind is under way.
         """
@@ -146,7 +110,17 @@ class Journal:
         last = self.last_step()
         if step is not None and step > last + 1:
             raise StepConflict(f"step: {step}, but the last step of run {self.run_id!r} is {last}")
-        return self._append("save", last if step is None else step)
+        wanted = None if keep_steps is None else list(keep_steps)
+        content = {} if wanted is None else {"keep_steps": wanted}
+        if step is None:
+            return self._append("save", last, content=content)
+        asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
+        pending = (entry for entry in asked if self.result(entry) is None)
+        for entry in pending:
+            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # the latter: done just now
+                if self.keep_steps(entry) == wanted:
+                    return entry
+        return self._append("save", step, content=content)
 
     def accept_rewind(self, *, run_id: str | None, target: int) -> Entry:
         """Ask that step `target` become the last one; asked again while it is under way, the entry is the same.
@@ -161,7 +135,7 @@ class Journal:
         if target > last:
             raise StepConflict(f"rewind_to: {target}, but the last step of run {self.run_id!r} is {last}")
         self._refuse_during_rewind()
-        return self._append("rewind", last, target)
+        return self._append("rewind", last, target=target)
 
     def result(self, entry: Entry) -> Result | None:
         """The outcome of `entry`; None while it is not done, an error if a rewind took it out."""
@@ -220,42 +194,73 @@ class Journal:
         """Entries on disk, in order."""
         return sorted(Entry.parse(name) for name in _names(self._entries))
 
+    def changed_at(self) -> int | None:
+        """When entries came or went last, in the file system's own nanoseconds; None before the first."""
+        try:
+            return self._entries.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
     def load(self, entry: Entry) -> tuple[TrainPayload, str]:
-        """A training entry's payload and digest."""
-        with safe_open(self._entries / entry.name, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-            digest = file.metadata()["digest"]
-        payload = TrainPayload(
-            arrays[TOKENS], arrays[SEQUENCE_LENGTHS], arrays[RETURNS], arrays[PREV_VALUES], arrays[MASK]
-        )
-        return payload, digest
+        """A training entry's payload and digest. Raises DamagedEntry if the file is not what was accepted."""
+        return read_training_file(self._entries / entry.name)
+
+    def keep_steps(self, entry: Entry) -> list[int] | None:
+        """The steps that a save entry says are needed still; None if it does not say. Raises DamagedEntry."""
+        path = self._entries / entry.name
+        try:
+            return json.loads(path.read_bytes()).get("keep_steps")
+        except ValueError as error:
+            raise DamagedEntry(f"{path} is damaged: {error}") from error
 
     def finish(self, entry: Entry, result: Result) -> None:
         """Record the outcome, which answers the caller."""
         self._results.mkdir(parents=True, exist_ok=True)
         write_json(self._result_path(entry), asdict(result))
 
-    def forget_covered(self, step: int) -> None:
-        """Remove what a checkpoint at `step` covers, and results beyond the last 1,000 steps."""
+    def forget_covered(self, step: int, *, base: int | None = None) -> None:
+        """Remove what a checkpoint at `step` covers, and results beyond the last 1,000 steps.
+
+        Trainings after `base`, an older checkpoint, stay: from there they lead to every step up to `step`.
+        """
         for entry in self.entries():
-            if entry.step <= step and self.result(entry) is not None:
+            leads_on = base is not None and entry.kind == "train" and entry.step > base
+            if entry.step <= step and not leads_on and self.result(entry) is not None:
                 (self._entries / entry.name).unlink()
         for name in _names(self._results):
-            if Entry.parse(name.removesuffix(".json")).step <= step - KEPT_RESULTS:
+            if _entry_of(name).step <= step - KEPT_RESULTS:
                 (self._results / name).unlink()
 
     def set_aside_after(self, rewind: Entry) -> list[str]:
-        """Take every entry and result after `rewind.target` out of the way; return their names."""
-        target = self._set_aside / str(1 + len(_names(self._set_aside)))
+        """Take every entry and result after `rewind.target` out of the way; return their names.
+
+        The newest go first: whatever is left when a crash comes between has no gap.
+        """
+        target = self._next_aside()
         moved = []
         for folder in (self._entries, self._results):
-            for name in _names(folder):
-                entry = Entry.parse(name.removesuffix(".json"))
+            for name in sorted(_names(folder), key=_entry_of, reverse=True):
+                entry = _entry_of(name)
                 if entry.step > rewind.target and entry != rewind:
                     target.mkdir(parents=True, exist_ok=True)
                     (folder / name).rename(target / name)
                     moved.append(name)
         return moved
+
+    def set_aside_damaged(self, entry: Entry) -> None:
+        """Keep a damaged file for whoever wants to see it; an empty one stays, so that its step is not missing."""
+        path = self._entries / entry.name
+        if path.stat().st_size == 0:
+            return
+        target = self._next_aside()
+        target.mkdir(parents=True)
+        shutil.copyfile(path, target / entry.name)
+        replace_file(path, b"")
+
+    def forget_aside(self, *, keep: int) -> None:
+        """Remove all but the newest `keep` folders of what was set aside."""
+        for number in sorted(map(int, _names(self._set_aside)))[:-keep]:
+            remove_folder(self._set_aside / str(number))
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry that has been done and needs no replay (save, rewind)."""
@@ -263,8 +268,7 @@ class Journal:
 
     def results(self) -> list[Result]:
         """Outcomes on disk, in order of their entries."""
-        names = sorted((name.removesuffix(".json") for name in _names(self._results)), key=Entry.parse)
-        found = [self.result(Entry.parse(name)) for name in names]
+        found = [self.result(entry) for entry in sorted(map(_entry_of, _names(self._results)))]
         return [result for result in found if result is not None]
 
     def restore_results(self, saved: list[dict[str, Any]]) -> None:
@@ -290,23 +294,37 @@ class Journal:
     def _known(self, step: int, digest: str, last: int) -> Entry:
         entry = Entry(step, 0, "train")
         known = self._digest(entry)
-        if known == digest:
+        if known in (digest, DAMAGED):  # the sidecar's answer says that it is damaged
             return entry
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise StepConflict(
             f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-            f"or ask critic_save once for rewind_to {step - 1}"
+            f"or ask critic_save once for rewind_to {step - 1}{self._rewound(step)}"
         )
 
     def _digest(self, entry: Entry) -> str | None:
-        result = self.result(entry)
-        if result is None:
+        """Of the content of a step; None: too long ago."""
+        data = read_json(self._result_path(entry))
+        if data is None:
             try:
-                with safe_open(self._entries / entry.name, framework="numpy") as file:
-                    return file.metadata()["digest"]
+                return digest_in(self._entries / entry.name) or DAMAGED
             except FileNotFoundError:  # done just now
-                result = self.result(entry)
-        return result.digest if result else None
+                data = read_json(self._result_path(entry))
+        return None if data is None else data["digest"] or DAMAGED
+
+    def _rewound(self, step: int) -> str:
+        """Why a step that once fitted fits no more, where a rewind is the reason."""
+        rewinds = [entry for entry in self._known_entries() if entry.kind == "rewind"]
+        for entry in sorted(rewinds, reverse=True):
+            if entry.target < step <= entry.step + 1 and entry.target < entry.step:
+                return (
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: whoever asked for that last "
+                    "owns the run, and other actors must stop"
+                )
+        return ""
+
+    def _next_aside(self) -> Path:
+        return self._set_aside / str(1 + max(map(int, _names(self._set_aside)), default=0))
 
     def _rewind_under_way(self) -> Entry | None:
         rewinds = (entry for entry in self.entries() if entry.kind == "rewind")
@@ -319,26 +337,30 @@ class Journal:
                 f"a rewind of run {self.run_id!r} to step {pending.target} is under way; wait for its answer"
             )
 
-    def _append(self, kind: Kind, step: int, target: int = -1) -> Entry:
+    def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
         while True:
             rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
             entry = Entry(step, rank, kind, target)
             try:
-                self._create(entry, json.dumps({"target": target}).encode())
+                self._create(entry, json.dumps(content or {}).encode())
             except FileExistsError:  # another writer took the rank: look again
                 continue
             return entry
 
     def _known_entries(self) -> list[Entry]:
-        names = [*_names(self._entries), *(name.removesuffix(".json") for name in _names(self._results))]
-        return [Entry.parse(name) for name in names]
+        return [_entry_of(name) for name in [*_names(self._entries), *_names(self._results)]]
 
-    def _create(self, entry: Entry, data: bytes) -> None:
+    def _create(self, entry: Entry, *parts: bytes | memoryview, first: Callable[[], bytes] | None = None) -> None:
         self._entries.mkdir(parents=True, exist_ok=True)
-        create_file(self._entries / entry.name, data)
+        create_file(self._entries / entry.name, *parts, first=first)
 
     def _result_path(self, entry: Entry) -> Path:
         return self._results / f"{entry.name}.json"
+
+
+def _entry_of(name: str) -> Entry:
+    """The entry that a file in `entries` or `results` belongs to."""
+    return Entry.parse(name.removesuffix(".json"))
 
 
 def _names(folder: Path) -> list[str]:

@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 
 from python_backend.contract import RUN_ID, TRAINING_KEY_HEADER, ContractError
+from python_backend.durable import refusal
 from python_backend.journal import Entry, Journal, Result
-from python_backend.serving import Call, Parameters, StepFailed, Unavailable, log_error
+from python_backend.serving import Call, Counters, Parameters, StepFailed, Unavailable, log_error
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar that is being restarted counts as there
+FAILURES = {
+    "rlhf_steps_failed_total": "Steps, saves and rewinds that the sidecar answered with an error, as a rejected version"
+}
 
 
 class JournalModel:
@@ -31,6 +35,7 @@ class JournalModel:
         self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
         self._silence_s = float(parameters.text("heartbeat_timeout_s"))
         self._key_hash = parameters.optional("training_key_sha256")
+        self._failures = Counters(parameters.model, FAILURES)
         self._waiting: list[tuple[Call, Entry, float]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -78,20 +83,25 @@ class JournalModel:
         while not self._stop.wait(0.005):
             with self._lock:
                 waiting = list(self._waiting)
-            try:
-                finished = [item for item in waiting if self._settle(*item)]
-            except Exception as error:  # thread edge: a waiter that died would leave every caller without an answer
-                log_error(f"journal: {type(error).__name__}: {error}")
-                self._stop.wait(1.0)
-                continue
+            finished = [item for item in waiting if self._try_to_settle(*item)]
             if finished:
                 with self._lock:
                     self._waiting = [item for item in self._waiting if item not in finished]
+
+    def _try_to_settle(self, call: Call, entry: Entry, since: float) -> bool:
+        try:
+            return self._settle(call, entry, since)
+        except Exception as error:  # thread edge: a waiter that died would leave every caller without an answer
+            log_error(f"journal: {entry.name}: {type(error).__name__}: {error}")
+            self._stop.wait(1.0)
+            return False
 
     def _settle(self, call: Call, entry: Entry, since: float) -> bool:
         result = self.journal.result(entry)
         if result is not None:
             if result.error:
+                self._failures.add((1,))
+                self._failures.publish()
                 call.fail(StepFailed(result.error))
             else:
                 call.answer(self.reply(result))
@@ -108,11 +118,17 @@ class JournalModel:
         silence_s = waited_s if heartbeat is None else time.time() - heartbeat.time
         if not self.journal.is_followed() and silence_s > FOLLOWER_GRACE_S:
             return "no sidecar follows the journal: start `python -m trainer`"
-        if min(silence_s, waited_s) > self._silence_s and heartbeat is not None:
+        if heartbeat is None:
+            return None
+        if min(silence_s, waited_s) > self._silence_s:
+            cause = refusal(self.journal.root)  # a full disk takes no heartbeat either
+            disk = f"; the journal's disk refuses: {cause.strerror}" if cause else ""
             return (
                 f"the sidecar has made no progress for {silence_s:.0f} s (step {heartbeat.step}, "
-                f"micro-batch {heartbeat.micro_batch}, {heartbeat.state})"
+                f"micro-batch {heartbeat.micro_batch}, {heartbeat.state}){disk}"
             )
+        if heartbeat.trouble:
+            return f"the sidecar waits for its disk ({heartbeat.state}): {heartbeat.trouble}"
         return None
 
     def _journalled(self, entry: Entry) -> str:

@@ -26,6 +26,10 @@ from python_backend.token_head import head_of
 from python_backend.weights import CONFIG_FILE
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NOT_ARCHITECTURE = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
+    "id2label", "label2id", "use_cache",
+}  # fmt: skip
 OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
 
@@ -181,6 +185,13 @@ def _check_same_architecture(config: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
     if theirs.model_type != config.model_type:
         raise CheckpointError(f"{folder} is a {theirs.model_type} model, the served critic is {config.model_type}")
+    mine, other = config.to_dict(), theirs.to_dict()
+    for key in sorted({*mine, *other} - NOT_ARCHITECTURE):
+        if mine.get(key) != other.get(key):  # the same shapes may mean another forward: heads, rotary base, norms
+            raise CheckpointError(
+                f"{folder}: {key} in {CONFIG_FILE} is {other.get(key)!r}, of the served critic {mine.get(key)!r}; "
+                "another architecture comes in by a reload through Triton"
+            )
 
 
 def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -36,6 +36,10 @@ class RunSection(Section):
     """Identity of the run in the journal; default: the name of `dir`."""
     seed: Seed = 0
     """Seed of prompts, sampling and initial weights."""
+    deterministic: bool = False
+    """The same run gives the same bits, on a CPU, whichever process is killed and started again meanwhile: each row is
+    scored in a forward of its own (slower), by the critic of the step before (`actor.max_staleness` 0), nothing is
+    measured (`auto` takes fixed values), and a row without a score stops the run. `deterministic.py` has the list."""
 
     @field_validator("run_id")
     @classmethod
@@ -89,6 +93,8 @@ class ServerSection(Section):
     """Longest wait for one model load."""
     exit_timeout_s: CountOrZero = 5
     """How long tritonserver waits for open connections when it stops."""
+    log_limit_mb: Count = 64
+    """A log of a process that `tools` started is set aside as `.previous.log` when it grows beyond this."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Type of `tokens` on the wire. Triton holds a request to the declared type, so all clients send the same."""
     training_key_env: str | None = None
@@ -221,7 +227,7 @@ class PublishSection(Section):
     """When and how weights versions are written."""
 
     every: Count = 1
-    """Publish after every n-th critic_train."""
+    """Publish after every n-th critic_train; scores are then up to n-1 updates stale, whatever `max_staleness` is."""
     keep: Count = 3
     """Newest versions kept, beside those in service and version 0."""
 
@@ -260,11 +266,20 @@ class TrainerSection(Section):
     checkpoint_every: Count = 20
     """Write a checkpoint after so many steps, beside those that critic_save asks for."""
     keep_checkpoints: Count = 3
-    """Newest checkpoints kept, beside those that an actor's checkpoint names."""
+    """Checkpoints kept of those that critic_save asked for, where it does not say which ones are needed still."""
+    keep_entries: CountOrZero = 200
+    """Trained steps kept in the journal, so that each step since the last critic_save can still be gone back to."""
+    keep_set_aside: Count = 3
+    """Newest folders kept of what rewinds took out of the journal, and of what was found damaged."""
     reload_on_save: Literal["triton", "none"] = "triton"
-    """Also reload through Triton's load API at every critic_save."""
+    """Also reload through Triton's load API at every critic_save, unless such a reload is still under way."""
+    servers: list[Annotated[str, Field(pattern=r"^(dns:)?[^\s/]+:\d+$")]] = []
+    """gRPC addresses of all servers of the critic, `host:port`, or `dns:name:port` for every address that the name has;
+    default: the one of `server`."""
     serve_timeout_s: Seconds = 60.0
     """Longest wait until every instance serves a published version."""
+    nice: Annotated[int, Field(ge=0, le=19)] = 10
+    """Added to the sidecar's niceness: where it shares cores with tritonserver, the server's forwards come first."""
     heartbeat_timeout_s: Seconds = 15.0
     """Silence of the sidecar after which waiting critic_train callers get UNAVAILABLE."""
     publish: PublishSection = PublishSection()
@@ -346,7 +361,8 @@ class ActorSection(Section):
     mask_unfinished: bool = True
     """Give responses that did not end no policy gradient."""
     max_staleness: CountOrZero = 1
-    """Critic updates that may be on their way while a row is scored."""
+    """Most critic updates that were sent before a row is scored and are not in the weights that score it; 0 where
+    `run.deterministic` is set."""
     max_failed_fraction: Fraction = 0.1
     """Largest share of a rollout whose reward may be missing (masked) before the run stops."""
     checkpoint_every: Count = 50

@@ -130,6 +130,18 @@ class Counters:
                 metric.increment(amount)
 
 
+class Gauge:
+    """One number in the server's Prometheus metrics."""
+
+    def __init__(self, model: str, name: str, description: str) -> None:
+        self._family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
+        self._metric = self._family.Metric(labels={"model": model})
+
+    def show(self, value: float) -> None:
+        """Set it: a round trip to the server."""
+        self._metric.set(value)
+
+
 def log(message: str) -> None:
     """One line into the server's log."""
     pb_utils.Logger.log_info(message)

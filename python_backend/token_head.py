@@ -29,6 +29,8 @@ class TokenHead:
         """`like`: the head of another model of the same architecture, whose findings hold for this one, too."""
         self.model = model.eval()
         self.head = keep_head_exact(model)
+        for parameter in self.head.parameters():  # mapped, they lie at odd addresses, where sums are rounded otherwise
+            parameter.data = parameter.data.clone()
         self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)

@@ -3,21 +3,22 @@ Given: the store's folder. Returns: versions, manifests, and what each serving i
 Holds no torch: servers, the sidecar and the tools all read it.
 
     <root>/<version>/{model.safetensors, config.json, manifest.json}
-    <root>/CURRENT                      one line, replaced by rename: the only truth about what is served
-    <root>/serving/<instance>-<pid>.json
+    <root>/CURRENT    one line, replaced by rename: the only truth about what is served
+    <root>/NEXT       one line: the version that is being verified; instances load it meanwhile
+    <root>/serving/   a record of each instance (serving_records.py)
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-import os
 import shutil
-import socket
+import stat
 import struct
-import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,14 @@ from python_backend.durable import (
     sweep,
     sync_directory,
     sync_file,
-    write_json,
 )
+from python_backend.serving_records import ServingRecord, ServingRecords
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
+READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 FIRST_VERSION = "make version 0 with `python -m trainer --config YAML --init-only`"
-REMOTE_SILENCE_S = 15.0  # an instance on another host counts as gone after this silence
 
 
 class WeightsError(RuntimeError):
@@ -56,28 +57,14 @@ class Manifest:
     epoch: int  # of the sidecar that wrote it
 
 
-@dataclass(frozen=True)
-class ServingRecord:
-    """What one critic instance says of itself."""
-
-    instance: str
-    host: str
-    pid: int
-    version: int
-    previous: int | None
-    time: float  # unix seconds of the last change
-    swap_ms: float | None = None  # from seeing CURRENT move to serving it
-    rejected: int | None = None  # version that it refused
-    error: str | None = None  # and why
-
-
 class WeightsStore:
     """Versions under one folder. Version numbers only rise; a version is never overwritten."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.records = ServingRecords(root / "serving")
         self._current = root / "CURRENT"
-        self._serving = root / "serving"
+        self._next = root / "NEXT"
 
     def folder(self, version: int) -> Path:
         """Where `version` lies."""
@@ -91,18 +78,30 @@ class WeightsStore:
 
     def current(self) -> int | None:
         """The version that is served; None in an empty store. Raises WeightsError if CURRENT is unreadable."""
-        try:
-            text = self._current.read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-        if not text.strip().isdigit():
-            raise WeightsError(f"{self._current} holds {text[:40]!r}, not a version number")
-        return int(text)
+        return _read_number(self._current)
 
-    def set_current(self, version: int) -> None:
-        """Make every instance serve `version`."""
+    def set_current(self, version: int, *, back: bool = False) -> None:
+        """Make every instance serve `version`; numbers only rise, but `back` returns to one that was served before.
+
+        Raises:
+            WeightsError: the version is not there, or not above the one served.
+        """
         self.manifest(version)
+        current = self.current()
+        if not back and current is not None and version < current:
+            raise WeightsError(f"version {version} is not above version {current}, which is served")
         replace_file(self._current, f"{version}\n".encode())
+
+    def announce(self, version: int) -> None:
+        """Let the instances load `version` while it is verified, so that they have it when CURRENT moves."""
+        replace_file(self._next, f"{version}\n".encode(), durable=False)
+
+    def announced(self) -> int | None:
+        """The version announced last."""
+        try:
+            return _read_number(self._next)
+        except WeightsError:  # only a hint, and not made to survive a crash
+            return None
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of `version`. Raises WeightsError if the version is not there or incomplete."""
@@ -113,6 +112,14 @@ class WeightsStore:
             return Manifest(**data)
         except (OSError, ValueError, TypeError) as error:
             raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
+
+    def manifests(self) -> list[Manifest]:
+        """The manifests that can be read, ascending."""
+        found = []
+        for version in self.versions():
+            with contextlib.suppress(WeightsError):  # a damaged one hides no other
+                found.append(self.manifest(version))
+        return found
 
     def add(
         self,
@@ -136,26 +143,27 @@ class WeightsStore:
         Raises:
             OSError: the disk refuses; nothing is left behind.
         """
-        self.root.mkdir(parents=True, exist_ok=True)
-        staging = self.root / f".staging-{uuid.uuid4().hex}"
-        staging.mkdir()
-        try:
-            write(staging)
-            digest = sha256_of(staging / WEIGHTS_FILE)
-            existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
-            if existing is not None:
-                return existing
-            version = self.next_version()
-            manifest = Manifest(version, run_id, step, digest, tensor_types(staging / WEIGHTS_FILE), parent, epoch)
-            (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
-            for path in staging.iterdir():
-                sync_file(path)
-            sync_directory(staging)
-            staging.rename(self.folder(version))
-            sync_directory(self.root)
-            return manifest
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with self._writing():
+            staging = self.root / f".staging-{uuid.uuid4().hex}"
+            staging.mkdir()
+            try:
+                write(staging)
+                digest = sha256_of(staging / WEIGHTS_FILE)
+                existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
+                if existing is not None:
+                    return existing
+                tensors = tensor_types(staging / WEIGHTS_FILE)
+                manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch)
+                (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
+                for path in staging.iterdir():
+                    sync_file(path)
+                    path.chmod(READ_ONLY)  # instances map the file: who cuts it short in place kills them
+                sync_directory(staging)
+                staging.rename(self.folder(manifest.version))
+                sync_directory(self.root)
+                return manifest
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
 
     def next_version(self) -> int:
         """The number that the next version gets."""
@@ -180,56 +188,36 @@ class WeightsStore:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
         return manifest
 
-    def acknowledge(self, record: ServingRecord) -> None:
-        """Say what an instance serves (called by the instance)."""
-        self._serving.mkdir(parents=True, exist_ok=True)
-        write_json(self._record_path(record.instance, record.pid), asdict(record), durable=False)
-
-    def touch(self, instance: str, pid: int) -> None:
-        """Say that the instance is still there."""
-        os.utime(self._record_path(instance, pid))
-
-    def withdraw(self, instance: str, pid: int) -> None:
-        """The instance serves no more."""
-        self._record_path(instance, pid).unlink(missing_ok=True)
-
     def serving(self) -> list[ServingRecord]:
-        """Records of the instances that are alive."""
-        return [record for record, path in self._records() if _is_alive(record, path)]
-
-    def died(self) -> list[ServingRecord]:
-        """Records of instances on this host whose process ended without withdrawing: killed, or crashed."""
-        here = socket.gethostname()
-        return [record for record, path in self._records() if record.host == here and not _is_alive(record, path)]
-
-    def forget_died(self) -> None:
-        """Remove the records of instances that are not alive (called by an instance that takes their place)."""
-        for record, path in self._records():
-            if not _is_alive(record, path):
-                path.unlink(missing_ok=True)
+        """Records of the live instances that serve a version."""
+        return [record for record in self.records.alive() if record.version is not None]
 
     def prune(self, *, keep: int) -> list[int]:
         """Delete old versions; return their numbers.
 
-        Kept: version 0, CURRENT, the newest `keep`, and whatever a live instance serves.
+        Kept: version 0, CURRENT, the newest `keep`, and whatever a live instance serves or loads.
         """
-        needed = {0, self.current(), *(record.version for record in self.serving())}
-        doomed = [v for v in self.versions()[:-keep] if v not in needed]
-        for version in doomed:
-            remove_folder(self.folder(version))
-        sweep(self.root)
-        return doomed
+        with self._writing():
+            records = self.records.alive()
+            needed = {0, self.current(), *(r.version for r in records), *(r.loading for r in records)}
+            doomed = [v for v in self.versions()[:-keep] if v not in needed]
+            for version in doomed:
+                remove_folder(self.folder(version))
+            sweep(self.root)
+            return doomed
 
-    def _records(self) -> list[tuple[ServingRecord, Path]]:
-        found = ((path, read_json(path)) for path in sorted(self._serving.glob("*.json")))
-        return [(ServingRecord(**data), path) for path, data in found if data is not None]
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One writer at a time: the sidecar, or a person's rollback beside it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / "WRITER").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
-        newest = [self.manifest(version) for version in self.versions()[-1:]]
-        return next((m for m in newest if (m.run_id, m.step, m.sha256) == (run_id, step, sha256)), None)
-
-    def _record_path(self, instance: str, pid: int) -> Path:
-        return self._serving / f"{instance}-{pid}.json"
+        newest = next(reversed(self.manifests()), None)
+        same = newest is not None and (newest.run_id, newest.step, newest.sha256) == (run_id, step, sha256)
+        return newest if same else None
 
 
 def sha256_of(path: Path) -> str:
@@ -260,14 +248,11 @@ def tensor_types(path: Path) -> dict[str, list[Any]]:
     return types
 
 
-def _is_alive(record: ServingRecord, path: Path) -> bool:
-    if record.host == socket.gethostname():
-        try:
-            state = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return state != "Z"  # tritonserver does not reap a stub that was killed
+def _read_number(path: Path) -> int | None:
     try:
-        return time.time() - path.stat().st_mtime < REMOTE_SILENCE_S
+        text = path.read_text(errors="replace")
     except FileNotFoundError:
-        return False
+        return None
+    if not text.strip().isdigit():
+        raise WeightsError(f"{path} holds {text[:40]!r}, not a version number")
+    return int(text)

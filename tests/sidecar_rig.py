@@ -4,8 +4,6 @@ Given: a run's folder and a checkpoint. Returns: a `Rig` to send steps to, to ki
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -20,7 +18,8 @@ from tiny_checkpoints import VOCAB
 from python_backend.config import RunConfig
 from python_backend.contract import TrainPayload
 from python_backend.journal import Entry, Journal, Result
-from python_backend.weights import ServingRecord, WeightsStore
+from python_backend.serving_records import ServingRecord
+from python_backend.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.sidecar import Sidecar
 
@@ -57,16 +56,13 @@ class Instance(threading.Thread):
 
     def _say(self, **more: Any) -> None:
         previous = self.served[-2] if len(self.served) > 1 else None
-        self.store.acknowledge(
-            ServingRecord(
-                self.instance, socket.gethostname(), os.getpid(), self.served[-1], previous, time.time(), **more
-            )
-        )
+        self._record = ServingRecord.of_this_process(self.instance, self.served[-1], previous=previous, **more)
+        self.store.records.put(self._record)
 
     def close(self) -> None:
         self._stop_now.set()
         self.join()
-        self.store.withdraw(self.instance, os.getpid())
+        self.store.records.withdraw(self._record)
 
 
 class Rig:

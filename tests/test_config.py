@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from tools.calibration import settle
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -161,3 +162,33 @@ def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
     config = load_config(path, ["reward.checkpoint=a", "critic.checkpoint=b", "critic.threads=3"])
     assert (str(config.reward.checkpoint), str(config.critic.checkpoint)) == ("a", "b")
     assert (config.reward.threads, config.critic.threads) == (2, 3)
+
+
+# ---- run.deterministic ----
+
+
+def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
+    """Whoever loads it sees plain values, and nothing is left to be measured."""
+    config = load(tmp_path, "run: {deterministic: true}", "critic.token_budget=333", "actor.max_staleness=0")
+    assert (config.actor.max_staleness, config.actor.max_failed_fraction) == (0, 0)
+    for section in (config.reward, config.critic):
+        assert section.micro_batch_rows == 1
+        assert settle(config, lambda line: pytest.fail(line)) == []
+    assert (config.reward.token_budget, config.critic.token_budget) == (1024, 333)
+    assert load(tmp_path, yaml.safe_dump(config.model_dump(mode="json", exclude={"demo"}))) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.max_staleness=1", "actor.max_staleness: 1, but run.deterministic: true needs 0; leave actor.max_stale"),
+        ("trainer.publish.every=2", "trainer.publish.every: 2, but run.deterministic: true needs 1"),
+        ("critic.micro_batch_rows=64", "critic.micro_batch_rows: 64, but run.deterministic: true needs 1"),
+        ("reward.compile=true", "reward.compile: True, but run.deterministic: true needs False"),
+        ("actor.device=cuda", "actor.device: 'cuda', but run.deterministic: true needs 'cpu'"),
+    ],
+)
+def test_a_deterministic_run_refuses_what_would_change_bits(tmp_path: Path, override: str, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(tmp_path, "run: {deterministic: true}", override)
+    load(tmp_path, "", override)

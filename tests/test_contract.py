@@ -296,3 +296,22 @@ def test_metadata():
     ):
         with refused(message):
             contract.metadata_rows(bad, 3)
+
+
+def test_counts_are_sorted_and_each_is_there_once():
+    assert contract.optional_counts("keep_steps", None) is None
+    assert contract.optional_counts("keep_steps", np.array([4, 2, 4])) == [2, 4]
+    assert contract.optional_counts("keep_steps", np.array([], np.int64)) == []
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array([3, -2]), "keep_steps[1]: -2, must be at least 0"),
+        (np.array([[3]]), "keep_steps: shape [1, 1], must be [K]"),
+        (np.array([3.0]), "keep_steps: dtype float64, must be int64 or int32"),
+    ],
+)
+def test_counts_that_are_none_are_refused(array: np.ndarray, message: str):
+    with pytest.raises(ContractError, match=re.escape(message)):
+        contract.optional_counts("keep_steps", array)

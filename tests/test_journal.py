@@ -285,6 +285,17 @@ def test_a_save_names_its_step_even_before_that_has_arrived(journal: Journal):
         journal.accept_save(run_id=None, step=4)
 
 
+def test_a_save_that_is_asked_for_again_while_it_waits_is_one_entry(journal: Journal):
+    """A caller whose deadline is shorter than a reload would otherwise queue another reload with each attempt."""
+    train(journal, 1)
+    first = journal.accept_save(run_id=None, step=1)
+    assert journal.accept_save(run_id=None, step=1) == first
+    train(journal, 2)
+    assert journal.accept_save(run_id=None, step=2) != first
+    done(journal, first)
+    assert journal.accept_save(run_id=None, step=1).name == "00000001.save.2"
+
+
 def test_whoever_waits_for_what_a_rewind_took_out_is_told(journal: Journal):
     """Such as a step that another process accepted between the rewind's check and its entry."""
     train(journal, 1)
@@ -348,6 +359,7 @@ def test_a_save_names_its_step_and_stands_behind_it(journal: Journal):
     assert journal.last_step() == 1  # a save is no step
     train(journal, 2)
     train(journal, 3)
+    done(journal, early)
     late = journal.accept_save(run_id="run", step=2)
     names = ["00000001.train", "00000002.train", early.name, late.name, "00000003.train"]
     assert [entry.name for entry in journal.entries()] == names

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
+import urllib.request
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from live_system import (
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
 from python_backend.modeling import CriticModel, load_critic, save_critic
 from python_backend.weights import WEIGHTS_FILE, Manifest
-from trainer.control_plane import ControlPlane, ControlPlaneError
+from trainer.control_plane import ControlPlane, LoadRefused
 from trainer.publish import Publisher, VersionRejected
 
 TOLERANCE = 1e-5
@@ -146,6 +148,42 @@ def test_no_request_fails_or_mixes_versions_during_reloads(live: System) -> None
             np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
 
 
+def test_a_swap_inside_a_request_of_many_rows_changes_none_of_its_values(live: System) -> None:
+    """64 rows are many forwards: the request stays with the version it began with, in each of its rows."""
+    first = live.run.next_step()
+    served = [live.run.store.current() or 0]  # answered by critic_train, so served by every instance
+
+    async def train() -> None:
+        async with BareClient(live.run.url, headers=KEY) as client:
+            for i in range(6):
+                arrays = {**training_inputs(seed=40 + i), **identity("test", first + i)}
+                answer = await client.infer(CRITIC_TRAIN, arrays)
+                served.append(int(answer["weights_version"][0]))
+
+    async def crossed() -> list[Asked]:
+        """Requests that were under way when a newer version than theirs was served already."""
+        training, found, seed = asyncio.create_task(train()), [], 0
+        async with BareClient(live.run.url) as client:
+            while not training.done():
+                rows = random_rows([*range(65, 129)], seed=seed)
+                item = Asked(
+                    rows, await client.infer(CRITIC_INFER, scoring_inputs(rows), ["values", "weights_version"])
+                )
+                seed += 1
+                if int(item.answer["weights_version"].min()) < served[-1]:
+                    found.append(item)
+        await training
+        return found
+
+    items = asyncio.run(crossed())
+    assert items
+    for item in items[:3]:
+        (version,) = set(item.answer["weights_version"].ravel().tolist())
+        direct = direct_values(live.run.store.folder(version), item.rows)
+        for i, (row, expected) in enumerate(zip(item.rows, direct, strict=True)):
+            np.testing.assert_allclose(item.answer["values"][i, : row.size], expected, atol=TOLERANCE, rtol=0)
+
+
 def trainings(run: LiveRun) -> list[dict[str, Any]]:
     """The sidecar's lines on critic updates."""
     return [line for line in run.critic_metrics() if "loss_mean" in line]
@@ -170,7 +208,7 @@ def make_publisher(run: LiveRun, kind: type[Publisher]) -> Publisher:
         run.store,
         run_id=run.run_id,
         epoch=99,
-        grpc_url=run.config.server.grpc_url,
+        servers=[run.config.server.grpc_url],
         reload="swap",
         timeout_s=30.0,
         keep=12,
@@ -180,13 +218,14 @@ def make_publisher(run: LiveRun, kind: type[Publisher]) -> Publisher:
 class TruncatingPublisher(Publisher):
     """The disk loses the end of the file after the version was verified."""
 
-    def verify(self, version: int, critic: CriticModel) -> None:
-        super().verify(version, critic)
+    def verify(self, version: int, *args: Any) -> None:
+        super().verify(version, *args)
         cut(self._store.folder(version) / WEIGHTS_FILE)
 
 
 def cut(path: Path) -> None:
     data = path.read_bytes()
+    path.chmod(0o644)
     path.write_bytes(data[: len(data) // 2])
 
 
@@ -200,7 +239,7 @@ def next_critic(run: LiveRun) -> CriticModel:
 
 
 def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) -> None:
-    current = live.run.store.current() or 0
+    current, counted = live.run.store.current() or 0, rejections(live.run)
     with pytest.raises(VersionRejected) as caught:
         make_publisher(live.run, TruncatingPublisher).publish(
             next_critic(live.run), step=live.run.journal.last_step(), beat=lambda _: None
@@ -210,6 +249,14 @@ def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) 
     assert "model.safetensors is damaged" in str(caught.value)
     assert live.run.store.current() == current
     assert_serves(live.run, current)
+    wait_for(lambda: rejections(live.run) == counted + 1, timeout_s=30.0)
+
+
+def rejections(run: LiveRun) -> int:
+    """What the server's metrics say."""
+    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=10) as answer:
+        found = re.search(r'^rlhf_weights_rejected_total\{model="critic"\} (\d+)', answer.read().decode(), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def test_a_version_with_nan_is_refused_before_it_is_served(live: System, publisher: Publisher) -> None:
@@ -231,20 +278,33 @@ def test_the_server_goes_on_to_the_next_version_after_a_refused_one(live: System
     assert_serves(live.run, int(answer["weights_version"][0]))
 
 
-def test_a_fresh_process_refuses_a_damaged_version_and_the_old_one_serves_on(live: System) -> None:
-    """Triton's load fails with a sentence; the process that serves stays."""
+def test_a_damaged_version_that_somebody_named_is_put_back(live: System) -> None:
+    """CURRENT changed by hand: the instance refuses it, and the sidecar makes CURRENT true again."""
     store, current = live.run.store, live.run.store.current() or 0
     damaged = add_version(live.run)
     cut(store.folder(damaged.version) / WEIGHTS_FILE)
     store.set_current(damaged.version)
+    wait_for(lambda: store.current() == current, live.sidecar)
+    assert_serves(live.run, current)
+
+
+def test_a_fresh_process_refuses_a_damaged_version_and_the_old_one_serves_on(live: System) -> None:
+    """Triton's load fails with a sentence; the process that serves stays."""
+    store, current = live.run.store, live.run.store.current() or 0
+    live.stop_sidecar()  # it would put CURRENT back
+    damaged = add_version(live.run)
+    cut(store.folder(damaged.version) / WEIGHTS_FILE)
+    store.set_current(damaged.version)
     try:
-        with ControlPlane(live.run.config.server.grpc_url) as control, pytest.raises(ControlPlaneError) as caught:
+        with ControlPlane(live.run.config.server.grpc_url) as control, pytest.raises(LoadRefused) as caught:
             control.load(CRITIC, parameters={"weights_version": "a damaged one"}, timeout_s=60.0)
         print(caught.value)
-        assert str(store.folder(damaged.version)) in str(caught.value)
+        assert f"weights version {damaged.version} cannot be served" in str(caught.value)
+        assert "python -m tools weights rollback" in str(caught.value)
         assert serve_values(live.run)[1] == current
     finally:
-        store.set_current(current)
+        store.set_current(current, back=True)
+        live.start_sidecar()
     assert_serves(live.run, current)
 
 

@@ -50,7 +50,8 @@ def test_names_dtypes_and_shapes_are_the_contracts():
     train = [(contract.TOKENS, pb.TYPE_INT64, [-1, -1]), (contract.SEQUENCE_LENGTHS, pb.TYPE_INT64, [-1, 1])]
     train += [*targets, run_id, (contract.STEP, pb.TYPE_INT64, [1])]
     step = (contract.STEP, pb.TYPE_INT64, [1])
-    save = [(contract.DUMMY_VAR, pb.TYPE_INT64, [1]), run_id, step, (contract.REWIND_TO, pb.TYPE_INT64, [1])]
+    save = [(contract.DUMMY_VAR, pb.TYPE_INT64, [1]), run_id, step]
+    save += [(contract.KEEP_STEPS, pb.TYPE_INT64, [-1]), (contract.REWIND_TO, pb.TYPE_INT64, [1])]
     prompts, after = (contract.PROMPT_LENGTHS, pb.TYPE_INT64, [1]), (contract.AFTER_CRITIC, pb.TYPE_INT64, [1])
     expected = {
         "reward_model": ([*scoring, after], rewards),

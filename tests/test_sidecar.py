@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable
 
@@ -16,8 +17,8 @@ from python_backend.checkpoints import CheckpointError
 from python_backend.contract import StepConflict
 from python_backend.journal import Journal, JournalLocked, Result
 from python_backend.modeling import load_critic
-from trainer.progress import StoppedWaiting
-from trainer.publish import Publisher, VersionRejected
+from trainer.patience import StoppedWaiting
+from trainer.publish import Publisher, Reload, VersionRejected
 from trainer.sidecar import Sidecar
 
 pytest_plugins = ["sidecar_fixtures"]
@@ -100,14 +101,25 @@ def test_publishing_every_second_step(make: Callable[..., Rig], straight: Rig):
     assert torch.equal(rig.weights(2), straight.weights(4))
 
 
-def test_checkpoints_come_by_themselves_and_at_the_end(make: Callable[..., Rig]):
-    rig = make(checkpoint_every=2)
+def test_a_rewind_that_agrees_serves_what_was_not_published_yet(make: Callable[..., Rig], straight: Rig):
+    """The resumed actor takes the version it is told for the weights of that step."""
+    rig = make(publish={"every": 2})
+    rig.serve()
+    rig.start().train(1, 2, 3)
+    assert rig.rewind(3).weights_version == 2
+    assert torch.equal(rig.weights(2), straight.weights(3))
+    assert rig.rewind(3).weights_version == 2
+
+
+@pytest.mark.parametrize(("keep_entries", "kept"), [(0, []), (2, []), (3, [1, 2, 3])])
+def test_checkpoints_come_by_themselves_and_at_the_end(make: Callable[..., Rig], keep_entries: int, kept: list[int]):
+    rig = make(checkpoint_every=2, keep_entries=keep_entries)
     rig.serve()
     rig.start().train(1, 2, 3)
     assert rig.checkpoints.latest() == 2
     assert rig.stop() is None
     assert rig.checkpoints.latest() == 3
-    assert rig.journal.entries() == []
+    assert [entry.step for entry in rig.journal.entries()] == kept  # a way from version 0 to each step, or none
 
 
 def test_a_stopped_sidecar_goes_on_where_it_was(make: Callable[..., Rig], straight: Rig):
@@ -148,11 +160,40 @@ def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pyte
     monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.5)
     rig.train(1)
     time.sleep(0.6)
-    monkeypatch.setattr(
-        Sidecar, "_finish_reload", lambda self: self._progress.wait("waiting for a reload through Triton")
-    )
+    waited = []
+
+    def wait_once(self: Sidecar) -> None:
+        self._progress.wait("waiting for a reload through Triton")
+        waited.append("and was not told to give up")
+
+    monkeypatch.setattr(Sidecar, "_finish_reload", wait_once)
     assert rig.stop() is None
+    assert waited
     assert rig.checkpoints.latest() == 1
+
+
+def test_a_reload_that_outlasts_the_stop_is_no_error(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch):
+    """The checkpoint of the last step does not wait for it either."""
+    monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.05)
+    loading, may_end = threading.Event(), threading.Event()
+
+    def load(self: Publisher) -> Reload:
+        loading.set()
+        may_end.wait()
+        return Reload(1, "triton")
+
+    monkeypatch.setattr(Publisher, "triton_reload", load)
+    rig = make(reload_on_save="triton")
+    rig.serve()
+    rig.start().train(1)
+    rig.save()
+    assert loading.wait(20)
+    rig.train(2)
+    rig.save()
+    rig.train(3)  # a second save does not make the training wait for the first one's reload
+    assert rig.stop() is None
+    assert rig.checkpoints.latest() == 3
+    may_end.set()
 
 
 def test_a_lost_checkpoint_is_said_and_not_trained_over(rig: Rig):
@@ -184,7 +225,7 @@ def test_a_refused_version_puts_current_back_and_the_caller_is_told(rig: Rig, st
     rig.train(1)
     rig.instances[0].refuses.add(2)
     result = rig.train(2)[0]
-    assert result.error == "version 2 was refused by critic_0: it looks odd"
+    assert result.error == f"version 2 was refused by {rig.store.serving()[0].name}: it looks odd"
     assert result.weights_version == rig.store.current() == 1
     assert rig.train(3)[0].weights_version == 3  # and the next one is served
     assert rig.instances[0].served == [0, 1, 3]
@@ -195,7 +236,7 @@ def test_a_refused_rewind_is_answered(rig: Rig):
     rig.train(1, 2)
     rig.instances[0].refuses.add(3)
     result = rig.rewind(0)
-    assert result.error == "version 3 was refused by critic_0: it looks odd"
+    assert result.error == f"version 3 was refused by {rig.store.serving()[0].name}: it looks odd"
     assert rig.store.current() == 2
     assert rig.train(1)[0].weights_version == 4
 
@@ -223,7 +264,7 @@ def test_a_gradient_that_is_not_finite_is_that_steps_error_alone(rig: Rig, way: 
 
 
 def publisher(rig: Rig) -> Publisher:
-    return Publisher(rig.store, run_id="run", epoch=1, grpc_url="", reload="swap", timeout_s=1, keep=3)
+    return Publisher(rig.store, run_id="run", epoch=1, servers=[], reload="swap", timeout_s=1, keep=3)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -11,20 +11,19 @@ from pathlib import Path
 import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
-import tools.supervisor as supervising
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
 from tools.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 
-def starter(folder: Path) -> Callable[[], TritonServer]:
+def starter(folder: Path, **settings: int) -> Callable[[], TritonServer]:
     """What starts a server on `folder/repository`, always on the same ports."""
     section = tiny_server(folder).section
     ports = {name: getattr(section, name) for name in ("http_port", "grpc_port", "metrics_port")}
 
     def start() -> TritonServer:
-        server = tiny_server(folder, **ports)
+        server = tiny_server(folder, **ports, **settings)
         server.start()
         server.wait_ready()
         return server
@@ -37,6 +36,24 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+
+
+def test_the_servers_log_stays_within_its_bound(tmp_path: Path) -> None:
+    write_repository(tmp_path / "repository")
+    supervisor = Supervisor(starter(tmp_path, log_limit_mb=1), log=print)
+    try:
+        log = supervisor.server.log_path
+        with log.open("ab") as file:
+            file.write(b"x" * (1 << 20))
+        supervisor.look()
+        assert log.stat().st_size < 1 << 20
+        assert log.with_suffix(".previous.log").stat().st_size == 1 << 20
+        with ControlPlane(supervisor.server.section.grpc_url) as control:
+            control.load("critic", parameters={"again": "1"}, timeout_s=60.0)
+        until(lambda: b"loading: critic:1" in log.read_bytes())
+        assert b"\0" not in log.read_bytes()
+    finally:
+        supervisor.stop()
 
 
 @pytest.mark.parametrize("model", ["critic", "critic_train"])
@@ -87,10 +104,9 @@ def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
     assert regions(os.getpid()) == []
 
 
-def test_a_server_that_dies_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervising, "MAX_RESTARTS", 1)
+def test_a_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic")
-    supervisor = Supervisor(starter(tmp_path), log=lambda line: None)
+    supervisor = Supervisor(starter(tmp_path), log=lambda line: None, max_restarts=1)
     try:
         for may_restart in (True, False):
             server = supervisor.server

@@ -31,7 +31,9 @@ def fresh(critic: Path) -> CriticUpdate:
 
 def state(step: int, update: CriticUpdate | None = None, *, asked: bool = False) -> CheckpointState:
     optimizer_step = update.optimizer_step if update else step
-    return CheckpointState("run", step, optimizer_step, step, 1, asked, {"lr": 0.1}, [{"entry": "x"}])
+    return CheckpointState(
+        "run", step, optimizer_step, step, 1, asked, {"lr": 0.1}, "a fingerprint", "a hash", [{"entry": "x"}]
+    )
 
 
 def optimizer_bits(update: CriticUpdate) -> dict[str, torch.Tensor]:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from python_backend.weights import Manifest, ServingRecord, WeightsError, WeightsStore, tensor_types
+from python_backend.serving_records import ServingRecord
+from python_backend.weights import Manifest, WeightsError, WeightsStore, tensor_types
 
 
 def writer(value: float) -> Callable[[Path], None]:
@@ -38,11 +34,6 @@ def store(tmp_path: Path) -> WeightsStore:
     return WeightsStore(tmp_path / "weights")
 
 
-def record(version: int, *, instance: str = "critic_0", pid: int | None = None, **more: object) -> ServingRecord:
-    host = more.pop("host", socket.gethostname())
-    return ServingRecord(instance, host, pid or os.getpid(), version, None, time.time(), **more)
-
-
 def test_an_empty_store_is_empty(store: WeightsStore):
     assert (store.current(), store.versions(), store.serving()) == (None, [], [])
     with pytest.raises(WeightsError, match="version 0 is not in the weights store"):
@@ -58,7 +49,12 @@ def test_versions_count_upwards_and_say_what_they_are(store: WeightsStore):
     assert store.current() is None  # adding does not serve
     store.set_current(1)
     assert store.current() == 1
-    assert sorted(p.name for p in store.root.iterdir()) == ["0", "1", "2", "CURRENT"]  # no staging left
+    store.set_current(1)  # a replay
+    with pytest.raises(WeightsError, match="version 0 is not above version 1, which is served"):
+        store.set_current(0)
+    store.set_current(0, back=True)
+    store.set_current(1)
+    assert sorted(p.name for p in store.root.iterdir()) == ["0", "1", "2", "CURRENT", "WRITER"]  # no staging left
 
 
 def test_a_replay_finds_its_version_and_a_rollback_gets_a_new_number(store: WeightsStore):
@@ -90,7 +86,7 @@ def test_a_failed_write_leaves_nothing(store: WeightsStore):
 
     with pytest.raises(OSError, match="No space"):
         store.add(broken, run_id="run", step=1, parent=None, epoch=1)
-    assert list(store.root.iterdir()) == []
+    assert [p.name for p in store.root.iterdir()] == ["WRITER"]
 
 
 def test_what_a_crash_left_is_no_version_and_is_swept(store: WeightsStore):
@@ -99,7 +95,7 @@ def test_what_a_crash_left_is_no_version_and_is_swept(store: WeightsStore):
         writer(1)(_made(store.root / name))
     assert store.versions() == [0]
     store.prune(keep=1)
-    assert [p.name for p in store.root.iterdir()] == ["0"]
+    assert sorted(p.name for p in store.root.iterdir()) == ["0", "WRITER"]
 
 
 def _made(folder: Path) -> Path:
@@ -111,9 +107,10 @@ def test_pruning_keeps_what_is_needed(store: WeightsStore):
     for step in range(8):
         add(store, step)
     store.set_current(4)
-    store.acknowledge(record(2))
-    assert store.prune(keep=2) == [1, 3, 5]
-    assert store.versions() == [0, 2, 4, 6, 7]
+    store.records.put(ServingRecord.of_this_process("critic_0", 2))
+    store.records.put(ServingRecord.of_this_process("critic_1", None, loading=5))
+    assert store.prune(keep=2) == [1, 3]
+    assert store.versions() == [0, 2, 4, 5, 6, 7]
 
 
 def test_a_removal_cut_short_leaves_no_half_version(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
@@ -198,37 +195,6 @@ def test_an_unreadable_current_is_said_so(store: WeightsStore, text: str):
     (store.root / "CURRENT").write_text(text, errors="surrogateescape")
     with pytest.raises(WeightsError, match=r"CURRENT holds .*, not a version number"):
         store.current()
-
-
-def test_serving_records_live_as_long_as_their_process(store: WeightsStore):
-    add(store, 0)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    store.acknowledge(record(0))
-    store.acknowledge(record(0, instance="critic_1", pid=child.pid))
-    assert [r.instance for r in store.serving()] == ["critic_0", "critic_1"]
-    child.kill()
-    while store.serving()[-1].instance == "critic_1":  # until the kernel has ended it; nobody has reaped it yet
-        time.sleep(0.01)
-    assert [r.instance for r in store.died()] == ["critic_1"]
-    child.communicate()
-    assert [r.instance for r in store.serving()] == ["critic_0"]
-    assert [r.instance for r in store.died()] == ["critic_1"]
-    store.forget_died()
-    assert store.died() == []
-    assert [p.name for p in (store.root / "serving").iterdir()] == [f"critic_0-{os.getpid()}.json"]
-    store.withdraw("critic_0", os.getpid())
-    store.withdraw("critic_0", os.getpid())  # twice is once
-    assert store.serving() == []
-
-
-def test_records_of_other_hosts_live_as_long_as_they_are_touched(store: WeightsStore):
-    store.acknowledge(record(0, host="elsewhere", pid=1))
-    path = next((store.root / "serving").iterdir())
-    assert store.serving()[0].host == "elsewhere"
-    os.utime(path, (time.time() - 60,) * 2)
-    assert store.serving() == []
-    store.touch("critic_0", 1)
-    assert store.serving()[0].host == "elsewhere"
 
 
 def test_tensor_types_reads_names_dtypes_and_shapes(tmp_path: Path):

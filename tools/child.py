@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from tools.server_log import tail
+from tools.server_log import set_aside_if_large, tail
 
 # prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does
 # it, then becomes the child; Python code between fork and exec (preexec_fn) can deadlock with threads.
@@ -49,12 +49,17 @@ class Child:
         self.log_path = log_path
         self._stopping = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
+        log_path.write_bytes(b"")
+        with log_path.open("ab") as log:  # appending: `bound_log` cuts it under the child's hands
             self.process = start_bound([sys.executable, "-u", "-m", *arguments], log, {**os.environ, **env})
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
         return self.process.poll()
+
+    def bound_log(self, limit_mb: int) -> None:
+        """Set the log aside if it has grown beyond `limit_mb`."""
+        set_aside_if_large(self.log_path, limit_mb << 20)
 
     def raise_if_failed(self) -> None:
         """Raise ChildDied if it ended with anything but 0."""

@@ -126,6 +126,7 @@ class Run:
         self._supervisor.look()
         for child in (self._sidecar, self._actor):
             if child is not None:
+                child.bound_log(self.config.server.log_limit_mb)
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
             raise ChildDied(self._sidecar.obituary())

@@ -4,7 +4,10 @@ Given: the path of a log that tritonserver and its stubs are writing. Returns: t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,12 +47,35 @@ def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) ->
         pending = b""
         while True:
             last = ended()  # before reading: what is written until then is still read
+            if os.fstat(file.fileno()).st_size < file.tell():  # it was set aside and begins anew
+                file.seek(0)
             *lines, pending = (pending + file.read()).split(b"\n")
             for text in filter(None, map(readable, lines)):
                 log(text)
             if last:
                 return
             time.sleep(FOLLOW_INTERVAL_S)
+
+
+def set_aside_if_large(path: Path, limit_bytes: int) -> None:
+    """Begin a log anew that has grown beyond `limit_bytes`; its newest part is kept as `<name>.previous.log`.
+
+    The process that writes goes on with the same open file: it must have it open for appending. What it writes in the
+    moment between the copy and the cut is lost. A disk that refuses leaves the log as it is, for the next call.
+    """
+    with contextlib.suppress(OSError):
+        size = path.stat().st_size
+        if size <= limit_bytes:
+            return
+        copy = path.with_suffix(".copy")
+        try:
+            with path.open("rb") as log, copy.open("wb") as kept:
+                log.seek(size - limit_bytes)
+                shutil.copyfileobj(log, kept, 1 << 20)
+            copy.replace(path.with_suffix(".previous.log"))
+        finally:
+            copy.unlink(missing_ok=True)
+        os.truncate(path, 0)
 
 
 def readable(line: bytes) -> str | None:

@@ -24,28 +24,33 @@ RESTARTS_WITHIN_S = 600.0
 class Supervisor:
     """Owns the server; the owner of this object calls `look` now and then, and `stop` at the end."""
 
-    def __init__(self, start: Callable[[], TritonServer], *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, start: Callable[[], TritonServer], *, log: Callable[[str], None], max_restarts: int = MAX_RESTARTS
+    ) -> None:
         """Start the server.
 
         Args:
             start: returns a server whose models have answered; called from the thread that calls `look`.
             log: gets what happened, a line each.
+            max_restarts: how often within RESTARTS_WITHIN_S a dead server is started again.
 
         Raises:
             ServerStartError: as `start` does.
         """
         self._start = start
         self._log = log
+        self._max_restarts = max_restarts
         self._restarts: list[float] = []
         self.server = start()
         self._watch()
 
     def look(self) -> None:
-        """Start the server again if it has died; returns when it serves.
+        """Start the server again if it has died, and keep its log within bounds; returns when it serves.
 
         Raises:
             ServerStartError: it does not start, or dies again and again.
         """
+        self.server.bound_log()
         if self.server.poll() is None:
             return
         try:
@@ -55,8 +60,10 @@ class Supervisor:
             self.server.stop()
             now = time.monotonic()
             self._restarts = [then for then in self._restarts if now - then < RESTARTS_WITHIN_S] + [now]
-            if len(self._restarts) > MAX_RESTARTS:
-                raise ServerStartError(f"{death}\nIt was started again {MAX_RESTARTS} times before that") from death
+            if len(self._restarts) > self._max_restarts:
+                raise ServerStartError(
+                    f"{death}\nIt was started again {self._max_restarts} times before that"
+                ) from death
             self._log(f"{str(death).splitlines()[0]}\nstarting it again")
             self.server = self._start()
             self._log(f"serving again after {time.monotonic() - now:.1f} s")

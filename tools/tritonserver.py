@@ -22,7 +22,7 @@ from python_backend.durable import write_json
 from tools.child import start_bound
 from tools.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.ports import check_ports, is_open, with_free_ports
-from tools.server_log import follow, poll_failure, stub_failure, tail
+from tools.server_log import follow, poll_failure, set_aside_if_large, stub_failure, tail
 from tools.triton_home import ServerStartError, TritonHome, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
@@ -84,7 +84,7 @@ class TritonServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.log_path.exists():  # perhaps of a server that died: its reason is in there
             self.log_path.replace(self.log_path.with_suffix(".previous.log"))
-        with self.log_path.open("wb") as log_file:
+        with self.log_path.open("ab") as log_file:  # appending: `bound_log` cuts it under the server's hands
             self._process = start_bound(self._command(), log_file, server_environment(self.home))
         self._follower = threading.Thread(
             target=follow,
@@ -136,7 +136,11 @@ class TritonServer:
 
     def runs_process_of(self, model: str) -> bool:
         """Whether a process of the model lives."""
-        return any(f"{os.sep}{model}{os.sep}" in " ".join(stub.info["cmdline"]) for stub in self._stubs())
+        return bool(self.processes_of(model))
+
+    def processes_of(self, model: str) -> list[psutil.Process]:
+        """The processes of the model; two while it is being reloaded."""
+        return [stub for stub in self._stubs() if f"{os.sep}{model}{os.sep}" in " ".join(stub.info["cmdline"])]
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the server runs or before it is started."""
@@ -149,6 +153,10 @@ class TritonServer:
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise ServerStartError(f"tritonserver {how}; its log, {self.log_path}, ends with:\n{self.log_tail()}")
+
+    def bound_log(self) -> None:
+        """Set the log aside if it has grown beyond `log_limit_mb`."""
+        set_aside_if_large(self.log_path, self.section.log_limit_mb << 20)
 
     def log_tail(self, num_lines: int = 12) -> str:
         """The last lines of the log, whatever bytes it holds."""

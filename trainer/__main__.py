@@ -5,14 +5,16 @@ Returns: 0 after SIGINT or SIGTERM, with a checkpoint written; 2 with one senten
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config import ConfigError, RunConfig, TrainerSection, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
+    _stay_out_of_the_way(config.trainer)
     import torch  # deferred: --help and a wrong key answer at once
 
     from python_backend.checkpoints import CheckpointError
@@ -42,11 +45,13 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     from python_backend.modeling import quiet_transformers
     from python_backend.weights import WeightsError, WeightsStore
     from trainer.control_plane import ControlPlaneError
-    from trainer.progress import StoppedWaiting
+    from trainer.patience import StoppedWaiting
     from trainer.publish import initialise_store
     from trainer.sidecar import Sidecar
 
     torch.set_num_threads(config.trainer.threads)
+    torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.set_num_interop_threads(1)
     quiet_transformers()
     try:
         if init_only:
@@ -54,9 +59,18 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
         else:
             Sidecar(config).run(stop)
     except (JournalLocked, CheckpointError, WeightsError, ControlPlaneError, StoppedWaiting, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+            print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _stay_out_of_the_way(settings: TrainerSection) -> None:
+    """On cores that the server uses too, its forwards come first; libraries read these settings when they load."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(settings.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.nice(settings.nice)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,50 @@
 Given: the checkpoints' folder. Returns: the state that training resumes from, bit for bit. safetensors and JSON only.
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
+    <root>/damaged-<step>/         what was found damaged and could be made up for
+    <root>/keep_steps.json         steps that the actor needs still, once it has said so
+
+optimizer.safetensors holds AdamW's moments and torch's random state; state.json the position in the schedule
+(`optimizer_step`), the settings' fingerprint and the sha256 of each file, its own content included.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from python_backend.durable import remove_folder, sweep, sync_directory, sync_file, write_json
+from python_backend.checkpoints import CheckpointError
+from python_backend.durable import (
+    disk_errors,
+    read_json,
+    remove_folder,
+    sweep,
+    sync_directory,
+    sync_file,
+    write_json,
+)
 from python_backend.modeling import save_critic
-from python_backend.weights import WEIGHTS_FILE
+from python_backend.weights import WEIGHTS_FILE, sha256_of
 from trainer.critic_update import CriticUpdate
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
+KEEP_FILE = "keep_steps.json"
+RANDOM_STATE = "random_state/cpu"
+DAMAGED_PREFIX = "damaged-"
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +54,13 @@ class CheckpointState:
 
     run_id: str
     step: int  # critic updates trained
-    optimizer_step: int
+    optimizer_step: int  # position in the schedule
     version: int  # weights version published last
     epoch: int  # of the sidecar that wrote it
     asked: bool  # by critic_save, so an actor's checkpoint may name it
-    settings: dict[str, Any]  # the trainer section it was trained under
+    settings: dict[str, Any]  # that decide the result
+    fingerprint: str  # of the settings
+    base_sha256: str  # of version 0's weights, which training began with
     results: list[dict[str, Any]]  # digests and losses of the last steps
 
 
@@ -51,6 +76,10 @@ class CheckpointFolder:
             return []
         return sorted(int(p.name) for p in self.root.iterdir() if p.name.isdigit() and (p / STATE_FILE).is_file())
 
+    def asked_steps(self) -> list[int]:
+        """Of those, the ones that critic_save or a rewind asked for; one that is damaged counts, too."""
+        return [step for step in self.steps() if self._is_asked(step)]
+
     def latest(self, *, at_most: int | None = None) -> int | None:
         """The newest step, not above `at_most`; None if there is none."""
         return max((step for step in self.steps() if at_most is None or step <= at_most), default=None)
@@ -58,16 +87,21 @@ class CheckpointFolder:
     def save(self, update: CriticUpdate, state: CheckpointState) -> Path:
         """Write a checkpoint; where the step has one already, the weights are the same and only its state is new."""
         final = self.root / str(state.step)
-        if (final / STATE_FILE).is_file():  # replacing the folder would leave a moment without either
-            write_json(final / STATE_FILE, asdict(state))
+        try:  # replacing the folder would leave a moment without either
+            write_json(final / STATE_FILE, _sealed(state, self._read_state(state.step)["files"]))
             return final
+        except DamagedCheckpoint:  # or none there
+            if final.exists():
+                self.set_aside(state.step)
         self.root.mkdir(parents=True, exist_ok=True)
         staging = self.root / f".staging-{uuid.uuid4().hex}"
         staging.mkdir()
         try:
             save_critic(update.critic, staging)
-            save_file(_optimizer_tensors(update), staging / OPTIMIZER_FILE)
-            (staging / STATE_FILE).write_text(json.dumps(asdict(state)))
+            with disk_errors(staging / OPTIMIZER_FILE):
+                save_file(_optimizer_tensors(update), staging / OPTIMIZER_FILE)
+            files = {path.name: sha256_of(path) for path in sorted(staging.iterdir())}
+            (staging / STATE_FILE).write_text(json.dumps(_sealed(state, files)))
             for path in staging.iterdir():
                 sync_file(path)
             staging.rename(final)
@@ -77,35 +111,112 @@ class CheckpointFolder:
             shutil.rmtree(staging, ignore_errors=True)
 
     def state(self, step: int) -> CheckpointState:
-        """Where the checkpoint of `step` stands."""
-        return CheckpointState(**json.loads((self.root / str(step) / STATE_FILE).read_text()))
+        """Where the checkpoint of `step` stands. Raises DamagedCheckpoint."""
+        data = self._read_state(step)
+        return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", "sha256")})
+
+    def verify(self, step: int) -> CheckpointState:
+        """Compare each file with the sha256 in state.json. Raises DamagedCheckpoint."""
+        for name, expected in self._read_state(step)["files"].items():
+            path = self.root / str(step) / name
+            try:
+                found = sha256_of(path)
+            except OSError as error:
+                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+            if found != expected:
+                raise DamagedCheckpoint(f"{path} is damaged: sha256 {found[:12]}…, {STATE_FILE} says {expected[:12]}…")
+        return self.state(step)
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
-        """Put weights and optimizer of `step` into `update`."""
+        """Put weights, optimizer and random state of `step` into `update`. Raises DamagedCheckpoint."""
+        state = self.verify(step)
         folder = self.root / str(step)
-        state = self.state(step)
         update.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
         _restore_optimizer(update, load_file(folder / OPTIMIZER_FILE))
         update.optimizer_step = state.optimizer_step
         return state
 
+    def mark_asked(self, step: int) -> None:
+        """Say of a checkpoint that came by itself that an actor's belongs to it."""
+        state = self.state(step)
+        if not state.asked:
+            files = self._read_state(step)["files"]
+            write_json(self.root / str(step) / STATE_FILE, _sealed(replace(state, asked=True), files))
+
+    def set_aside(self, step: int) -> Path:
+        """Take a damaged checkpoint out of the way; returns where it lies then."""
+        aside = self.root / f"{DAMAGED_PREFIX}{step}"
+        if aside.exists():
+            remove_folder(aside)
+        (self.root / str(step)).rename(aside)
+        sync_directory(self.root)
+        return aside
+
     def drop_after(self, step: int) -> None:
-        """Delete checkpoints above `step` (a rewind took their steps out)."""
+        """Delete checkpoints above `step` (a rewind took their steps out), and forget that they were needed."""
+        told = self._told()
+        if told is not None:
+            write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
         for newer in self.steps():
             if newer > step:
                 remove_folder(self.root / str(newer))
 
-    def prune(self, *, keep: int) -> None:
-        """Keep the newest `keep` that critic_save asked for, and the newest of all."""
+    def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
+        """Remember, durably, that of the checkpoints up to `step` only these are needed, and that of `step` itself."""
+        later = [told for told in self._told() or [] if told > step]
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
+
+    def prune(self, *, keep: int, keep_damaged: int = 0) -> None:
+        """Keep what the actor said it needs, the newest `keep` that were asked for since, and the newest of all.
+
+        Of those set aside as damaged the newest `keep_damaged` stay.
+        """
         steps = self.steps()
-        asked = [step for step in steps if self.state(step).asked]
-        for step in set(steps[:-1]) - set(asked[-keep:]):
+        told = self._told() or []
+        asked = [step for step in self.asked_steps() if step > max(told, default=-1)]
+        for step in set(steps[:-1]) - set(told) - set(asked[-keep:]):
             remove_folder(self.root / str(step))
+        damaged = sorted(self.root.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_ctime_ns, reverse=True)
+        for folder in damaged[keep_damaged:]:
+            remove_folder(folder)
         sweep(self.root)
+
+    def _told(self) -> list[int] | None:
+        data = read_json(self.root / KEEP_FILE)
+        return None if data is None else data["steps"]
+
+    def _is_asked(self, step: int) -> bool:
+        try:
+            return self.state(step).asked
+        except DamagedCheckpoint:  # nobody can tell any more, so it stays
+            return True
+
+    def _read_state(self, step: int) -> dict[str, Any]:
+        path = self.root / str(step) / STATE_FILE
+        try:
+            data: dict[str, Any] = json.loads(path.read_bytes())
+            intact = data["sha256"] == _digest_of(data)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        if not intact:
+            raise DamagedCheckpoint(f"{path} is damaged: its content does not have the sha256 that it names")
+        return data
+
+
+def _sealed(state: CheckpointState, files: dict[str, str]) -> dict[str, Any]:
+    """state.json's content."""
+    data = {**asdict(state), "files": files}
+    return {**data, "sha256": _digest_of(data)}
+
+
+def _digest_of(data: dict[str, Any]) -> str:
+    content = {name: value for name, value in data.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _optimizer_tensors(update: CriticUpdate) -> dict[str, torch.Tensor]:
-    tensors = {}
+    tensors = {RANDOM_STATE: torch.get_rng_state()}
     for name, parameter in update.parameters.items():
         for key, value in update.optimizer.state.get(parameter, {}).items():
             tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
@@ -113,6 +224,7 @@ def _optimizer_tensors(update: CriticUpdate) -> dict[str, torch.Tensor]:
 
 
 def _restore_optimizer(update: CriticUpdate, tensors: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(tensors.pop(RANDOM_STATE))
     update.optimizer.state.clear()
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")

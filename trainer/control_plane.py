@@ -38,11 +38,16 @@ _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
     re.IGNORECASE,
 )
+_NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
 
 
 class ControlPlaneError(RuntimeError):
     """The server refused, failed or did not answer; the message names model and cause."""
+
+
+class LoadRefused(ControlPlaneError):
+    """The server tried to load the model and could not; the message has the model's own reason."""
 
 
 class ModelProcessDied(ControlPlaneError):
@@ -118,8 +123,9 @@ class ControlPlane:
         back with `parameters.<key>.string_value` set: that is a change, so it always starts a new instance.
 
         Raises:
-            ControlPlaneError: the load failed (the old instance serves on), took longer than `timeout_s` (the
-                server may still finish it), or the parameters are those that are active already.
+            LoadRefused: the model could not be loaded; the old instance serves on.
+            ControlPlaneError: no answer within `timeout_s` (the server may still finish the load), no connection, or
+                the parameters are those that are active already.
         """
         override = None
         if parameters:
@@ -133,7 +139,12 @@ class ControlPlane:
                 config.parameters[key].string_value = value
             override = json_format.MessageToJson(config, preserving_proto_field_name=True)
         subject = f"{model} could not be loaded"
-        self._call(subject, self._client.load_model, model, config=override, timeout_s=timeout_s)
+        try:
+            self._client.load_model(model, config=override, client_timeout=timeout_s)
+        except InferenceServerException as error:
+            sentence = self._sentence(subject, error, timeout_s)
+            is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
+            raise (LoadRefused if is_answer else ControlPlaneError)(sentence) from error
 
     def active_parameters(self, model: str) -> dict[str, str]:
         """The config parameters the model was loaded with, overrides included."""

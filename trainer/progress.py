@@ -4,24 +4,24 @@ Given: what it is doing. Returns: nothing; `wait` raises when a stop came while 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from python_backend.journal import Heartbeat, Journal
 from trainer.critic_update import UpdateReport
+from trainer.patience import StoppedWaiting
 from trainer.publish import Reload
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0
-
-
-class StoppedWaiting(RuntimeError):
-    """A stop came while no server served the version; nothing is lost, the journal holds the step."""
 
 
 class Progress:
@@ -33,14 +33,37 @@ class Progress:
         self._epoch = epoch
         self._stop = stop
         self._last_beat = 0.0
+        self._state = "starting"
         self._give_up_at: float | None = None
         self.step = 0  # what the heartbeat names
 
     def beat(self, state: str, micro_batch: int = 0) -> None:
         """Show that something is done; written at most every BEAT_S."""
+        self._state = state
         if time.monotonic() - self._last_beat >= BEAT_S:
-            self._last_beat = time.monotonic()
-            self._journal.beat(Heartbeat(self._epoch, self.step, micro_batch, state, time.time()))
+            self._beat(state, micro_batch, trouble=None)
+
+    def show_trouble(self, state: str, trouble: str | None) -> None:
+        """Show at once what keeps the sidecar from going on; None: nothing does any more."""
+        self._beat(state, 0, trouble)
+
+    @contextlib.contextmanager
+    def working(self, state: str) -> Iterator[None]:
+        """Beat from a thread of its own while a block runs that is bounded but cannot beat: files, loads by servers."""
+        done = threading.Event()
+        self.beat(state)
+
+        def beat() -> None:
+            while not done.wait(BEAT_S):
+                self.beat(self._state)
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def wait(self, state: str) -> None:
         """Beat while a server is waited for. Raises StoppedWaiting STOP_PATIENCE_S after a stop was asked for."""
@@ -61,15 +84,36 @@ class Progress:
         }  # fmt: skip
         self._write({"step": step, **metrics, **_timing(reload), "weights_version": version})
 
+    def log_failure(self, step: int, version: int, error: str, *, rejected: int) -> None:
+        """One line per critic update that failed; the caller was told the same. `rejected`: versions, so far."""
+        self._write({"step": step, "error": error, "versions_rejected": rejected, "weights_version": version})
+
     def log_reload(self, step: int, reload: Reload, reason: str) -> None:
         """One line per reload that no update asked for."""
         self._write({"step": step, "reason": reason, **_timing(reload), "weights_version": reload.version})
 
+    def _beat(self, state: str, micro_batch: int, trouble: str | None) -> None:
+        self._last_beat = time.monotonic()
+        with contextlib.suppress(OSError):  # a sign of life that cannot be written must not end the life
+            self._journal.beat(Heartbeat(self._epoch, self.step, micro_batch, state, time.time(), trouble))
+
     def _write(self, line: dict[str, object]) -> None:
-        with self._metrics_path.open("a") as file:
-            file.write(json.dumps({"time": time.time(), **line}) + "\n")
+        try:
+            _append_line(self._metrics_path, json.dumps({"time": time.time(), **line}))
+        except OSError as error:  # training goes on without it; the log has the figures
+            logger.error("a line of %s is lost: %s", self._metrics_path.name, error)
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
         logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))
+
+
+def _append_line(path: Path, line: str) -> None:
+    """All of it or nothing: half a line would spoil the next one, too."""
+    data = f"{line}\n".encode()
+    with path.open("ab", buffering=0) as file:
+        start = file.tell()
+        if file.write(data) != len(data):
+            file.truncate(start)
+            raise OSError(errno.ENOSPC, "no space for the whole line", str(path))
 
 
 def _timing(reload: Reload | None) -> dict[str, object]:

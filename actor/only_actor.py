@@ -1,0 +1,30 @@
+"""One actor in a folder: a second one would rewind the critic under the first, and mix its checkpoints with its own.
+Given: the run's folder. Returns: a lock that lasts as long as the process, however it ends; `ActorRuns` if it is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK_FILE = "actor.lock"
+
+
+class ActorRuns(RuntimeError):
+    """Another actor works in the folder."""
+
+
+@contextlib.contextmanager
+def only_actor(run_dir: Path) -> Iterator[None]:
+    """Be the only actor in `run_dir` on this host, or on any that shares its locks. Raises ActorRuns."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ActorRuns(
+                f"another actor works in {run_dir}: stop it first, or give this one a folder of its own (run.dir)"
+            ) from None
+        yield

@@ -1,0 +1,86 @@
+"""How stale scores are: critic updates sent before a row was scored, minus those in the weights that scored it.
+Given: what the critic answered, a version for a step. Returns: whose answer to wait for; rows by staleness.
+Versions are numbered by publishing, steps by training: a rewind, a rollback and `publish.every` move them apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from actor.metrics import Metric
+
+
+def needed_update(step: int, *, max_staleness: int, every: int) -> int:
+    """The update whose answer must be in before rows of `step` are scored, so that none is too stale; may be < 1.
+
+    Args:
+        step: `step - 1` updates are sent before its rows are scored.
+        max_staleness: most of these that the scoring weights may lack.
+        every: only each `every`-th update is published, so weights may lack `every - 1` in any case.
+    """
+    oldest = step - 1 - max(max_staleness, every - 1)
+    return -(-oldest // every) * every  # the first published at or after it
+
+
+class VersionSteps:
+    """How many updates each weights version contains, as far as the critic's answers tell."""
+
+    def __init__(self, version: int, step: int, *, every: int, save_every: int) -> None:
+        """
+        Args:
+            version: what the rewind at the start named; the weights of `step`.
+            every: each so many updates are published together.
+            save_every: a save publishes what is not published yet; there is one after so many steps.
+        """
+        self._every = every
+        self._save_every = save_every
+        self._steps = {version: step}
+
+    def learn(self, version: int, step: int) -> None:
+        """Take in the answer to update `step`: `version` is the newest that contains no later one."""
+        before = max((self._steps[number] for number in self._steps if number < version), default=0)
+        contained = next((s for s in range(step, before, -1) if self._is_published(s)), before)
+        self._steps.setdefault(version, contained)
+
+    def step_of(self, version: int) -> int:
+        """The last update in `version`. One that no answer has named yet counts from the one before that was named."""
+        known = max((number for number in self._steps if number <= version), default=None)
+        if known is None:  # older than all that was served when this run began
+            return 0
+        step = self._steps[known]
+        for _ in range(version - known):
+            step = self._next_published(step)
+        later = (self._steps[number] for number in self._steps if number > version)
+        return min((step, *later))
+
+    def histogram(self, versions: Iterable[int], *, sent: int) -> dict[int, int]:
+        """Rows by their staleness.
+
+        Args:
+            versions: the weights version that scored each row.
+            sent: updates sent before that.
+        """
+        rows = Counter(versions)
+        stale: Counter[int] = Counter()
+        for version, count in rows.items():
+            stale[max(0, sent - self.step_of(version))] += count
+        return dict(sorted(stale.items()))
+
+    def _is_published(self, step: int) -> bool:
+        return step % self._every == 0 or step % self._save_every == 0
+
+    def _next_published(self, step: int) -> int:
+        following = (step // size * size + size for size in (self._every, self._save_every))
+        return min(following)
+
+
+def staleness_metrics(histogram: dict[int, int]) -> dict[str, Metric]:
+    """`train_rollouts/staleness` (of the stalest row), its mean, and the rows at each value."""
+    rows = sum(histogram.values())
+    mean = sum(value * count for value, count in histogram.items()) / rows
+    return {
+        "train_rollouts/staleness": float(max(histogram)),
+        "train_rollouts/staleness_mean": mean,
+        "train_rollouts/staleness_rows": {str(value): count for value, count in histogram.items()},
+    }

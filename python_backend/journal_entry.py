@@ -1,0 +1,88 @@
+"""What the journal holds: entries (what was asked for, by file name), their results, and training files on disk.
+Given: a file name, or a training file as `journal_file` writes it. Returns: entries, a payload whose digest fits.
+numpy and the standard library only (and safetensors' numpy side), as the journal itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from safetensors import SafetensorError, safe_open
+
+from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, TrainPayload
+
+Kind = Literal["train", "save", "rewind"]
+DIGEST = "digest"
+
+
+class DamagedEntry(RuntimeError):
+    """An entry's file does not hold what was accepted; the message names the file."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One accepted request; entries are done in their order."""
+
+    step: int  # train: its own; save: the one it is of; rewind: the last one accepted before
+    rank: int  # 0 train, then 1, 2, … in order of acceptance
+    kind: Kind
+    target: int = -1  # rewind only: the step to go back to
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        suffix = "" if self.kind == "train" else f".{self.rank}"
+        target = f".{self.target}" if self.kind == "rewind" else ""
+        return f"{self.step:08d}.{self.kind}{suffix}{target}"
+
+    @classmethod
+    def parse(cls, name: str) -> Entry:
+        """The entry of a file name."""
+        step, kind, *rest = name.split(".")
+        numbers = [int(part) for part in rest]
+        match kind:
+            case "train":
+                return cls(int(step), 0, "train")
+            case "save":
+                return cls(int(step), numbers[0], "save")
+            case "rewind":
+                return cls(int(step), numbers[0], "rewind", numbers[1])
+        raise ValueError(f"{name!r} is no journal entry")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of an entry: what its caller is told."""
+
+    entry: str
+    weights_version: int
+    loss_mean: float | None = None
+    digest: str | None = None
+    error: str | None = None
+
+
+def read_training_file(path: Path) -> tuple[TrainPayload, str]:
+    """A training entry's payload and digest. Raises DamagedEntry unless the one is the other's."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            digest = file.metadata()[DIGEST]
+        payload = TrainPayload(
+            arrays[TOKENS], arrays[SEQUENCE_LENGTHS], arrays[RETURNS], arrays[PREV_VALUES], arrays[MASK]
+        )
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise DamagedEntry(f"{path} is damaged: {error}") from error
+    if payload.digest() != digest:
+        raise DamagedEntry(f"{path} is damaged: its content has digest {payload.digest()[:12]}…, not {digest[:12]}…")
+    return payload, digest
+
+
+def digest_in(path: Path) -> str | None:
+    """The digest that a training file names; None where the file is too damaged to say. Raises FileNotFoundError."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get(DIGEST)
+    except SafetensorError:
+        return None

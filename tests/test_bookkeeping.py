@@ -1,0 +1,143 @@
+"""`actor.bookkeeping`: an actor's checkpoint names the critic's, says which are needed, and a failed save is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actor.bookkeeping import Bookkeeper
+from actor.checkpoint import critic_steps, saved_steps
+from actor.client import Counters, RequestFailed
+from python_backend.config import RunConfig
+
+
+class TinyPolicy:
+    """What checkpoints are made of, and nothing that generates."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.model.all_tied_weights_keys = {}
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.optimizer_step = 0
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        save_file(self.model.state_dict(), folder / "model.safetensors")
+
+
+class Server:
+    """Takes critic_save down; refuses it while `fails` is set, which the real one does not do on demand."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.saved: list[tuple[int, list[int]]] = []
+        self.rewound: list[int] = []
+        self.fails = False
+
+    async def save(self, *, run_id: str, step: int, keep_steps: list[int]) -> int:
+        if self.fails:
+            raise RequestFailed("critic_save is away")
+        self.saved.append((step, keep_steps))
+        return step
+
+    async def rewind(self, *, run_id: str, step: int) -> int:
+        self.rewound.append(step)
+        return 70 + step
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def books(folder: Path, server: Server) -> Bookkeeper:
+    config = RunConfig.model_validate({"run": {"dir": folder}, "actor": {"keep_checkpoints": 2, "steps": 4}})
+    return Bookkeeper(config, TinyPolicy(), server, num_prompts=1)  # type: ignore[arg-type]
+
+
+async def checkpoints(book: Bookkeeper, *steps: int) -> None:
+    for step in steps:
+        book.checkpoint(step)
+        await asyncio.gather(*book.saves)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_it(tmp_path: Path, server: Server):
+    async def first() -> None:
+        book = books(tmp_path, server)
+        await book.resume()
+        book.weights_version = 91  # as the loop does with each answer
+        await checkpoints(book, 3)
+
+    run(first())
+    state = json.loads((tmp_path / "checkpoints" / "actor" / "3" / "state.json").read_text())
+    assert (state["step"], state["critic_step"], state["weights_version"]) == (3, 3, 91)
+    resumed = books(tmp_path, server)
+    assert run(resumed.resume()) == 3
+    assert server.rewound == [0, 3]
+    assert resumed.weights_version == 73
+
+
+def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server: Server):
+    run(checkpoints(books(tmp_path, server), 2, 4, 6))
+    assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])]
+    root = tmp_path / "checkpoints" / "actor"
+    assert saved_steps(root) == critic_steps(root) == [4, 6]
+
+
+async def ends(book: Bookkeeper) -> None:
+    await book.resume()
+    await book.finish(scorer=None, version=1, seconds=1.0)  # type: ignore[arg-type]
+
+
+def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+):
+    async def whole() -> None:
+        book = books(tmp_path, server)
+        await checkpoints(book, 1)
+        server.fails = True
+        await checkpoints(book, 2)
+        assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+            "the critic's checkpoint of step 2 could not be had: critic_save is away"
+        ]
+        server.fails = False
+        await ends(book)
+
+    run(whole())
+    assert server.saved == [(1, [1]), (2, [1, 2])]
+
+
+def test_a_later_save_makes_up_for_a_failed_one(tmp_path: Path, server: Server):
+    async def whole() -> None:
+        book = books(tmp_path, server)
+        server.fails = True
+        await checkpoints(book, 1)
+        server.fails = False
+        await checkpoints(book, 2)
+        await ends(book)
+
+    run(whole())
+    assert server.saved == [(2, [1, 2])]
+
+
+def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server: Server):
+    async def whole() -> None:
+        book = books(tmp_path, server)
+        server.fails = True
+        await checkpoints(book, 1)
+        await ends(book)
+
+    with pytest.raises(RequestFailed, match="critic_save is away"):
+        run(whole())

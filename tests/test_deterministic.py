@@ -1,0 +1,149 @@
+"""`run.deterministic`: the whole loop gives the same bits, whoever is killed in the middle of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
+
+from actor.checkpoint import saved_steps
+from actor.metrics import read_jsonl
+from python_backend.weights import sha256_of
+from tools.child import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5
+# What another clock, other weights version numbers or a second start of the actor change.
+OF_THIS_RUN = ("time", "timers/", "tokens_per_s", "client/", "train_rollouts/weights_version")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What must not depend on who was killed."""
+
+    policy: str  # sha256 of the weights
+    optimizer: str
+    critic: str
+    lines: list[dict[str, Any]]  # metrics.jsonl
+
+
+def outcome(run: LiveRun) -> Outcome:
+    folder = run.config.run.dir
+    lines = [
+        {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
+    current = run.store.manifest(run.store.current() or 0)
+    assert current.step == STEPS
+    return Outcome(
+        sha256_of(folder / "policy" / "model.safetensors"),
+        sha256_of(folder / "checkpoints" / "actor" / str(STEPS) / "optimizer.safetensors"),
+        current.sha256,
+        lines,
+    )
+
+
+def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
+    """Few steps, several optimizer steps and micro-batches in each."""
+    client = {"retries": 60, "train_retries": 60, "backoff_s": 0.2}
+    return make_run(
+        folder, checkpoints, run={"deterministic": True},
+        trainer={"global_batch_size": 3, "token_budget": 64},
+        actor={
+            "steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "rollout_size": 12, "generation_batch": 6,
+            "max_new_tokens": 24, "token_budget": 128, "ppo_epochs": 2, "client": client,
+        },
+    )  # fmt: skip
+
+
+def finish(actor: Child) -> None:
+    """Wait until the actor has ended well."""
+    assert actor.process.wait(240) == 0, actor.log_path.read_text()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Outcome:
+    """The run in which nothing happens."""
+    run = deterministic_run(tmp_path_factory.mktemp("calm"), checkpoints)
+    system = start_system(run)
+    actor = run.start("actor")
+    try:
+        finish(actor)
+        return outcome(run)
+    finally:
+        stop_process(actor)
+        system.stop()
+
+
+@pytest.fixture
+def system(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[System]:
+    """Another system with the same settings."""
+    system = start_system(deterministic_run(tmp_path, checkpoints))
+    yield system
+    system.stop()
+
+
+def kill_critic(system: System) -> None:
+    """SIGKILL to the sidecar and to every process that serves the critic; then another sidecar."""
+    for record in system.run.store.serving():
+        psutil.Process(record.pid).kill()
+    system.sidecar.process.kill()
+    system.sidecar.process.wait()
+    system.start_sidecar()
+
+
+def kill_actor_between_checkpoints(run: LiveRun, actor: Child) -> None:
+    """Once step 5 is accepted: its update is on the way, the newest checkpoint is of step 3."""
+    wait_for(lambda: run.journal.last_step() >= KILLED_AT, actor)
+    actor.process.kill()
+    assert actor.process.wait() == -signal.SIGKILL
+    assert run.journal.last_step() == KILLED_AT
+    assert max(saved_steps(run.config.run.dir / "checkpoints" / "actor"), default=0) == CHECKPOINT_EVERY
+
+
+def assert_resumed(run: LiveRun, actor: Child) -> None:
+    """It went on from its checkpoint, and the critic went back to it."""
+    assert f"resuming from the checkpoint of step {CHECKPOINT_EVERY}" in actor.log_path.read_text()
+    aside = {path.name for path in (run.config.run.journal_dir / "test" / "set_aside").glob("*/*.train*")}
+    assert aside & {f"{KILLED_AT:08d}.train", f"{KILLED_AT:08d}.train.json"}
+    manifests = [run.store.manifest(version) for version in run.store.versions()]
+    assert [manifest.step for manifest in manifests].count(KILLED_AT) == 2, "trained before the rewind, and after it"
+
+
+def test_a_killed_actor_changes_no_bit(calm: Outcome, system: System) -> None:
+    """It goes back to step 3, and its requests hold other rows than before."""
+    run = system.run
+    actor = run.start("actor")
+    try:
+        kill_actor_between_checkpoints(run, actor)
+        wait_for(lambda: run.store.manifest(run.store.current() or 0).step == KILLED_AT, system.sidecar)
+        actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
+        finish(actor)
+        assert_resumed(run, actor)
+        assert outcome(run) == calm
+    finally:
+        stop_process(actor)
+
+
+def test_killing_all_three_changes_no_bit(calm: Outcome, system: System) -> None:
+    """The critic's process and the sidecar while the actor runs, then the actor, the sidecar and the critic."""
+    run = system.run
+    actor = run.start("actor")
+    try:
+        wait_for(lambda: run.journal.last_step() >= 1, actor)
+        kill_critic(system)
+        kill_actor_between_checkpoints(run, actor)
+        kill_critic(system)
+        actor = run.start("actor-again", module="actor")
+        finish(actor)
+        assert f"resuming from the checkpoint of step {CHECKPOINT_EVERY}" in actor.log_path.read_text()
+        assert outcome(run) == calm
+        assert [line["train_rollouts/staleness_rows"] for line in calm.lines] == [{"0": 12}] * STEPS
+    finally:
+        stop_process(actor)

@@ -1,0 +1,159 @@
+"""A real server and a real sidecar on a disk that fills up, and beside a server: values are served, nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from bare_client import Refused, ask
+from live_system import (
+    Checkpoints,
+    LiveRun,
+    System,
+    identity,
+    make_run,
+    random_rows,
+    scoring_inputs,
+    start_sidecar,
+    start_system,
+    training_inputs,
+    wait_for,
+)
+from small_disk import small_disk
+
+from python_backend.contract import CRITIC, CRITIC_TRAIN, train_payload
+from python_backend.modeling import load_critic, save_critic
+from python_backend.weights import WEIGHTS_FILE, sha256_of
+from trainer.critic_update import CriticUpdate
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NUM_STEPS = 4
+OTHER_THREADS = 8  # gRPC's, and Python's own
+
+
+def step_inputs(step: int) -> dict[str, np.ndarray]:
+    return {**training_inputs(seed=step), **identity("test", step)}
+
+
+def train(run: LiveRun, step: int) -> int:
+    """The version that serves `step`."""
+    answer = ask(run.url, CRITIC_TRAIN, step_inputs(step), ("loss_mean", "weights_version"))
+    return int(answer["weights_version"][0])
+
+
+def refused(run: LiveRun, step: int) -> Refused:
+    with pytest.raises(Refused) as caught:
+        train(run, step)
+    return caught.value
+
+
+def plain_digest(run: LiveRun, folder: Path) -> str:
+    """sha256 of the weights that a plain loop makes of the same steps."""
+    critic = load_critic(run.store.folder(0))
+    update = CriticUpdate(critic, run.config.trainer)
+    for step in range(1, NUM_STEPS + 1):
+        update.train(train_payload(training_inputs(seed=step), critic.limits), lambda _: None)
+    save_critic(critic, folder)
+    return sha256_of(folder / WEIGHTS_FILE)
+
+
+def ask_for_values(system: System, over: threading.Event, failures: list[Exception], served: list[int]) -> None:
+    inputs = scoring_inputs(random_rows([9, 20], seed=1))
+    while not over.wait(0.02):
+        try:
+            served.append(int(ask(system.run.url, CRITIC, inputs)["weights_version"][0, 0]))
+        except Exception as error:
+            failures.append(error)
+
+
+def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The weights lie on a disk of their own, which fills up first; everything else on another."""
+    with small_disk(tmp_path / "run", 64) as disk:
+        run = make_run(disk.folder, checkpoints, trainer={"heartbeat_timeout_s": 4, "publish": {"keep": 50}})
+        run.config.run.weights_dir.mkdir(parents=True)
+        with small_disk(run.config.run.weights_dir, 4) as weights:
+            system = start_system(run)
+            over, failures, served = threading.Event(), [], []
+            asking = threading.Thread(target=ask_for_values, args=(system, over, failures, served))
+            try:
+                asking.start()
+                assert train(run, 1) == 1
+                weights.fill()
+                cause = refused(run, 2)  # accepted; then publishing waits for space
+                assert cause.code == "503"
+                assert "the sidecar waits for its disk (publishing step 2): [Errno 28] No space left" in cause.message
+                assert "step 2 of run 'test' is journalled and will be done" in cause.message
+                assert system.sidecar.poll() is None
+                weights.empty()
+                assert train(run, 2) == 2  # asked again, trained once
+                disk.fill()
+                cause = refused(run, 3)
+                assert cause.code == "503"
+                assert "the journal cannot be written: [Errno 28] No space left on device" in cause.message
+                asked = len(served)
+                wait_for(lambda: len(served) > asked + 5, system.server, system.sidecar)
+                disk.empty()
+                assert [train(run, step) for step in (3, 4)] == [3, 4]
+            finally:
+                over.set()
+                asking.join()
+                system.stop()
+            assert failures == []
+            assert served[0] == 0
+            assert run.store.current() == NUM_STEPS
+            assert run.store.manifest(NUM_STEPS).sha256 == plain_digest(run, tmp_path)
+
+
+def test_a_sidecar_on_a_full_disk_is_named_by_the_server(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """It cannot write its heartbeat either: the server looks for itself."""
+    with small_disk(tmp_path / "run", 64) as disk:
+        run = make_run(disk.folder, checkpoints, trainer={"heartbeat_timeout_s": 4})
+        system = start_system(run)
+        try:
+            train(run, 1)
+            system.sidecar.process.send_signal(signal.SIGSTOP)  # held while the disk fills up
+            payload = train_payload(training_inputs(seed=2), load_critic(run.store.folder(0)).limits)
+            run.journal.accept_training(payload, run_id="test", step=2)
+            disk.fill()
+            cause = refused(run, 2)
+            assert cause.code == "503"
+            assert "the journal's disk refuses: No space left on device" in cause.message
+            disk.empty()
+            system.sidecar.process.send_signal(signal.SIGCONT)
+            assert train(run, 2) == 2
+        finally:
+            system.sidecar.process.send_signal(signal.SIGCONT)
+            system.stop()
+
+
+def test_the_sidecar_stays_out_of_the_servers_way(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    run = make_run(tmp_path, checkpoints, trainer={"threads": 2, "nice": 7})
+    system = start_system(run)
+    try:
+        assert system.stop_sidecar() == 0
+        system.sidecar = start_sidecar(run)
+        sidecar = psutil.Process(system.sidecar.process.pid)
+        # Seen once is enough: others may give other priorities to what runs on their machine.
+        wait_for(lambda: sidecar.nice() == psutil.Process().nice() + 7, system.sidecar)
+        wait_for(run.journal.is_followed, system.sidecar)
+        counts: list[int] = []
+        over = threading.Event()
+
+        def count() -> None:
+            while not over.wait(0.01):
+                counts.append(sidecar.num_threads())
+
+        counting = threading.Thread(target=count)
+        counting.start()
+        try:
+            assert [train(run, step) for step in (1, 2, 3)] == [1, 2, 3]
+        finally:
+            over.set()
+            counting.join()
+        assert max(counts) <= 2 + OTHER_THREADS
+    finally:
+        system.stop()

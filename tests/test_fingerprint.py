@@ -1,0 +1,42 @@
+"""`trainer.fingerprint`: each trainer setting either decides the weights or is known not to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from python_backend.config import TrainerSection
+from trainer.fingerprint import DECIDING, ROUNDING, changes, deciding_settings, fingerprint
+
+WITHOUT_EFFECT = {
+    "checkpoint_every", "keep_checkpoints", "keep_entries", "keep_set_aside", "reload_on_save", "serve_timeout_s",
+    "heartbeat_timeout_s", "publish", "servers", "nice",
+}  # fmt: skip
+OTHER_VALUES: dict[str, Any] = {"betas": (0.5, 0.6), "device": "cuda", "lr": 0.5, "grad_clip": 2.0}
+
+
+def test_no_setting_is_forgotten():
+    """A new setting must be put on one of the lists."""
+    assert {*DECIDING, *ROUNDING} | WITHOUT_EFFECT == set(TrainerSection.model_fields)
+    assert not {*DECIDING, *ROUNDING} & WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize("name", [*DECIDING, *ROUNDING])
+def test_each_change_is_seen_and_named(name: str):
+    old = TrainerSection()
+    new = old.model_copy(update={name: OTHER_VALUES[name] if name in OTHER_VALUES else getattr(old, name) + 1})
+    before, after = deciding_settings(old), deciding_settings(new)
+    assert fingerprint(before) != fingerprint(after)
+    (line,) = changes(before, after)
+    assert line.startswith(f"trainer.{name}: was {before[name]}, now {after[name]}")
+    assert line.endswith("(rounding only)") == (name in ROUNDING)
+
+
+def test_what_was_read_back_is_the_same():
+    settings = deciding_settings(TrainerSection())
+    again = json.loads(json.dumps(settings))
+    assert fingerprint(again) == fingerprint(settings)
+    assert changes(again, settings) == []
+    assert fingerprint(deciding_settings(TrainerSection(keep_checkpoints=9))) == fingerprint(settings)

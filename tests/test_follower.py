@@ -1,0 +1,233 @@
+"""`python_backend.follower`: an instance serves what CURRENT names, whatever happens to the store around it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from python_backend.follower import Follower
+from python_backend.serving_records import ServingRecord
+from python_backend.weights import WEIGHTS_FILE, WeightsError, WeightsStore
+
+PATIENCE_S = 20.0
+
+
+class Instance:
+    """A follower whose critics are their folders' one number; `hold` stops it in the middle of a load."""
+
+    def __init__(self, store: WeightsStore, *, swaps: bool = True) -> None:
+        self.store = store
+        self.loaded: list[tuple[int, Any]] = []
+        self.counted: list[tuple[int, bool]] = []
+        self.logged: list[str] = []
+        self.while_loading: Callable[[int], None] = lambda number: None
+        self.follower = Follower(
+            store, "critic_0", load=self._load, swaps=swaps, poll_s=0.002, log_error=self.logged.append,
+            count=lambda number, rejected: self.counted.append((number, rejected)),
+        )  # fmt: skip
+
+    def _load(self, folder: Path, served: Any) -> float:
+        number = int(folder.name)
+        self.loaded.append((number, served))
+        self.while_loading(number)
+        value = float(load_file(folder / WEIGHTS_FILE)["w"][0])
+        if value != value:
+            raise ValueError("w holds values that are not finite")
+        return value
+
+    @property
+    def record(self) -> ServingRecord:
+        (record,) = self.store.records.alive()
+        return record
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightsStore:
+    store = WeightsStore(tmp_path / "weights")
+    publish(store, 0.0)
+    return store
+
+
+@pytest.fixture
+def instance(store: WeightsStore) -> Iterator[Instance]:
+    made = Instance(store)
+    made.follower.start()
+    yield made
+    made.follower.stop()
+    assert store.records.alive() == []
+
+
+def add(store: WeightsStore, value: float) -> int:
+    def write(folder: Path) -> None:
+        save_file({"w": np.full(1, value, np.float32)}, folder / WEIGHTS_FILE)
+        (folder / "config.json").write_text("{}")
+
+    return store.add(write, run_id="run", step=len(store.versions()), parent=None, epoch=1).version
+
+
+def publish(store: WeightsStore, value: float) -> int:
+    version = add(store, value)
+    store.set_current(version)
+    return version
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance: Instance):
+    assert (instance.follower.version.number, instance.record.version) == (0, 0)
+    version = publish(store, 1.5)
+    until(lambda: instance.record.version == version)
+    assert (instance.follower.version.critic, instance.record.previous) == (1.5, 0)
+    assert instance.loaded == [(0, None), (1, 0.0)], "the served critic is the new one's model"
+    until(lambda: instance.counted == [(0, False), (1, False)])
+
+
+def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store: WeightsStore, instance: Instance):
+    version = add(store, 2.0)
+    store.announce(version)
+    until(lambda: (1, 0.0) in instance.loaded)
+    time.sleep(0.05)
+    assert instance.follower.version.number == 0, "not before CURRENT moves"
+    store.set_current(version)
+    until(lambda: instance.record.version == version)
+    assert [number for number, _ in instance.loaded] == [0, 1]
+
+
+def test_an_announced_version_that_is_damaged_is_refused_only_if_current_names_it(
+    store: WeightsStore, instance: Instance
+):
+    bad = add(store, np.nan)
+    store.announce(bad)
+    until(lambda: (bad, 0.0) in instance.loaded)
+    assert (instance.record.rejected, instance.logged) == (None, [])
+    good = publish(store, 3.0)
+    until(lambda: instance.record.version == good)
+    assert instance.logged == []
+
+
+def test_a_damaged_version_is_refused_and_the_old_one_serves_on(store: WeightsStore, instance: Instance):
+    bad = publish(store, np.nan)
+    until(lambda: instance.record.rejected == bad)
+    assert (instance.record.version, instance.record.error) == (0, "w holds values that are not finite")
+    until(lambda: instance.counted[-1] == (bad, True))
+    time.sleep(0.03)
+    assert [number for number, _ in instance.loaded].count(bad) == 1, "not tried again and again"
+    store.set_current(0, back=True)
+    good = publish(store, 4.0)
+    until(lambda: instance.record.version == good)
+    assert instance.record.rejected is None
+
+
+def test_a_version_that_is_cut_short_after_it_was_loaded_is_refused(store: WeightsStore, instance: Instance):
+    """The file is mapped: a forward that reads behind its end would kill the process."""
+    version = add(store, 2.5)
+    store.announce(version)
+    until(lambda: (version, 0.0) in instance.loaded)
+    path = store.folder(version) / WEIGHTS_FILE
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:-2])
+    store.set_current(version)
+    until(lambda: instance.record.rejected == version)
+    assert instance.follower.version.number == 0
+
+
+def test_a_version_announced_before_it_was_whole_is_loaded_when_it_is_named(store: WeightsStore, instance: Instance):
+    store.announce(1)
+    until(lambda: (1, 0.0) in instance.loaded)
+    version = publish(store, 5.0)
+    until(lambda: instance.record.version == version)
+
+
+def test_current_that_moves_during_the_first_load_is_not_missed(store: WeightsStore):
+    """Triton mode: nobody swaps later, so a process that starts must end up at what CURRENT names."""
+    instance = Instance(store, swaps=False)
+    instance.while_loading = lambda number: store.set_current(add(store, 6.0)) if number == 0 else None
+    instance.follower.start()
+    try:
+        assert (instance.follower.version.number, instance.record.version) == (1, 1)
+    finally:
+        instance.follower.stop()
+
+
+def test_what_a_starting_instance_loads_is_not_pruned(store: WeightsStore):
+    instance = Instance(store)
+    pruned: list[list[int]] = []
+
+    def prune(number: int) -> None:
+        if not pruned:
+            for value in range(1, 5):
+                publish(store, float(value))
+            pruned.append(store.prune(keep=1))
+
+    publish(store, 0.5)
+    instance.while_loading = prune
+    instance.follower.start()
+    try:
+        assert pruned == [[2, 3, 4]], "1 is being loaded"
+        assert instance.follower.version.number == 5
+    finally:
+        instance.follower.stop()
+
+
+def test_a_damaged_first_version_is_told_with_the_way_out(store: WeightsStore):
+    publish(store, np.nan)
+    instance = Instance(store)
+    with pytest.raises(WeightsError) as caught:
+        instance.follower.start()
+    print(caught.value)
+    assert str(caught.value) == (
+        "weights version 1 cannot be served: w holds values that are not finite; `python -m tools weights rollback` "
+        "serves an older version"
+    )
+    assert store.records.alive() == []
+
+
+def test_an_empty_store_is_told(tmp_path: Path):
+    with pytest.raises(WeightsError, match="is empty; make version 0 with"):
+        Instance(WeightsStore(tmp_path)).follower.start()
+
+
+def test_what_a_full_disk_did_not_take_is_written_later(
+    store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
+):
+    full = threading.Event()
+    full.set()
+    put = store.records.put
+
+    def refuse(record: ServingRecord) -> None:
+        if full.is_set():
+            raise OSError(28, "No space left on device")
+        put(record)
+
+    monkeypatch.setattr(store.records, "put", refuse)
+    monkeypatch.setattr("python_backend.follower.TROUBLE_PAUSE_S", 0.02)
+    version = publish(store, 7.0)
+    until(lambda: instance.follower.version.number == version)
+    until(lambda: len(instance.logged) > 1)
+    assert instance.record.version == 0
+    full.clear()
+    until(lambda: instance.record.version == version)
+    assert "No space left on device" in instance.logged[0]
+
+
+def test_an_unreadable_current_freezes_nothing(
+    store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("python_backend.follower.TROUBLE_PAUSE_S", 0.02)
+    (store.root / "CURRENT").write_text("soon")
+    until(lambda: any("not a version number" in line for line in instance.logged))
+    (store.root / "CURRENT").write_text("0")
+    version = publish(store, 8.0)
+    until(lambda: instance.record.version == version)

@@ -1,0 +1,63 @@
+"""A training entry's file: written in parts, with a digest that comes last, it is the file that safetensors reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from python_backend.contract import TrainPayload
+from python_backend.durable import create_file
+from python_backend.journal import Journal
+from python_backend.journal_file import TrainingFile
+
+
+def payload(*lengths: int) -> TrainPayload:
+    generator = np.random.default_rng(sum(lengths))
+    total = sum(lengths)
+    targets = (generator.normal(size=total - len(lengths)).astype(np.float32) for _ in range(3))
+    return TrainPayload(generator.integers(0, 100, total), np.asarray(lengths, np.int64), *targets)
+
+
+@pytest.mark.parametrize("lengths", [(2,), (5, 3), (17, 2, 300)])
+def test_safetensors_reads_what_was_written(lengths: tuple[int, ...], tmp_path: Path):
+    content = payload(*lengths)
+    file = TrainingFile(content)
+    create_file(tmp_path / "entry", *file.parts(), first=file.header)
+    read = load_file(tmp_path / "entry")
+    assert read.keys() == content.arrays().keys()
+    assert all(np.array_equal(read[name], array) for name, array in content.arrays().items())
+    with safe_open(tmp_path / "entry", framework="numpy") as opened:
+        assert opened.metadata() == {"digest": content.digest()}
+    assert [path.name for path in tmp_path.iterdir()] == ["entry"]
+
+
+def test_the_late_header_is_as_long_as_the_first_part():
+    file = TrainingFile(payload(5, 3))
+    first = file.parts()[0]
+    assert len(file.header()) == len(first)
+    assert len(first) % 8 == 0
+    assert file.header() != first
+
+
+def test_a_header_that_cannot_be_made_leaves_no_file(tmp_path: Path):
+    def fail() -> bytes:
+        raise MemoryError("no digest")
+
+    with pytest.raises(MemoryError):
+        create_file(tmp_path / "entry", b"12345678", first=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_that_are_not_contiguous_are_the_same_entry(tmp_path: Path):
+    """numpy hands out views of what came over the wire; identity is of content."""
+    plain = payload(4, 4)
+    strided = TrainPayload(np.repeat(plain.tokens, 2)[::2], plain.lengths, plain.returns, plain.prev_values, plain.mask)
+    assert not strided.tokens.flags.c_contiguous
+    journal = Journal(tmp_path, "test")
+    entry = journal.accept_training(strided, run_id=None, step=1)
+    assert journal.accept_training(plain, run_id=None, step=1) == entry
+    assert np.array_equal(journal.load(entry)[0].tokens, plain.tokens)

@@ -1,0 +1,42 @@
+"""`actor.only_actor`: two actors in one folder, as processes; the second one says so and ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actor.only_actor import ActorRuns, only_actor
+
+HOLD = "import sys\nfrom pathlib import Path\nfrom actor.only_actor import only_actor\n"
+HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
+
+
+def test_a_second_actor_ends_with_one_sentence(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout.readline() == "works\n"
+        (tmp_path / "run.yaml").write_text(f"run: {{dir: {run_dir}}}\n")
+        command = [sys.executable, "-m", "actor", "--config", str(tmp_path / "run.yaml")]
+        second = subprocess.run(command, capture_output=True, text=True)
+        assert second.returncode == 2
+        assert second.stderr.splitlines() == [
+            f"error: another actor works in {run_dir}: stop it first, or give this one a folder of its own (run.dir)"
+        ]
+        first.kill()  # nobody tidies up after it
+        first.communicate()
+        with only_actor(run_dir), pytest.raises(ActorRuns), only_actor(run_dir):
+            pass
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_folders_have_actors_of_their_own(tmp_path: Path):
+    with only_actor(tmp_path / "one"), only_actor(tmp_path / "other"):
+        pass

@@ -1,0 +1,214 @@
+"""`max_staleness`: what the actor waits for, which update a version contains, and what it says about its rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_system import Checkpoints, make_run
+
+from actor.client import Counters, TrainAnswer
+from actor.loop import PPORun
+from actor.metrics import MetricsLog, read_jsonl
+from actor.rollout import Prompt, Rollout
+from actor.scoring import Scorer
+from actor.staleness import VersionSteps, needed_update, staleness_metrics
+from python_backend.contract import REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.tokenization import fingerprint, load_tokenizer
+
+# ---- which update to wait for ----
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "expected"), [(0, [0, 1, 2, 3, 4, 5]), (1, [-1, 0, 1, 2, 3, 4]), (3, [-3, -2, -1, 0, 1, 2])]
+)
+def test_a_step_waits_for_the_update_before_it_less_the_allowed(max_staleness: int, expected: list[int]) -> None:
+    assert [needed_update(step, max_staleness=max_staleness, every=1) for step in range(1, 7)] == expected
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_with_rare_publishing_a_step_waits_for_what_is_published_and_sent(every: int, max_staleness: int) -> None:
+    """Otherwise it would wait for ever, or be answered by weights that lack more than it allows."""
+    for step in range(1, 40):
+        needed = needed_update(step, max_staleness=max_staleness, every=every)
+        assert needed % every == 0
+        assert needed <= step - 1
+        assert step - 1 - needed <= max(max_staleness, every - 1)
+
+
+# ---- which update a version contains ----
+
+
+def test_a_rewind_gives_a_step_a_new_number() -> None:
+    """Versions 1 to 5 were of the steps 1 to 5; the run goes on from step 3 with version 6."""
+    steps = VersionSteps(6, 3, every=1, save_every=3)
+    assert steps.step_of(6) == 3
+    assert steps.step_of(5) == 0, "an older one is no excuse"
+    steps.learn(7, 4)
+    steps.learn(8, 5)
+    assert [steps.step_of(version) for version in (6, 7, 8)] == [3, 4, 5]
+    assert steps.histogram([7, 8, 8, 6], sent=5) == {0: 2, 1: 1, 2: 1}
+
+
+def test_a_version_that_no_answer_has_named_yet_counts_on() -> None:
+    steps = VersionSteps(0, 0, every=1, save_every=50)
+    steps.learn(1, 1)
+    assert steps.step_of(3) == 3
+    assert steps.histogram([1, 2, 3], sent=3) == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_rollback_moves_the_numbers_until_the_next_answer() -> None:
+    """Someone publishes old weights as version 3: update 3 gets number 4."""
+    steps = VersionSteps(0, 0, every=1, save_every=50)
+    steps.learn(1, 1)
+    steps.learn(2, 2)
+    steps.learn(4, 3)
+    assert steps.step_of(4) == 3
+    assert steps.histogram([4, 4], sent=3) == {0: 2}
+
+
+def test_answers_may_come_in_any_order() -> None:
+    steps = VersionSteps(10, 4, every=1, save_every=50)
+    for step in (7, 5, 6):
+        steps.learn(step + 6, step)
+    assert [steps.step_of(version) for version in range(10, 14)] == [4, 5, 6, 7]
+
+
+def test_with_rare_publishing_an_answer_names_weights_that_lack_its_step() -> None:
+    """Published: 3, 6, 7 (a save), 9. The answers to 4 and 5 name version 1, and nothing names the save's version."""
+    steps = VersionSteps(0, 0, every=3, save_every=7)
+    for step, version in ((1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)):
+        steps.learn(version, step)
+    assert [steps.step_of(version) for version in range(4)] == [0, 3, 6, 7]
+    steps.learn(3, 8)
+    steps.learn(4, 9)
+    assert [steps.step_of(version) for version in range(5)] == [0, 3, 6, 7, 9]
+
+
+def test_what_is_logged() -> None:
+    assert staleness_metrics({0: 6, 2: 2}) == {
+        "train_rollouts/staleness": 2.0,
+        "train_rollouts/staleness_mean": 0.5,
+        "train_rollouts/staleness_rows": {"0": 6, "2": 2},
+    }
+
+
+def test_the_histogram_reaches_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = MetricsLog(tmp_path, first_step=1)
+    log.write(1, staleness_metrics({0: 6, 2: 2}))
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (drawn,) = events.Histograms("train_rollouts/staleness_rows")
+    assert (drawn.histogram_value.num, drawn.histogram_value.sum, drawn.histogram_value.max) == (8, 4, 2)
+    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["train_rollouts/staleness_rows"] == {"0": 6, "2": 2}
+
+
+# ---- the loop, against a critic whose answers are held back ----
+
+STEPS, SAVE_EVERY, FIRST_VERSION = 8, 5, 17
+
+
+class SlowCritic:
+    """Stands for server and sidecar: serves an update no sooner than the actor waits for it."""
+
+    def __init__(self, tokenizer: Any, *, every: int) -> None:
+        self.counters = Counters()
+        self.parameters = {"tokenizer_fingerprint": fingerprint(tokenizer)}
+        self.every = every
+        self.awaited = 0  # the last update that the actor has waited for
+        self.versions = {FIRST_VERSION: 0}  # and the updates in each
+        self.trained = self.sent = 0
+        self.scored: dict[int, Counter[int]] = {}  # updates sent -> rows by what their weights lacked
+
+    async def model_parameters(self, model: str) -> dict[str, str]:
+        return self.parameters
+
+    async def rewind(self, *, run_id: str, step: int) -> int:
+        return FIRST_VERSION
+
+    async def score(
+        self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: object = None
+    ) -> dict[str, np.ndarray]:
+        version, count = max(self.versions), len(rows)
+        self.scored.setdefault(self.sent, Counter())[self.sent - self.versions[version]] += count
+        values = np.zeros((count, max(row.size for row in rows)), np.float32)
+        return {REWARDS: values[:, :1], VALUES: values, WEIGHTS_VERSION: np.full((count, 1), version)}
+
+    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+        self.sent = step
+        while self.trained < step - 1 or self.awaited < step:
+            await asyncio.sleep(0.001)
+        self.trained = step
+        if step % self.every == 0:
+            self.publish()
+        return TrainAnswer(0.0, max(self.versions))
+
+    async def save(self, *, run_id: str, step: int, keep_steps: list[int]) -> int:
+        while self.trained < step:
+            await asyncio.sleep(0.001)
+        if self.versions[max(self.versions)] < self.trained == step:
+            self.publish()
+        return max(self.versions)
+
+    def publish(self) -> None:
+        self.versions[max(self.versions) + 1] = self.trained
+
+
+class WatchedRun(PPORun):
+    """Tells the critic what it waits for."""
+
+    async def await_updates(self, step: int) -> int:
+        self.client.awaited = max(self.client.awaited, step)  # type: ignore[attr-defined]
+        return await super().await_updates(step)
+
+
+@pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (1, 1), (3, 1), (0, 2), (1, 3), (4, 3)])
+def test_no_row_is_staler_than_allowed(
+    tmp_path: Path, checkpoints: Checkpoints, max_staleness: int, every: int
+) -> None:
+    """The critic lags as far as it may; what the actor logs is what the critic saw."""
+    run = make_run(
+        tmp_path, checkpoints, trainer={"publish": {"every": every}},
+        actor={
+            "steps": STEPS, "max_staleness": max_staleness, "checkpoint_every": SAVE_EVERY, "validation_size": 0,
+            "rollout_size": 4, "max_new_tokens": 3,
+        },
+    )  # fmt: skip
+    critic = SlowCritic(load_tokenizer(checkpoints.policy), every=every)
+    asyncio.run(asyncio.wait_for(WatchedRun(run.config, critic).run(), 60))  # type: ignore[arg-type]
+    seen = [dict(sorted(critic.scored[sent].items())) for sent in range(STEPS)]
+    assert max(max(rows) for rows in seen) <= max(max_staleness, every - 1)
+    if every == 1:
+        assert seen == [{min(sent, max_staleness): 4} for sent in range(STEPS)], "and it lagged as far as it may"
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["train_rollouts/staleness_rows"] for line in lines] == [
+        {str(value): count for value, count in rows.items()} for rows in seen
+    ]
+
+
+# ---- one row, one version ----
+
+
+@pytest.mark.parametrize("versions", [[[4], [5]], [[4, 4]]])
+def test_values_of_two_versions_are_never_taken(checkpoints: Checkpoints, versions: list[list[int]]) -> None:
+    """A server that broke its promise would mix two critics in one advantage."""
+    import torch
+
+    class Mixing:
+        async def score(self, rows: list[np.ndarray], *_: object) -> dict[str, np.ndarray]:
+            values = np.zeros((2, 3), np.float32)
+            return {REWARDS: values[:, :1], VALUES: values, WEIGHTS_VERSION: np.asarray(versions)}
+
+    prompts = [Prompt(str(i), "", np.ones(1, np.int64)) for i in range(2)]
+    rollout = Rollout(prompts, torch.ones(2, 3, dtype=torch.int64), *torch.tensor([[3, 3], [1, 1], [1, 1]]))
+    scorer = Scorer(Mixing(), load_tokenizer(checkpoints.policy), rows_per_request=2)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match=r"weights_version of 2 rows|one request was scored by the versions"):
+        asyncio.run(scorer.score(rollout))

@@ -1,0 +1,148 @@
+"""A swap under a backlog: the new version is served within two micro-batches, and never inside a request.
+
+The server's module stands in for itself here: which forward runs with which version cannot be seen from outside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import queue
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from python_backend.contract import Limits, ScoringRows
+
+ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
+PATIENCE_S = 30.0
+
+
+class Metric:
+    """Takes what the model counts."""
+
+    COUNTER = GAUGE = None
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def Metric(self, **_: object) -> Metric:
+        return self
+
+    def increment(self, _: float) -> None:
+        pass
+
+
+@pytest.fixture
+def scoring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """python_backend.scoring, imported beside a stand-in for Triton's module."""
+    stand_in = types.ModuleType("triton_python_backend_utils")
+    stand_in.MetricFamily = Metric  # type: ignore[attr-defined]
+    names = ("python_backend.scoring", "python_backend.serving")
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    interval = sys.getswitchinterval()
+    yield importlib.import_module("python_backend.scoring")
+    sys.setswitchinterval(interval)
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+class Call:
+    """A request of so many rows."""
+
+    timeout_s = None
+    answered = False
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.versions: set[int] = set()
+        self.done = threading.Event()
+
+    def answer(self, arrays: dict[str, Any]) -> None:
+        self.versions.add(arrays["version"])
+        self.done.set()
+
+
+def make_model(scoring: Any) -> Any:
+    """A model whose forwards run one by one, when the test lets them; `ran` gets each one's version and rows."""
+
+    class Model(scoring.ScoringModel):
+        limits = Limits(100, 64)
+
+        def __init__(self) -> None:
+            self.version = 1
+            self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
+            self.go = threading.Semaphore(0)
+
+        def current_model(self) -> int:
+            return self.version
+
+        def read(self, call: Call) -> ScoringRows:
+            rows = [np.zeros(ROW_TOKENS, np.int64)] * call.rows
+            return ScoringRows(rows, ROW_TOKENS)
+
+        def forward(self, model: int, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+            assert self.go.acquire(timeout=PATIENCE_S)
+            self.ran.put((model, len(rows)))
+            return [np.zeros(1)] * len(rows)
+
+        def reply(self, done: Any) -> dict[str, Any]:
+            return {"version": done.model}
+
+        def run(self, forwards: int) -> list[tuple[int, int]]:
+            for _ in range(forwards):
+                self.go.release()
+            return [self.ran.get(timeout=PATIENCE_S) for _ in range(forwards)]
+
+        def line_up(self, *calls: Call) -> None:
+            with self._changed:
+                for call in calls:
+                    begun = self._begin(call)
+                    self._pool.add(begun, [row.size for row in begun.rows.tokens])
+                self._changed.notify_all()
+
+    values = {
+        "token_budget": BUDGET, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
+        "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
+    }  # fmt: skip
+    config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
+    model = Model()
+    model.set_up(sys.modules["python_backend.serving"].Parameters({"model_config": json.dumps(config)}))
+    model.start()
+    return model
+
+
+def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(scoring: Any):
+    model = make_model(scoring)
+    calls = [Call(1) for _ in range(600)]
+    model.line_up(*calls)
+    assert model.run(3) == [(1, 10)] * 3
+    model.version = 2  # what the follower's one assignment does; a forward of the old one is under way
+    assert model.run(2) == [(1, 10), (2, 10)]
+    assert set(model.run(55)) == {(2, 10)}
+    assert all(call.done.wait(PATIENCE_S) for call in calls)
+    assert [len(call.versions) for call in calls] == [1] * 600
+    model.finalize()
+
+
+def test_a_request_that_has_begun_stays_with_its_version_and_holds_nobody_up(scoring: Any):
+    model = make_model(scoring)
+    long, short = Call(40), [Call(1) for _ in range(60)]
+    model.line_up(long)
+    assert model.run(1) == [(1, 10)]
+    model.line_up(*short)
+    model.version = 2
+    ran = model.run(9)
+    assert (2, 10) in ran[1:3], "those that have not begun do not wait for the long one"
+    assert sum(rows for version, rows in ran if version == 1) == 30, "the long one's, and no other's"
+    assert all(call.done.wait(PATIENCE_S) for call in (long, *short))
+    assert long.versions == {1}
+    assert {version for call in short for version in call.versions} == {2}
+    model.finalize()

@@ -1,0 +1,196 @@
+"""`python -m tools weights list | verify | rollback | ready`: the critic's versions, as an operator wants them.
+Given: the YAML of the run. Returns: 0, or 1 with one sentence on what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.journal import Journal
+from python_backend.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
+
+PATIENCE_S = 60.0
+
+
+class NotServed(RuntimeError):
+    """CURRENT has moved, and not every instance has followed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, and do it."""
+    args = _parser().parse_args(argv)
+    try:
+        config = load_config(args.config, args.overrides)
+        store = WeightsStore(config.run.weights_dir)
+        if store.current() is None and not store.versions():
+            raise WeightsError(f"the weights store {store.root} is empty")
+        match args.action:
+            case "list":
+                show(store)
+            case "verify":
+                return verify(store, args.version or store.versions())
+            case "rollback":
+                rollback(config, store, args.to)
+            case "ready":
+                return ready(store, args.server or config.server.grpc_url)
+    except (ConfigError, WeightsError, NotServed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools weights", description="The critic's weights versions.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    for name, what in (
+        ("list", "every version, what it was made from, and who serves it"),
+        ("verify", "read each version through: files, hash, finite values, a forward"),
+        ("rollback", "serve the bytes of an older version again, under a new number"),
+        ("ready", "exit code 0 if a server serves CURRENT: for readiness probes"),
+    ):
+        action = actions.add_parser(name, help=what, description=what)
+        action.add_argument("--config", type=Path, required=True, help="the YAML of the run")
+        if name == "verify":
+            action.add_argument("--version", type=int, action="append", help="only this one; may be repeated")
+        if name == "rollback":
+            action.add_argument("--to", type=int, help="version; default: the parent of CURRENT")
+        if name == "ready":
+            action.add_argument("--server", help="gRPC address; default: the one in the YAML")
+        action.add_argument("overrides", nargs="*", metavar="section.key=value")
+    return parser
+
+
+def show(store: WeightsStore) -> None:
+    """Print a line for each version and one for each instance."""
+    current, records = store.current(), store.records.alive()
+    print(f"{'version':>8}  {'step':>6}  {'from':>6}  {'MB':>8}  {'sha256':<12}  {'written':<19}  served by")
+    for version in store.versions():
+        folder = store.folder(version)
+        try:
+            manifest = store.manifest(version)
+        except WeightsError as error:
+            print(f"{version:>8}  {error}")
+            continue
+        size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+        written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((folder / MANIFEST_FILE).stat().st_mtime))
+        serving = [record.name for record in records if record.version == version]
+        marks = ["CURRENT"] * (version == current) + serving
+        parent = "-" if manifest.parent is None else str(manifest.parent)
+        print(
+            f"{version:>8}  {manifest.step:>6}  {parent:>6}  {size:>8.1f}  {manifest.sha256[:12]}  {written}  "
+            f"{', '.join(marks)}".rstrip()
+        )
+    for record in records:
+        if record.rejected is not None:
+            print(f"{record.name} refused version {record.rejected}: {record.error}")
+    if not records:
+        print("no instance is alive")
+
+
+def verify(store: WeightsStore, versions: Sequence[int]) -> int:
+    """Check the versions, all of them even if one is bad; 1 if one is."""
+    from python_backend.modeling import quiet_transformers  # deferred: they import torch
+    from trainer.verification import VersionRejected, verify_alone
+
+    quiet_transformers()
+    bad = 0
+    for version in versions:
+        try:
+            manifest = verify_alone(store, version)
+            print(f"version {version}: good, {len(manifest.tensors)} tensors, step {manifest.step}", flush=True)
+        except VersionRejected as error:
+            bad += 1
+            print(f"{error}", flush=True)
+    if bad:
+        print(f"error: {bad} of {len(versions)} versions cannot be served", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
+    """Publish the bytes of version `to` under a new number and wait until they are served.
+
+    Raises:
+        WeightsError: there is no such version, or it is damaged.
+        NotServed: the instances have not followed in time; CURRENT names the new number all the same.
+    """
+    from python_backend.modeling import load_critic, quiet_transformers
+    from trainer.publish import Publisher
+    from trainer.verification import VersionRejected, verify_alone
+
+    quiet_transformers()
+    target = _parent_of_current(store) if to is None else to
+    try:
+        manifest = verify_alone(store, target)
+        publisher = Publisher(
+            store, run_id=manifest.run_id, epoch=_epoch(store), reload=config.critic.reload,
+            servers=config.trainer.servers or [config.server.grpc_url], timeout_s=config.trainer.serve_timeout_s,
+            keep=config.trainer.publish.keep,
+        )  # fmt: skip
+        reload = publisher.publish(
+            load_critic(store.folder(target)), step=manifest.step, parent=target, beat=_Patience(store),
+            write=lambda folder: _copy(store.folder(target), folder),
+        )  # fmt: skip
+    except VersionRejected as error:
+        raise WeightsError(str(error)) from error
+    print(f"version {reload.version} serves the bytes of version {target} (step {manifest.step})")
+    if Journal(config.run.journal_dir, config.run.identity).is_followed():
+        print(
+            "a sidecar follows this critic: its next update is published on top of this; to train on from here, resume "
+            f"the actor from step {manifest.step}, which rewinds the critic"
+        )
+
+
+def ready(store: WeightsStore, url: str) -> int:
+    """0 if the server at `url` answers with what CURRENT names, or a later version."""
+    from trainer.servers import Servers
+
+    current = store.current()
+    outcome = Servers([url]).versions()[0]
+    if outcome.version is not None and current is not None and outcome.version >= current:
+        print(f"ready: {url} serves version {outcome.version}")
+        return 0
+    what = outcome.error if outcome.version is None else f"{url} serves version {outcome.version}"
+    print(f"not ready: {what}; CURRENT is {current}")
+    return 1
+
+
+class _Patience:
+    """Called while a version is waited for; raises when nobody is there to serve it, or it takes too long."""
+
+    def __init__(self, store: WeightsStore) -> None:
+        self._store = store
+        self._deadline = time.monotonic() + PATIENCE_S
+
+    def __call__(self, state: str) -> None:
+        if not self._store.records.alive():
+            raise NotServed(f"CURRENT is {self._store.current()} now; no instance is alive that could serve it yet")
+        if time.monotonic() > self._deadline:
+            raise NotServed(
+                f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` shows who serves what"
+            )
+
+
+def _parent_of_current(store: WeightsStore) -> int:
+    current = store.current()
+    parent = None if current is None else store.manifest(current).parent
+    if parent is None:
+        raise WeightsError(f"version {current} was made from no other; name one with --to")
+    return parent
+
+
+def _epoch(store: WeightsStore) -> int:
+    current = store.current()
+    manifest: Manifest | None = None if current is None else store.manifest(current)
+    return 0 if manifest is None else manifest.epoch
+
+
+def _copy(source: Path, folder: Path) -> None:
+    for path in source.iterdir():
+        if path.name != MANIFEST_FILE:
+            shutil.copyfile(path, folder / path.name)

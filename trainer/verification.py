@@ -1,0 +1,84 @@
+"""What a version must prove before CURRENT may name it.
+Given: the weights store, a version, the critic that it was made from. Returns: nothing; VersionRejected says why not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from python_backend.checkpoints import CheckpointError
+from python_backend.modeling import CriticModel, load_critic
+from python_backend.weights import Manifest, WeightsError, WeightsStore
+
+CANARY_TOKENS = 16
+CANARY_TOLERANCE = 1e-5
+STORED_AS = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class VersionRejected(RuntimeError):
+    """A version did not pass, here or at an instance; the old one serves on."""
+
+
+def canary_row(critic: CriticModel) -> np.ndarray:
+    """The row of token ids, int64 `[16]`, whose values are compared before and after."""
+    return np.arange(CANARY_TOKENS, dtype=np.int64) % critic.limits.vocab_size
+
+
+def verify_version(store: WeightsStore, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
+    """Hash, names, shapes, dtypes, finite values, and a forward through the serving code.
+
+    Args:
+        critic: whose weights the version should hold.
+        expected: its values of the canary row, where they are known already.
+
+    Raises:
+        VersionRejected: the message names version and cause.
+    """
+    try:
+        manifest = store.verify_files(version)
+        staged = critic.with_weights(store.folder(version))
+        staged.check_finite()
+    except (WeightsError, CheckpointError) as error:
+        raise _rejected(version, error) from error
+    _check_dtypes(manifest, critic)
+    served = staged.values([canary_row(critic)])[0]
+    trained = critic.values([canary_row(critic)])[0] if expected is None else expected
+    difference = float(np.abs(served - trained).max())
+    if not difference <= CANARY_TOLERANCE * max(1.0, float(np.abs(trained).max())):
+        raise VersionRejected(
+            f"version {version}: the canary's values differ by {difference:.3g} from the trained critic"
+        )
+
+
+def verify_alone(store: WeightsStore, version: int) -> Manifest:
+    """As `verify_version` for a version whose trained critic is not at hand: it must be whole, finite, and answer.
+
+    Raises:
+        VersionRejected: the message names version and cause.
+    """
+    try:
+        manifest = store.verify_files(version)
+        critic = load_critic(store.folder(version))
+        critic.check_finite()
+    except (WeightsError, CheckpointError) as error:
+        raise _rejected(version, error) from error
+    if not np.isfinite(critic.values([canary_row(critic)])[0]).all():
+        raise VersionRejected(f"version {version}: the canary's values are not finite")
+    return manifest
+
+
+def _rejected(version: int, error: Exception) -> VersionRejected:
+    text = str(error)
+    return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")
+
+
+def _check_dtypes(manifest: Manifest, critic: CriticModel) -> None:
+    """What is stored must be of the types that were trained."""
+    for name, tensor in critic.model.state_dict().items():
+        stored, trained = manifest.tensors[name][0], STORED_AS.get(tensor.dtype)
+        if stored != trained:
+            raise VersionRejected(f"version {manifest.version}: {name} is {stored}, the trained critic's is {trained}")
