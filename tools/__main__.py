@@ -14,7 +14,9 @@ COMMANDS = {
     "serve": ("tools.serve", "the server alone, until Ctrl-C"),
     "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
     "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),
+    "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
     "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
+    "chaos": ("tools.chaos", "the crash test: processes killed at every moment, then every promise checked"),
     "bench": ("tools.bench", "the measurements behind the README's numbers"),
 }
 

@@ -7,7 +7,11 @@ from __future__ import annotations
 import importlib
 import sys
 
-MEASUREMENTS = {"scoring": ("tools.bench_scoring", "throughput and latency beside what users have today")}
+MEASUREMENTS = {
+    "scoring": ("tools.bench_scoring", "throughput and latency beside what users have today"),
+    "reload": ("tools.bench_reload", "what reloads and updates of the critic cost those who are being served"),
+    "update": ("tools.bench_update", "throughput of the critic's update beside the same update padded"),
+}
 
 
 def main() -> int:

@@ -1,0 +1,136 @@
+"""The reload measurement: its pieces with real files, and one whole quick run. No test asserts times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_backend.config import TrainerSection
+from python_backend.contract import SEQUENCE_LENGTHS, TOKENS, Limits, train_payload
+from python_backend.journal import Journal
+from tools.bench_reload import main, parse_arguments
+from tools.bench_reload_journal import _one, bare_write_ms, make_arrays
+from tools.bench_reload_locked import LockedCritic
+from tools.bench_reload_report import PARTS
+from tools.bench_reload_stage import RUN_ID, Cores, Settings, on_core
+from tools.bench_reload_training import make_payload
+from tools.bench_trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace
+
+ROOT = Path(__file__).resolve().parent.parent
+SOME = Limits(VOCAB_SIZE, LONGEST)
+
+
+def test_a_core_is_for_what_is_started_within():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    with on_core(core):
+        child = subprocess.run(
+            [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    assert child.stdout.split() == [f"[{core}]"]
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("cores", "expected"), [({5}, (5, 5, 5)), ({2, 3}, (2, 3, 3)), ({0, 1, 2, 3}, (0, 1, 2))]
+)  # fmt: skip
+def test_cores_are_shared_only_where_they_are_few(
+    cores: set[int], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    found = Cores.of_machine()
+    assert (found.server, found.clients, found.trainer) == expected
+
+
+def test_payloads_are_exact_multiples_that_the_contract_accepts():
+    one, four = (train_payload(make_payload(3, copies=copies), SOME) for copies in (1, 4))
+    assert four.tokens.size == 4 * one.tokens.size
+    assert four.lengths.tolist() == one.lengths.tolist() * 4
+    assert make_payload(3, copies=2)[SEQUENCE_LENGTHS].shape == (6, 1)
+
+
+def test_the_locked_server_computes_what_ours_does_and_trains(tmp_path: Path):
+    from python_backend.modeling import load_critic
+
+    make_checkpoint(SIZES["tiny"], tmp_path)
+    critic = LockedCritic(tmp_path, TrainerSection(lr=1e-2, warmup_steps=0))
+    rows = make_trace(2)
+    width = max(row.size for row in rows)
+    values, version = critic.values(rows, width)
+    direct = load_critic(tmp_path).values(rows, width)
+    assert version == 0
+    assert all(np.allclose(values[i, : row.size], direct[i]) for i, row in enumerate(rows))
+    loss, version = critic.train(make_payload(2, copies=1))
+    assert np.isfinite(loss)
+    assert version == 1
+    assert not np.allclose(critic.values(rows, width)[0], values)
+
+
+def test_the_journal_is_measured_with_payloads_that_it_keeps_in_order(tmp_path: Path):
+    journal = Journal(tmp_path, RUN_ID)
+    arrays = make_arrays(4, 16)
+    sizes = [_one(journal, arrays, Limits(VOCAB_SIZE, 16), step, tmp_path)["bytes"] for step in (1, 2, 3)]
+    assert journal.last_step() == 3
+    assert sizes[0] == sizes[2] > arrays[TOKENS].nbytes
+    folder = tmp_path / RUN_ID / "entries"
+    assert sum(path.stat().st_size for path in folder.iterdir()) == 0  # the disk is not filled
+
+
+def test_a_bare_write_leaves_nothing(tmp_path: Path):
+    assert bare_write_ms(tmp_path / "file", b"x") > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- the command ----
+
+
+def test_quick_changes_defaults_only(tmp_path: Path):
+    out = ["--out", str(tmp_path)]
+    assert parse_arguments([*out, "--quick"]).swaps == 4
+    assert parse_arguments([*out, "--quick", "--swaps", "7"]).swaps == 7
+    full = parse_arguments(out)
+    assert (full.swaps, full.triton_reloads, full.clients) == (200, 50, 32)
+    assert (full.leak_swaps, full.leak_triton_reloads) == (1000, 100)
+    assert (full.journal_rows, full.journal_tokens) == (512, 1024)
+
+
+def test_models_too_large_for_milliseconds_are_published_only():
+    counts = {field: 1 for field in Settings.__dataclass_fields__ if field != "models"}
+    assert Settings(models=["1m", "7m", "110m"], **counts).under_load == ["1m", "7m"]
+    assert Settings(models=["110m"], **counts).under_load == ["110m"]
+
+
+def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--out", str(tmp_path / "out"), "--parts", "a,z"]) == 1
+    assert "unknown: z" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_quick_run_measures_every_part_and_leaves_nothing_running(tmp_path: Path):
+    command = [sys.executable, "-m", "tools", "bench", "reload", "--out", str(tmp_path), "--quick"]
+    first = subprocess.run([*command, "--parts", "e"], cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert list(json.loads((tmp_path / "result.json").read_text())["parts"]) == ["journal"]
+    done = subprocess.run([*command, "--parts", "a,b,c,d"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result["parts"]) == set(PARTS)
+    (load,) = result["summary"]["load"].values()
+    assert load["failed_by_clients"] == load["failed_by_server"] == 0
+    assert (load["swap"]["reloads"], load["triton"]["reloads"]) == (4, 1)
+    assert load["versions_seen"] > 1
+    assert result["summary"]["training"]["one lock"]["x4"]["updates"] == 1
+    assert {window["way"] for window in result["parts"]["gaps"]["windows"]} == {"swap", "grpc", "http"}
+    assert [sample["reloads"] for sample in result["parts"]["leak"]["swap"]["samples"]] == [0, 10, 20]
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in running

@@ -1,0 +1,250 @@
+"""What the reload measurement makes of its samples: windows, silences, slopes, bars and the picture. No times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tools import bench_reload_gaps, bench_reload_journal, bench_reload_leak, bench_reload_load, bench_reload_publish
+from tools import bench_reload_training as training
+from tools.bench_reload_load import share_of_cycle
+from tools.bench_reload_report import PARTS, write_report
+from tools.bench_reload_windows import Samples, p99, quiet_windows, ratio
+from tools.bench_report import Bar
+
+
+def raw(start_s: list[float], latency_ms: list[float], version: int = 0) -> dict[str, Any]:
+    return {"start_s": start_s, "latency_ms": latency_ms, "version": [version] * len(start_s), "failures": []}
+
+
+def ticking(begin: float, end: float, every_s: float, latency_ms: float = 5.0) -> dict[str, Any]:
+    """A request ends every `every_s`."""
+    starts = np.arange(begin, end, every_s).tolist()
+    return raw(starts, [latency_ms] * len(starts))
+
+
+def joined(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
+
+
+# ---- windows ----
+
+
+def test_samples_come_in_the_order_of_their_answers():
+    samples = Samples.of({"start_s": [1.0, 1.1], "latency_ms": [500.0, 10.0], "version": [3, 4]})
+    assert samples.end.tolist() == pytest.approx([1.11, 1.5])
+    assert samples.version.tolist() == [4, 3]
+    assert samples.latency_ms == pytest.approx([10.0, 500.0])
+
+
+def test_under_way_is_who_overlaps_a_window_each_once():
+    samples = Samples.of(raw([0.0, 1.0, 2.0, 3.0], [500.0, 600.0, 700.0, 800.0]))
+    assert samples.under_way([(1.5, 2.1)]) == pytest.approx([600.0, 700.0])
+    assert samples.under_way([(1.5, 2.1), (1.55, 2.5)]) == pytest.approx([600.0, 700.0])
+    assert samples.under_way([(0.6, 0.9)]).size == 0
+
+
+def test_a_silence_counts_whole_although_the_window_cuts_it():
+    samples = Samples.of(raw([0.0, 0.1, 0.9, 1.0], [0.0] * 4))
+    assert samples.longest_silences([(0.5, 0.6)], margin_s=0.05) == pytest.approx([800.0])
+    assert samples.longest_silences([(0.95, 0.96)], margin_s=0.01) == pytest.approx([100.0])
+    assert samples.longest_silences([(5.0, 6.0)], margin_s=0.0) == [0.0]
+
+
+def test_quiet_windows_lie_within_quiet_times_and_are_as_long():
+    like = [(0.0, 0.5), (7.0, 7.25)]
+    found = quiet_windows(like, [(10.0, 10.3), (20.0, 22.0)], margin_s=0.05)
+    assert [end - begin for begin, end in found] == pytest.approx([0.5, 0.25])
+    assert all(begin >= 20.05 and end <= 21.95 for begin, end in found)
+    assert quiet_windows([(0.0, 3.0)], [(20.0, 22.0)], margin_s=0.05) == []
+
+
+def test_what_is_unknown_stays_unknown():
+    assert p99(np.zeros(0)) is None
+    assert ratio(None, 1.0) is None
+    assert ratio(1.0, 0.0) is None
+    assert ratio(3.0, 2.0) == 1.5
+
+
+# ---- parts ----
+
+
+def test_every_reload_falls_to_one_cycle():
+    assert [share_of_cycle(10, 4, cycle) for cycle in range(4)] == [2, 3, 2, 3]
+    assert sum(share_of_cycle(200, 25, cycle) for cycle in range(25)) == 200
+
+
+def timed(reload: str, begin: float, end: float, version: int, **parts: float) -> dict[str, Any]:
+    none = {"publish_ms": 0.0, "verify_ms": 0.0, "reload_ms": (end - begin) * 1e3}
+    return {"reload": reload, "begin_s": begin, "end_s": end, "version": version, **none, **parts}
+
+
+def load_part(*, swap_gap_s: float = 0.0, failures: int = 0) -> dict[str, Any]:
+    """Ten seconds of quiet, five of swaps, ten of quiet, ten of two Triton reloads, twice as slow."""
+    samples = joined(
+        ticking(0, 12.5, 0.01), ticking(12.5 + swap_gap_s, 25, 0.01), ticking(25, 35, 0.01, latency_ms=10.0)
+    )
+    samples["failures"] = [(1.0, "refused")] * failures
+    blocks = [("quiet", 0, 10), ("swap", 10, 15), ("quiet", 15, 25), ("triton", 25, 35)]
+    reloads = [timed("swap", at, at + 0.1, i + 1, reload_ms=50.0, publish_ms=50.0) for i, at in enumerate((11, 12.45))]
+    reloads += [timed("triton", at, at + 4.5, 2) for at in (25.2, 30.2)]
+    return {
+        "samples": samples, "reloads": reloads, "failed_by_server": 0, "clients": 4,
+        "blocks": [{"kind": kind, "begin_s": begin, "end_s": end} for kind, begin, end in blocks],
+    }  # fmt: skip
+
+
+def bar(bars: list[Bar], words: str) -> Bar:
+    (found,) = [bar for bar in bars if words in bar.name]
+    return found
+
+
+def load_bars(part: dict[str, Any]) -> list[Bar]:
+    return bench_reload_load.bars(bench_reload_load.summarise({"1m": part}))
+
+
+def test_load_compares_with_quiet_times():
+    found = load_bars(load_part())
+    assert bar(found, "p99 during swaps").value == pytest.approx(1.0)
+    assert bar(found, "p99 during Triton").value == pytest.approx(2.0)
+    assert bar(found, "longest pause").value == pytest.approx(0.0, abs=1e-6)
+    assert {b.verdict for b in found} == {"pass"}
+
+
+@pytest.mark.parametrize(("gap_s", "verdict"), [(0.015, "pass"), (0.025, "miss")])
+def test_a_pause_at_a_swap_is_found(gap_s: float, verdict: str):
+    found = bar(load_bars(load_part(swap_gap_s=gap_s)), "longest pause")
+    assert found.value == pytest.approx(gap_s * 1e3, abs=0.01)
+    assert found.verdict == verdict
+
+
+def test_one_failed_request_is_a_miss():
+    assert bar(load_bars(load_part(failures=1)), "failed").verdict == "miss"
+    assert bar(load_bars({**load_part(), "failed_by_server": 1}), "failed").verdict == "miss"
+
+
+def publish_part() -> dict[str, Any]:
+    swap = {"publish_ms": 30.0, "to_served_ms": 24.0, "reload_ms": 9.0, "hash_ms": 5.0, "load_ms": 10.0,
+            "canary_ms": 5.0}  # fmt: skip
+    return {"1m": {"parameters": 1, "swaps": [swap] * 3, "loads": [{"reload_ms": 3000.0, "fresh_ms": 2000.0}] * 3}}
+
+
+def test_publish_divides_by_the_sum_of_its_steps():
+    found = bench_reload_publish.bars(bench_reload_publish.summarise(publish_part()))
+    assert bar(found, "swap").value == pytest.approx(1.2)
+    assert bar(found, "triton").value == pytest.approx(1.5)
+    assert [b.verdict for b in found] == ["pass", "miss"]
+
+
+def training_part() -> list[dict[str, Any]]:
+    runs = []
+    for size, update_s, latency_ms in ((1, 2.0, 100.0), (2, 4.0, 100.0), (4, 8.0, 130.0)):
+        for server in ("ours", "one lock"):
+            window = (1.0, 1.0 + update_s)
+            stuck = raw([0.9] * 3, [update_s * 1e3 + 200.0] * 3)
+            samples = ticking(0, 10, 0.05, latency_ms) if server == "ours" else joined(ticking(0, 0.9, 0.05), stuck)
+            runs.append({"server": server, "size": size, "model": "7m", "window": window, "samples": samples})
+    return runs
+
+
+def test_training_compares_sizes_of_the_update():
+    summary = training.summarise(training_part())
+    assert summary["one lock"]["x4"]["p99_ms"] == pytest.approx(8200.0)
+    found = bar(training.bars(summary), "p99")
+    assert found.value == pytest.approx(1.3)
+    assert found.verdict == "miss"
+
+
+def gaps_part() -> dict[str, Any]:
+    samples = joined(ticking(0, 20, 0.01), ticking(22, 30, 0.01), raw([19.99], [2020.0]))
+    windows = [("swap", 5.0, 5.1), ("grpc", 10.0, 12.0), ("http", 20.0, 22.0)]
+    return {"samples": samples, "windows": [{"way": w, "begin_s": b, "end_s": e} for w, b, e in windows]}
+
+
+def test_gaps_are_those_of_their_own_reloads():
+    summary = bench_reload_gaps.summarise(gaps_part())
+    assert summary["http"]["longest_silence_ms"] == pytest.approx(2010.0)
+    assert summary["grpc"]["longest_silence_ms"] == pytest.approx(10.0)
+    found = bench_reload_gaps.bars(summary)
+    assert [b.value for b in found] == pytest.approx([201.0, 404.0])
+    assert [b.verdict for b in found] == ["pass", "pass"]
+
+
+def test_one_client_that_is_kept_waiting_among_others_is_seen():
+    part = gaps_part()
+    part["samples"] = joined(ticking(0, 30, 0.01), raw([20.0], [2000.0]))
+    silence, wait = bench_reload_gaps.bars(bench_reload_gaps.summarise(part))
+    assert silence.verdict == "miss"
+    assert wait.value == pytest.approx(400.0)
+
+
+def leak_samples(*, slope_kb: float, handles: float = 0.0, last: int = 1000) -> list[dict[str, float]]:
+    """A jump in the warm-up, then growth by `slope_kb` a reload; `handles` are left open by each."""
+    return [
+        {
+            "reloads": n, "server_rss_kb": 40_000 + (5_000 if n >= 50 else 0) + slope_kb * n, "stub_rss_kb": 300_000,
+            "handles": 100 + int(handles * n), "threads": 40, "shm_bytes": 1 << 20, "disk_bytes": 1 << 24,
+        }
+        for n in range(0, last + 1, 10)
+    ]  # fmt: skip
+
+
+def leak_part(**of_swaps: float) -> dict[str, Any]:
+    return {
+        "swap": {"samples": leak_samples(**{"slope_kb": 3.0, **of_swaps}), "requests": 1, "failed": 0},
+        "triton": {"samples": leak_samples(slope_kb=6.0, last=100), "requests": 1, "failed": 0},
+    }
+
+
+def test_slopes_begin_after_the_warm_up():
+    summary = bench_reload_leak.summarise(leak_part())
+    assert summary["swap"]["server_slope_kb"] == pytest.approx(3.0)
+    assert {b.verdict for b in bench_reload_leak.bars({"swap": summary["swap"]})} == {"pass"}
+
+
+def test_a_leak_of_memory_or_handles_is_a_miss():
+    memory = bench_reload_leak.bars(bench_reload_leak.summarise(leak_part(slope_kb=21.0)))
+    assert bar(memory, "swap, memory of the server").verdict == "miss"
+    handles = bench_reload_leak.bars(bench_reload_leak.summarise(leak_part(handles=0.1)))
+    assert bar(handles, "swap, what grew").verdict == "miss"
+
+
+def journal_part() -> dict[str, Any]:
+    sample = {"check_ms": 10.0, "journal_ms": 30.0, "accept_ms": 40.0, "bare_ms": 25.0, "bytes": 10_000_000}
+    return {"samples": [sample] * 3, "rows": 512, "tokens": 1024, "update_s": 4.0, "update_model": "1m"}
+
+
+def test_journal_counts_checking_too():
+    found = bench_reload_journal.bars(bench_reload_journal.summarise(journal_part()))
+    assert [b.value for b in found] == pytest.approx([1.6, 1.0])
+    assert [b.verdict for b in found] == ["miss", "pass"]
+
+
+# ---- the report ----
+
+
+def whole_result() -> dict[str, Any]:
+    parts = {
+        "load": {"1m": load_part()}, "publish": publish_part(), "training": training_part(), "gaps": gaps_part(),
+        "leak": leak_part(), "journal": journal_part(),
+    }  # fmt: skip
+    return {"parts": parts}
+
+
+def test_report_of_everything(tmp_path: Path):
+    text = write_report(whole_result(), tmp_path)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert set(written["summary"]) == set(PARTS)
+    assert all(b["name"] in text for b in written["bars"])
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_report_of_one_part_alone(name: str, tmp_path: Path):
+    write_report({"parts": {name: whole_result()["parts"][name]}}, tmp_path)
+    assert list(json.loads((tmp_path / "result.json").read_text())["summary"]) == [name]
+    assert (tmp_path / "reload.png").is_file() == (name in ("load", "training", "leak"))

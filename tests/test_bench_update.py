@@ -1,0 +1,55 @@
+"""The measurement of the critic's update: the padded contender does the same update, and one whole quick run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_backend.contract import TrainPayload
+from tools.bench_update import computed_tokens, contenders_of, main, make_payload, padded_payload, ratio
+
+
+def test_padding_lengthens_rows_and_trains_nothing():
+    fields = [np.asarray(values, np.float32) for values in ([1, 2, 3], [4, 5, 6], [1, 1, 1])]
+    payload = TrainPayload(np.asarray([7, 8, 9, 10, 11]), np.asarray([2, 3]), *fields)
+    padded = padded_payload(payload)
+    assert padded.lengths.tolist() == [3, 3]
+    assert padded.tokens.tolist() == [7, 8, 0, 9, 10, 11]
+    assert padded.returns.tolist() == [1, 0, 2, 3]
+    assert padded.prev_values.tolist() == [4, 0, 5, 6]
+    assert padded.mask.tolist() == [1, 0, 1, 1]
+
+
+def test_the_contenders_differ_in_padding_alone():
+    payload = make_payload(16)
+    longest, real = int(payload.lengths.max()), int(payload.lengths.sum())
+    contenders = contenders_of(payload, [4096, 512], 4)
+    assert list(contenders) == ["ours-4096", "ours-512", "padded-4096", "fixed-4-rows"]
+    assert contenders["fixed-4-rows"][1] == 4 * longest
+    for name, (sent, _) in contenders.items():
+        assert sent.mask.sum() == payload.mask.sum()
+        assert int(sent.lengths.sum()) == (real if name.startswith("ours") else 16 * longest)
+    assert computed_tokens([10, 2, 3], 12) == 2 * 3 + 10
+    assert computed_tokens([10, 10, 10], 20) == 30
+
+
+def test_ratios_are_of_samples_of_one_round():
+    seconds = [("a", 0, 1.0), ("b", 0, 2.0), ("a", 1, 10.0), ("b", 1, 30.0), ("a", 2, 1.0), ("b", 2, 5.0)]
+    samples = [{"contender": name, "round": number, "seconds": value} for name, number, value in seconds]
+    assert ratio(samples, "a", "b", "seconds") == 3.0
+
+
+def test_a_quick_run_measures_compares_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--out", str(tmp_path), "--quick", "--threads", "1", "--allocator", "default"]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [sample["contender"] for sample in result["samples"]] == [
+        "ours-4096", "ours-512", "padded-4096", "fixed-4-rows",
+    ]  # fmt: skip
+    assert {sample["model"] for sample in result["samples"]} == {"tiny"}
+    assert 0 < result["differences"]["tiny"]["float64"]["of_the_update"] <= 1e-6
+    printed = capsys.readouterr().out
+    assert "1970 tokens in 16 rows" in printed
+    assert "float64, must be <= 1e-06 of the update" in printed

@@ -1,0 +1,201 @@
+"""`python -m tools chaos`: its plan, its batches, its watching; and the short form of the crash test."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from python_backend.config import RunConfig, load_config
+from python_backend.contract import Limits, train_payload
+from python_backend.journal import Heartbeat, Journal
+from tools.chaos import main
+from tools.chaos_points import NOTHING, POINTS, VICTIMS, Points, plan_kills
+from tools.chaos_summary import kills_with_recovery, outages, summary
+from tools.chaos_system import shape_of, write_config
+from tools.chaos_traffic import Record, Shape, batch, probes
+
+SHAPE = Shape(vocab_size=50, longest=24, rows=9)
+SHORT_FORM_KILLS = 6
+
+
+# ---- the plan ----
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_long_plan_meets_every_pair(seed: int):
+    plan = plan_kills(42, seed)
+    assert set(plan) == {(victim, point) for victim in VICTIMS for point in POINTS}
+
+
+def test_a_short_plan_meets_every_victim_and_twenty_kills_every_moment():
+    assert {victim for victim, _ in plan_kills(6, 1)} == set(VICTIMS)
+    assert {point for _, point in plan_kills(20, 1)} == set(POINTS)
+
+
+def test_the_seed_is_the_plan():
+    assert plan_kills(20, 5) == plan_kills(20, 5) != plan_kills(20, 6)
+
+
+# ---- the run ----
+
+
+def model_folder(folder: Path, **config: int) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_reward_and_critic_may_be_given(tmp_path: Path):
+    reward = model_folder(tmp_path / "reward", vocab_size=90, n_positions=40)
+    critic = model_folder(tmp_path / "critic", vocab_size=70, max_position_embeddings=60)
+    given = {
+        "run": {"dir": "elsewhere"},
+        "reward": {"checkpoint": reward, "threads": 1},
+        "critic": {"checkpoint": critic, "reload": "triton", "poll_interval_ms": 9},
+        "trainer": {"weight_decay": 0.25, "lr": 0.5},
+    }
+    (tmp_path / "given.yaml").write_text(json.dumps(given))
+    (tmp_path / "out").mkdir()
+    config = load_config(write_config(tmp_path / "out", tmp_path / "given.yaml"))
+    assert (str(config.reward.checkpoint), str(config.critic.checkpoint)) == (reward, critic)
+    assert (config.critic.poll_interval_ms, config.critic.reload, config.trainer.weight_decay) == (9, "swap", 0.25)
+    assert config.run.dir == tmp_path / "out"
+    assert 0 not in (config.server.http_port, config.server.grpc_port, config.server.metrics_port)
+    assert shape_of(config) == Shape(vocab_size=70, longest=40)
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+# ---- the traffic ----
+
+
+def test_a_batch_is_the_same_again_ragged_and_valid():
+    first, again, other = batch(3, 7, SHAPE), batch(3, 7, SHAPE), batch(3, 8, SHAPE)
+    payload = train_payload(first, Limits(SHAPE.vocab_size, SHAPE.longest))
+    assert payload.digest() == train_payload(again, Limits(50, 24)).digest()
+    assert payload.digest() != train_payload(other, Limits(50, 24)).digest()
+    assert len(set(payload.lengths.tolist())) > 1
+    assert payload.mask.sum() == (payload.lengths - 1).sum()
+
+
+def test_probes_are_the_same_rows_for_ever():
+    first, again = probes(3, SHAPE), probes(3, SHAPE)
+    assert [len(rows) for rows in first] == [1, 2, 3, 4]
+    for ours, theirs in zip(first, again, strict=True):
+        assert all(map(np.array_equal, ours, theirs))
+
+
+# ---- the moments ----
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = RunConfig.model_validate({"run": {"dir": tmp_path / "run", "run_id": "chaos"}})
+    for folder in ("journal/chaos/entries", "weights/critic", "checkpoints/critic"):
+        (config.run.dir / folder).mkdir(parents=True)
+    (tmp_path / "shm").mkdir()
+    (config.run.weights_dir / "CURRENT").write_text("0\n")
+    return config
+
+
+def happen(config: RunConfig, point: str) -> str:
+    """What the system does at that moment; what is seen of it."""
+    folder = config.run.dir
+    match point:
+        case "journal write":
+            (folder / "journal/chaos/entries/.00000001.train.ab.tmp").touch()
+            return "new: .00000001.train.ab.tmp"
+        case "training":
+            (folder / "journal/chaos/entries/00000001.train").touch()
+            return "new: 00000001.train"
+        case "verify":
+            (config.run.weights_dir / "1").mkdir()
+            return "new: 1"
+        case "CURRENT":
+            (config.run.weights_dir / "next").write_text("1\n")
+            (config.run.weights_dir / "next").replace(config.run.weights_dir / "CURRENT")
+            return "replaced: CURRENT"
+        case "reload":
+            (folder.parent / "shm/ours-1").touch()
+            return "new: ours-1"
+        case "checkpoint":
+            (folder / "checkpoints/critic/.staging-ab").mkdir()
+            return "new: .staging-ab"
+    Journal(config.run.journal_dir, "chaos").beat(Heartbeat(1, 0, 0, "idle", 4e9))
+    return "heartbeat: idle"
+
+
+def points_of(config: RunConfig) -> Points:
+    (config.run.dir / "critic_metrics.jsonl").write_text(
+        json.dumps({"train/step_time": 0.01}) + "\n" + json.dumps({"reason": "save", "reload_ms": 10.0}) + "\n"
+    )
+    return Points(config, config.run.dir.parent / "shm", "ours-", random.Random(0))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_moment_is_seen(config: RunConfig, point: str):
+    seen: list[str] = []
+    points = points_of(config)
+    watcher = threading.Thread(target=lambda: seen.append(points.wait(point, 20.0, threading.Event())))
+    watcher.start()
+    watcher.join(0.1)  # it has looked
+    assert not seen
+    expected = happen(config, point)
+    watcher.join()
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_what_was_there_before_is_no_moment(config: RunConfig, point: str):
+    happen(config, point)
+    if point == "idle":
+        Journal(config.run.journal_dir, "chaos").beat(Heartbeat(1, 0, 0, "idle", 1.0))
+    assert points_of(config).wait(point, 0.05, threading.Event()) == NOTHING
+
+
+def test_who_waits_for_a_moment_can_be_called_off(config: RunConfig):
+    called_off = threading.Event()
+    called_off.set()
+    assert points_of(config).wait("verify", 1e6, called_off) == NOTHING
+
+
+# ---- the figures ----
+
+
+def test_an_outage_is_a_span_without_any_answer():
+    record = Record(latencies=[(1.0, 0.1), (0.5, 0.1), (4.0, 0.1), (4.5, 0.1)], failures=[(2.0, "scorer", "dead")])
+    assert outages(record) == [{"time_s": 1.0, "seconds": 3.0}]
+    kills = kills_with_recovery([{"time_s": 1.2, "hit": True}, {"time_s": 4.5, "hit": True}], record)
+    assert [kill["scored_after_s"] for kill in kills] == [2.8, None]
+    assert [kill["trained_after_s"] for kill in kills] == [None, None]
+    totals = summary(record, kills)
+    assert (totals["longest_outage_s"], totals["scoring_requests"], totals["scoring_requests_given_up"]) == (3.0, 4, 1)
+
+
+# ---- the command ----
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "result.json").write_text("mine")
+    assert main(["--kills", "1", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path} is not empty\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_short_form(tmp_path: Path):
+    """One kill of everything that can be killed, under load; every promise is checked by `tools chaos` itself."""
+    out = tmp_path / "chaos"
+    command = [sys.executable, "-m", "tools", "chaos", "--kills", str(SHORT_FORM_KILLS), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((out / "result.json").read_text())
+    assert {kill["victim"] for kill in result["kills"]} == set(VICTIMS)
+    assert [verdict["violations"] for verdict in result["verdicts"]] == [[]] * 9
+    assert (out / "chaos.png").stat().st_size > 10_000

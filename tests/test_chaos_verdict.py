@@ -1,0 +1,285 @@
+"""`tools.chaos_verdict`: each promise is kept by a faultless record, and broken by the one fault it is there for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actor.client import TrainAnswer
+from python_backend.journal import Result
+from python_backend.weights import Manifest, WeightsStore
+from tools.chaos_reference import Reference, ReferenceStep
+from tools.chaos_traffic import Record, Served
+from tools.chaos_verdict import (
+    check_checkpoint,
+    check_coverage,
+    check_freshness,
+    check_order,
+    check_repeats,
+    check_scores,
+    check_steps,
+    check_versions,
+    check_whole,
+)
+
+LOSSES = (0.5, 0.25, 0.125)
+STEPS_OF = {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def sha(step: int) -> str:
+    return hashlib.sha256(str(step).encode()).hexdigest()
+
+
+def values(step: int) -> np.ndarray:
+    return np.asarray([[step, step + 0.5]], np.float32)
+
+
+def served(version: int, *, value: float = 0.0, reward: float = 0.0) -> Served:
+    return Served(
+        0,
+        (version,),
+        np.asarray([[2.0 + reward]], np.float32).tobytes(),
+        (values(version) + np.float32(value)).tobytes(),
+    )
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Reference:
+    steps = [ReferenceStep(loss, sha(i), [values(i)]) for i, loss in enumerate((None, *LOSSES))]
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    save_file({"exp_avg/w": torch.zeros(3)}, folder / "optimizer.safetensors")
+    return Reference(steps, [np.asarray([2.0], np.float32)], folder)
+
+
+@pytest.fixture
+def record() -> Record:
+    answers = [(step, float(step), TrainAnswer(loss, step)) for step, loss in enumerate(LOSSES, 1)]
+    record = Record(trained=answers, repeated=[(2, answers[1][2])])
+    record.served.update([served(0), served(2), served(2), served(3)])
+    return record
+
+
+def results() -> dict[int, Result]:
+    return {step: Result(f"{step:08d}.train", step, loss, "digest") for step, loss in enumerate(LOSSES, 1)}
+
+
+def manifests() -> list[Manifest]:
+    return [Manifest(version, "run", version, sha(version), {}, None, 1) for version in range(4)]
+
+
+# ---- steps ----
+
+
+def test_faultless_steps_are_kept(record: Record, reference: Reference):
+    assert (
+        check_steps(record, results(), reference).sentence().startswith("kept    each accepted step was trained once")
+    )
+
+
+def swap_answers(record: Record, known: dict[int, Result]) -> None:
+    record.trained[0], record.trained[1] = record.trained[1], record.trained[0]
+
+
+def lose_an_answer(record: Record, known: dict[int, Result]) -> None:
+    del record.trained[1]
+
+
+def answer_twice(record: Record, known: dict[int, Result]) -> None:
+    record.trained.insert(1, record.trained[0])
+
+
+def lose_a_result(record: Record, known: dict[int, Result]) -> None:
+    del known[2]
+
+
+def train_one_more(record: Record, known: dict[int, Result]) -> None:
+    known[4] = dataclasses.replace(known[3], entry="00000004.train")
+
+
+def fail_a_step(record: Record, known: dict[int, Result]) -> None:
+    known[2] = dataclasses.replace(known[2], error="not finite")
+
+
+def change_the_last_bit(record: Record, known: dict[int, Result]) -> None:
+    known[3] = dataclasses.replace(known[3], loss_mean=float(np.nextafter(LOSSES[2], 1)))
+
+
+def answer_another_loss(record: Record, known: dict[int, Result]) -> None:
+    record.trained[2] = (3, 3.0, TrainAnswer(float(np.nextafter(np.float32(LOSSES[2]), np.float32(1))), 3))
+
+
+def answer_another_version(record: Record, known: dict[int, Result]) -> None:
+    record.trained[2] = (3, 3.0, TrainAnswer(LOSSES[2], 2))
+
+
+def refuse(record: Record, known: dict[int, Result]) -> None:
+    record.refusals.append("step 2: it was already sent with other content")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (swap_answers, "answered were the steps 2, 1, 3, sent were 1 to 3"),
+        (lose_an_answer, "answered were the steps 1, 3, sent were 1 to 3"),
+        (answer_twice, "answered were the steps 1, 1-3"),
+        (lose_a_result, "the journal has results of the steps 1, 3"),
+        (train_one_more, "the journal has results of the steps 1-4"),
+        (fail_a_step, "step 2 ended in an error: not finite"),
+        (change_the_last_bit, "step 3 has loss 0.125000"),
+        (answer_another_loss, "step 3 was answered with"),
+        (answer_another_version, "step 3 was answered with"),
+        (refuse, "refused: step 2: it was already sent with other content"),
+    ],
+)
+def test_a_fault_in_the_steps_is_named(
+    record: Record, reference: Reference, fault: Callable[[Record, dict[int, Result]], None], words: str
+):
+    known = results()
+    fault(record, known)
+    found = check_steps(record, known, reference)
+    assert words in found.sentence()
+    assert (found.kept, len(found.violations)) == (False, 1)
+
+
+def test_a_repeat_with_another_answer_is_named(record: Record):
+    assert check_repeats(record).kept
+    record.repeated.append((3, TrainAnswer(LOSSES[2], 4)))
+    assert "step 3 was answered with" in check_repeats(record).sentence()
+
+
+# ---- versions ----
+
+
+def test_faultless_versions_are_kept(reference: Reference):
+    assert check_versions(manifests(), 3, reference).kept
+
+
+@pytest.mark.parametrize(
+    ("change", "current", "words"),
+    [
+        ({"sha256": sha(9)}, 3, f"version 2 of step 2 has sha256 {sha(9)[:12]}…, without faults it is {sha(2)[:12]}…"),
+        ({"step": 1, "sha256": sha(1)}, 3, "the versions are of the steps 0-1, 1, 3"),
+        ({}, 2, "CURRENT names 2, the last version is 3"),
+    ],
+)
+def test_a_fault_in_the_versions_is_named(reference: Reference, change: dict[str, object], current: int, words: str):
+    every = manifests()
+    every[2] = dataclasses.replace(every[2], **change)  # type: ignore[arg-type]
+    found = check_versions(every, current, reference)
+    assert words in found.sentence()
+    assert len(found.violations) == 1
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightsStore:
+    store = WeightsStore(tmp_path / "weights")
+    for step in range(2):
+
+        def write(folder: Path, step: int = step) -> None:
+            save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors")
+
+        store.add(write, run_id="run", step=step, parent=None, epoch=1)
+    return store
+
+
+def test_a_torn_version_is_named(store: WeightsStore):
+    assert check_whole(store).sentence() == "kept    no version is torn (2 checked)"
+    path = store.folder(1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    assert check_whole(store).violations[0].startswith("version 1: cannot read model.safetensors")
+
+
+def test_a_changed_byte_is_named(store: WeightsStore):
+    path = store.folder(1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert "version 1: model.safetensors has sha256" in check_whole(store).violations[0]
+
+
+def test_a_version_without_a_manifest_is_torn(store: WeightsStore):
+    (store.folder(1) / "manifest.json").unlink()
+    assert check_whole(store).violations == ["version 1 is not in the weights store"]
+
+
+# ---- scores ----
+
+
+def test_faultless_scores_are_kept(record: Record, reference: Reference):
+    assert check_scores(record, STEPS_OF, reference).sentence() == "kept    no reward or value was wrong (4 checked)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (served(2, value=2e-5), "values of probe 0 by version 2: off by 2e-05"),
+        (served(2, value=float("nan")), "values of probe 0 by version 2: off by nan"),
+        (served(2, reward=2e-5), "rewards of probe 0 by version 2: off by 2e-05"),
+        (dataclasses.replace(served(2), versions=(1,)), "values of probe 0 by version 1: off by 1"),
+        (dataclasses.replace(served(2), versions=(2, 3)), "probe 0 was scored by the versions (2, 3)"),
+        (dataclasses.replace(served(2), versions=(7,)), "probe 0 was scored by the versions (7,)"),
+        (dataclasses.replace(served(2), values=b""), "values of probe 0 by version 2: 0 numbers, not 2"),
+    ],
+)
+def test_a_wrong_score_is_named(record: Record, reference: Reference, answer: Served, words: str):
+    record.served[answer] += 1
+    assert check_scores(record, STEPS_OF, reference).violations == [words]
+
+
+def test_last_bits_may_differ(record: Record, reference: Reference):
+    """A longer row in the same forward changes them."""
+    record.served[served(1, value=1e-6, reward=1e-6)] += 1
+    assert check_scores(record, STEPS_OF, reference).kept
+
+
+def test_an_old_version_after_a_newer_answer_is_named(record: Record):
+    assert check_freshness(record).kept
+    record.stale.append((4.25, 2, 3))
+    assert check_freshness(record).violations == [
+        "at 4.2 s a row was scored by version 2, after version 3 had been answered"
+    ]
+
+
+# ---- the rest ----
+
+
+def test_a_checkpoint_is_compared_tensor_by_tensor(reference: Reference, tmp_path: Path):
+    last = tmp_path / "3"
+    shutil.copytree(reference.checkpoint, last)
+    assert check_checkpoint(last, reference).kept
+    save_file({"exp_avg/w": torch.tensor([0.0, 0.0, 1e-30])}, last / "optimizer.safetensors")
+    assert check_checkpoint(last, reference).violations == ["optimizer.safetensors: exp_avg/w differs"]
+    save_file({"other": torch.zeros(3)}, last / "optimizer.safetensors")
+    assert len(check_checkpoint(last, reference).violations) == 2
+    (last / "optimizer.safetensors").unlink()
+    assert check_checkpoint(last, reference).violations == ["3/optimizer.safetensors is missing"]
+
+
+def test_what_is_left_behind_is_named():
+    assert check_order([], []).kept
+    assert check_order(["process 7: stub"], ["the sidecar ended"]).violations == [
+        "process 7: stub",
+        "the sidecar ended",
+    ]
+
+
+def test_a_victim_that_was_missed_is_named():
+    plan = [("sidecar", "verify"), ("critic", "idle")]
+    kills = [{"victim": victim, "point": point, "hit": True} for victim, point in plan]
+    assert check_coverage(kills, plan).kept
+    kills[1]["hit"] = False
+    assert check_coverage(kills, plan).violations == [
+        "no kill hit the victim 'critic'", "no kill hit the point 'idle'",
+    ]  # fmt: skip
+
+
+def test_a_promise_about_nothing_is_not_kept(reference: Reference):
+    assert check_scores(Record(), STEPS_OF, reference).violations == ["there was nothing to check"]

@@ -1,0 +1,89 @@
+"""What requests saw in windows of time: their latencies, and the longest silence between two answers.
+Given: when requests began and ended, windows as (begin, end), all in seconds of one clock. Returns: milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Window = tuple[float, float]
+PERCENTILE = 99
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Requests that were answered, in order of their answers."""
+
+    start: np.ndarray
+    """float64 `[n]`, seconds."""
+    end: np.ndarray
+    """float64 `[n]`, seconds, ascending."""
+    version: np.ndarray
+    """int64 `[n]`, of the weights that answered."""
+
+    @classmethod
+    def of(cls, raw: dict[str, Any]) -> Samples:
+        """From `start_s`, `latency_ms` and `version`, as result.json has them."""
+        start = np.asarray(raw["start_s"], np.float64)
+        end = start + np.asarray(raw["latency_ms"], np.float64) / 1e3
+        order = np.argsort(end, kind="stable")
+        return cls(start[order], end[order], np.asarray(raw["version"], np.int64)[order])
+
+    @property
+    def latency_ms(self) -> np.ndarray:
+        """float64 `[n]`."""
+        return (self.end - self.start) * 1e3
+
+    def under_way(self, windows: Sequence[Window]) -> np.ndarray:
+        """Latencies (ms) of the requests that were under way at some moment of some window, each counted once."""
+        chosen = np.zeros(self.start.size, bool)
+        for begin, end in windows:
+            chosen |= (self.end >= begin) & (self.start <= end)
+        return self.latency_ms[chosen]
+
+    def longest_silences(self, windows: Sequence[Window], *, margin_s: float) -> list[float]:
+        """For each window, widened by `margin_s`: the longest time (ms) between two answers that reaches into it.
+
+        Not cut at the window's edges, so that a pause counts whole. For clients in a closed loop: some request is
+        under way at any time.
+        """
+        return [self._silence_ms(begin - margin_s, end + margin_s) for begin, end in windows]
+
+    def _silence_ms(self, begin: float, end: float) -> float:
+        first = max(0, int(np.searchsorted(self.end, begin)) - 1)
+        last = int(np.searchsorted(self.end, end, side="right"))
+        between = np.diff(self.end[first : last + 1])
+        return float(between.max() * 1e3) if between.size else 0.0
+
+
+def p99(latencies: np.ndarray) -> float | None:
+    """The 99th percentile; None of nothing."""
+    return float(np.percentile(latencies, PERCENTILE)) if latencies.size else None
+
+
+def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: float, seed: int = 0) -> list[Window]:
+    """As many windows as `like`, each as long as one of them, at random places of `quiet` where nothing happened.
+
+    They choose requests by the same rule: long requests are more likely to be under way in any window.
+    """
+    generator = np.random.default_rng(seed)
+    found = []
+    for begin, end in like:
+        length = end - begin
+        rooms = [(b + margin_s, e - margin_s - length) for b, e in quiet if e - b > length + 2 * margin_s]
+        if not rooms:
+            continue
+        sizes = np.asarray([e - b for b, e in rooms])
+        room = rooms[int(generator.choice(len(rooms), p=sizes / sizes.sum()))]
+        start = float(generator.uniform(*room))
+        found.append((start, start + length))
+    return found
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """`one / other`; None where either is unknown or the other is 0."""
+    return one / other if one is not None and other else None
