@@ -313,12 +313,19 @@ def start_sidecar(run: LiveRun, *arguments: str) -> Child:
 
 
 def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Have the server load `model` with its active configuration, changed by `change`."""
-    from tritonclient.grpc import InferenceServerClient as GrpcClient
+    """Have the server load `model` with its rendered configuration, changed by `change`.
 
+    Not with its active one: tests that share a server do not inherit each other's settings.
+    """
+    from google.protobuf import json_format, text_format
+    from tritonclient.grpc import InferenceServerClient as GrpcClient
+    from tritonclient.grpc import model_config_pb2
+
+    rendered = (run.config.run.repository_dir / model / "config.pbtxt").read_text()
+    message = text_format.Parse(rendered, model_config_pb2.ModelConfig())
+    config = json.loads(json_format.MessageToJson(message, preserving_proto_field_name=True))
+    change(config)
     with GrpcClient(run.config.server.grpc_url) as control:
-        config = control.get_model_config(model, as_json=True)["config"]
-        change(config)
         control.load_model(model, config=json.dumps(config), client_timeout=120.0)
 
 

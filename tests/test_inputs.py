@@ -212,7 +212,6 @@ def test_a_request_that_waited_too_long_is_503(finished: FinishedRun) -> None:
     def hurry(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"]["string_value"] = "1"
         config["parameters"]["queue_timeout_s"]["string_value"] = "0.02"
-        config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 0
 
     reload_model(finished.run, REWARD_MODEL, hurry)
     rows = random_rows([POSITIONS] * 600, seed=9)

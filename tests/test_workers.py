@@ -21,7 +21,6 @@ def set_parameters(finished: FinishedRun, **values: str) -> None:
     def change(config: dict[str, Any]) -> None:
         for name, value in values.items():
             config["parameters"][name]["string_value"] = value
-        config["dynamic_batching"].setdefault("default_queue_policy", {})["max_queue_size"] = 0
 
     reload_model(finished.run, REWARD_MODEL, change)
 
@@ -30,7 +29,7 @@ def set_parameters(finished: FinishedRun, **values: str) -> None:
 def test_rows_of_many_requests_are_scored_right_by_any_number_of_workers(
     finished: FinishedRun, checkpoints: Checkpoints, workers: str
 ) -> None:
-    set_parameters(finished, workers=workers, token_budget="200", queue_timeout_s="0")
+    set_parameters(finished, workers=workers, token_budget="200")
     generator = np.random.default_rng(7)
     batches = [random_rows(generator.integers(1, POSITIONS + 1, count).tolist(), seed=count) for count in range(1, 25)]
     answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs(rows)) for rows in batches])
@@ -40,7 +39,7 @@ def test_rows_of_many_requests_are_scored_right_by_any_number_of_workers(
 
 
 def test_a_short_request_passes_a_long_one_that_came_before(finished: FinishedRun) -> None:
-    set_parameters(finished, workers="1", token_budget="1", queue_timeout_s="0")
+    set_parameters(finished, workers="1", token_budget="1")
     long = scoring_inputs(random_rows([POSITIONS] * 900, seed=1))
     short = scoring_inputs(random_rows([9], seed=2))
     order: list[str] = []
