@@ -1,16 +1,14 @@
 """The wire contract: model names, tensors, dtypes and shapes, and the checks of every request.
 Given: the numpy arrays of one request. Returns: validated frozen requests, or a `ContractError` naming field and value.
-numpy only: whoever crosses a process boundary imports this, and nothing heavier.
+numpy only: whoever crosses a process boundary imports this, and nothing heavier. Training has `training_payload`.
 
 `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,39 +81,6 @@ class ScoringRows:
 
 
 @dataclass(frozen=True)
-class TrainPayload:
-    """One training payload, unpadded and packed row after row.
-
-    `tokens` int64 `[T]`; `lengths` int64 `[N]`, summing to T; `returns`, `prev_values`, `mask` float32 `[T-N]`:
-    entry t of a row belongs to the value at its token t, for all tokens of the row but the last.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    returns: np.ndarray
-    prev_values: np.ndarray
-    mask: np.ndarray
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The fields by their wire names (`sequence_lengths` for `lengths`)."""
-        return {
-            TOKENS: self.tokens,
-            SEQUENCE_LENGTHS: self.lengths,
-            RETURNS: self.returns,
-            PREV_VALUES: self.prev_values,
-            MASK: self.mask,
-        }
-
-    def digest(self) -> str:
-        """sha256 over names, dtypes, shapes and bytes: the content's identity, however it was padded on the wire."""
-        state = hashlib.sha256()
-        for name, array in sorted(self.arrays().items()):
-            state.update(f"{name}:{array.dtype.str}:{array.shape};".encode())
-            state.update(np.ascontiguousarray(array).data)  # no copy, and other threads run meanwhile
-        return state.hexdigest()
-
-
-@dataclass(frozen=True)
 class Limits:
     """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, limited sentences."""
 
@@ -144,14 +109,14 @@ def scoring_rows(
     """
     if tokens is None:
         raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
-    _expect_integers(TOKENS, tokens)
+    expect_integers(TOKENS, tokens)
     if tokens.ndim != 2:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
     rows, width = tokens.shape
     if rows == 0:  # an answer without rows would never be sent
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
-    sizes = np.full(rows, width, np.int64) if lengths is None else _row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
-    prompts = None if prompt_lengths is None else _row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
+    sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
+    prompts = None if prompt_lengths is None else row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
     cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
     for i, row in enumerate(cut):
         check_row(row, i, limits)
@@ -170,35 +135,6 @@ def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
         raise ContractError(
             f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
         )
-
-
-def train_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> TrainPayload:
-    """Check a training payload, padded `[N, S]` or packed `[1, T]`, and pack it.
-
-    Padded rows without `sequence_lengths` end at the token after their last masked position: what lies behind it
-    cannot reach a causal critic's loss. A row whose mask is all 0 keeps one position and trains nothing.
-
-    Raises:
-        ContractError: a field is missing, has the wrong dtype or shape, or holds NaN, infinity or a bad token.
-    """
-    tokens, lengths = arrays.get(TOKENS), arrays.get(SEQUENCE_LENGTHS)
-    if tokens is None:
-        raise ContractError(f"{TOKENS}: missing")
-    _expect_integers(TOKENS, tokens)
-    if tokens.ndim != 2 or 0 in tokens.shape:
-        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [N, S], or [1, T] with {SEQUENCE_LENGTHS}")
-    if _is_packed(tokens, lengths):
-        payload = _packed(tokens, np.asarray(lengths), arrays, limits)
-    else:
-        payload = _padded(tokens, lengths, arrays, limits)
-    if limits.max_length is not None and payload.lengths.max() > limits.max_length:
-        row = int(payload.lengths.argmax())
-        raise ContractError(
-            f"{TOKENS}[{row}]: {int(payload.lengths[row])} tokens, the model has {limits.max_length} positions"
-        )
-    if not payload.mask.any():
-        raise ContractError(f"{MASK}: all 0, there is nothing to train")
-    return payload
 
 
 def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
@@ -223,7 +159,7 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
     """The number in an integer `[1]` tensor, or None. Raises ContractError below `minimum`."""
     if array is None or array.size == 0:
         return None
-    _expect_integers(name, array)
+    expect_integers(name, array)
     _expect_one(name, array)
     value = int(array.reshape(-1)[0])
     if value < minimum:
@@ -235,7 +171,7 @@ def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
     """The numbers in an integer `[K]` tensor, ascending, each once; None if absent. Raises ContractError below 0."""
     if array is None:
         return None
-    _expect_integers(name, array)
+    expect_integers(name, array)
     if array.ndim != 1:
         raise ContractError(f"{name}: shape {list(array.shape)}, must be [K]")
     bad = np.flatnonzero(array < 0)
@@ -287,7 +223,7 @@ def _decode(name: str, item: Any) -> str:
         raise ContractError(f"{name}: not UTF-8: {error}") from error
 
 
-def _expect_integers(name: str, array: np.ndarray) -> None:
+def expect_integers(name: str, array: np.ndarray) -> None:
     if array.dtype not in (np.int64, np.int32):
         raise ContractError(f"{name}: dtype {array.dtype}, must be int64 or int32")
 
@@ -297,9 +233,9 @@ def _expect_one(name: str, array: np.ndarray) -> None:
         raise ContractError(f"{name}: shape {list(array.shape)}, must be [1]")
 
 
-def _expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> None:
+def expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> None:
     """Of the first `sizes[i]` tokens of each row i: what lies behind them may be anything."""
-    if tokens.min() >= 0 and tokens.max() < limits.vocab_size:  # nearly always, padding included
+    if int(tokens.view(f"u{tokens.itemsize}").max()) < limits.vocab_size:  # nearly always, padding included; below 0
         return
     inside = np.arange(tokens.shape[1])[None] < sizes[:, None]
     bad = np.flatnonzero(((tokens < 0) | (tokens >= limits.vocab_size)) & inside)
@@ -310,9 +246,9 @@ def _expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) ->
         )
 
 
-def _row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarray) -> np.ndarray:
+def row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarray) -> np.ndarray:
     """Lengths int64 `[rows]`, each between 1 and `most` (one number, or one for each row)."""
-    _expect_integers(name, lengths)
+    expect_integers(name, lengths)
     if lengths.shape not in ((rows, 1), (rows,)):
         raise ContractError(f"{name}: shape {list(lengths.shape)}, must be [{rows}, 1]")
     sizes = lengths.reshape(-1).astype(np.int64)
@@ -322,64 +258,3 @@ def _row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarr
         limit = int(np.broadcast_to(most, rows)[row])
         raise ContractError(f"{name}[{row}]: {int(sizes[row])}, must be between 1 and the {limit} tokens sent")
     return sizes
-
-
-def _is_packed(tokens: np.ndarray, lengths: np.ndarray | None) -> bool:
-    return tokens.shape[0] == 1 and lengths is not None and lengths.size > 1
-
-
-def _packed(
-    tokens: np.ndarray, lengths: np.ndarray, arrays: Mapping[str, np.ndarray | None], limits: Limits
-) -> TrainPayload:
-    _expect_vocabulary(tokens, np.asarray([tokens.shape[1]]), limits)
-    sizes = _row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, tokens.shape[1])
-    if sizes.sum() != tokens.shape[1]:
-        raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {tokens.shape[1]}")
-    shape = (1, tokens.shape[1] - len(sizes))
-    fields = [_targets(name, arrays.get(name), shape).reshape(-1) for name in (RETURNS, PREV_VALUES, MASK)]
-    return TrainPayload(tokens.reshape(-1).astype(np.int64, copy=False), sizes, *fields)
-
-
-def _padded(
-    tokens: np.ndarray, lengths: np.ndarray | None, arrays: Mapping[str, np.ndarray | None], limits: Limits
-) -> TrainPayload:
-    rows, width = tokens.shape
-    if width < 2:
-        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, a row needs at least 2 tokens to be trained on")
-    fields = [_targets(name, arrays.get(name), (rows, width - 1)) for name in (RETURNS, PREV_VALUES, MASK)]
-    mask = fields[2]
-    if lengths is None:
-        last = np.where(mask.any(axis=1), width - 2 - np.argmax(mask[:, ::-1] != 0, axis=1), 0)
-        sizes = last.astype(np.int64) + 2
-    else:
-        sizes = _row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
-        outside = np.flatnonzero((mask != 0) & (np.arange(width - 1)[None] >= sizes[:, None] - 1))
-        if outside.size:
-            row, column = (int(i) for i in np.unravel_index(int(outside[0]), mask.shape))
-            raise ContractError(
-                f"{MASK}[{row}, {column}]: {mask[row, column]:g}, but the sequence has {sizes[row]} tokens"
-            )
-    _expect_vocabulary(tokens, sizes, limits)
-    ends = sizes.tolist()
-    packed_tokens = np.concatenate([row[:end] for row, end in zip(tokens, ends, strict=True)])
-    packed = [np.concatenate([row[: end - 1] for row, end in zip(field, ends, strict=True)]) for field in fields]
-    return TrainPayload(packed_tokens.astype(np.int64, copy=False), sizes, *packed)
-
-
-def _targets(name: str, array: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
-    if array is None:
-        raise ContractError(f"{name}: missing")
-    if array.dtype != np.float32:
-        raise ContractError(f"{name}: dtype {array.dtype}, must be float32")
-    if array.shape != shape:
-        raise ContractError(
-            f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS} in each row)"
-        )
-    finite = np.isfinite(array)
-    if not finite.all():
-        row, column = (int(i) for i in np.unravel_index(int(np.argmin(finite)), shape))
-        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]}, must be finite")
-    if name == MASK and (array < 0).any():
-        row, column = (int(i) for i in np.unravel_index(int(np.argmax(array < 0)), shape))
-        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]:g}, must not be negative")
-    return array

@@ -23,11 +23,11 @@ from python_backend.contract import (
     WEIGHTS_VERSION,
     Limits,
     step_identity,
-    train_payload,
 )
 from python_backend.journal import Entry, Result
 from python_backend.journal_model import JournalModel
 from python_backend.serving import Call
+from python_backend.training_payload import sent_payload
 from python_backend.weights import CONFIG_FILE, FIRST_VERSION, WeightsStore
 
 
@@ -47,9 +47,9 @@ class TritonPythonModel(JournalModel):
 
     def accept(self, call: Call) -> Entry:
         names = (TOKENS, SEQUENCE_LENGTHS, RETURNS, PREV_VALUES, MASK)
-        payload = train_payload({name: call.array(name) for name in names}, self._limits)
+        sent = sent_payload({name: call.array(name) for name in names}, self._limits)
         run_id, step = step_identity(call.array(RUN_ID), call.array(STEP))
-        return self.journal.accept_training(payload, run_id=run_id, step=step)
+        return self.journal.accept_training(sent.packed(), run_id=run_id, step=step, check=sent.check)
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
         return {

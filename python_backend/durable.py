@@ -10,11 +10,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+
+MOST_PARTS = os.sysconf("SC_IOV_MAX")  # of one call of writev
 
 
 def sync_directory(folder: Path) -> None:
@@ -115,17 +117,29 @@ def _write_beside(
 ) -> Path:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.writelines(parts)
+        with temporary.open("wb", buffering=0) as file:
+            _write_all(file.fileno(), parts)
             if first is not None:
-                file.flush()
                 os.fsync(file.fileno())  # what takes long; the one below has a single block left
                 file.seek(0)
-                file.write(first())
+                _write_all(file.fileno(), [first()])
             if durable:
-                file.flush()
                 os.fsync(file.fileno())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return temporary
+
+
+def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write `parts` at the file's position, many at a time and without copying them into one piece."""
+    left = [memoryview(part).cast("B") for part in parts if len(part)]
+    while left:
+        written = os.writev(descriptor, left[:MOST_PARTS])
+        done = 0
+        while done < len(left) and written >= len(left[done]):
+            written -= len(left[done])
+            done += 1
+        left = left[done:]
+        if written:  # the disk took a part of one
+            left[0] = left[0][written:]

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.contract import StepConflict, TrainPayload
+from python_backend.contract import StepConflict
 from python_backend.durable import create_file, read_json, remove_folder, replace_file, write_json
 from python_backend.journal_entry import (
     DamagedEntry,
@@ -35,6 +35,7 @@ from python_backend.journal_entry import (
     read_training_file,
 )
 from python_backend.journal_file import TrainingFile
+from python_backend.training_payload import TrainPayload
 
 KEPT_RESULTS = 1000
 DAMAGED = "damaged"  # in place of a digest that nobody can tell
@@ -68,15 +69,30 @@ class Journal:
 
     # ---- writers: inside tritonserver ----
 
-    def accept_training(self, payload: TrainPayload, *, run_id: str | None, step: int | None) -> Entry:
+    def accept_training(
+        self,
+        payload: TrainPayload,
+        *,
+        run_id: str | None,
+        step: int | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Entry:
         """Write a training step durably and return its entry (the existing one if it was sent before).
+
+        `check` runs while the file is written; what it raises goes to the caller, and nothing was accepted.
 
         Raises:
             StepConflict: other run, other content under a known step, a gap, or a rewind under way.
             OSError: the disk refuses; nothing was accepted.
         """
         self._check_run(run_id)
-        file = TrainingFile(payload)
+        file = TrainingFile(payload, check)
+        try:
+            return self._accept(file, step)
+        finally:
+            file.check()  # says more than a step that does not fit
+
+    def _accept(self, file: TrainingFile, step: int | None) -> Entry:
         while True:
             last = self.last_step()
             if step is not None and step <= last:

@@ -11,7 +11,8 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, TrainPayload
+from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+from python_backend.training_payload import TrainPayload
 
 Kind = Literal["train", "save", "rewind"]
 DIGEST = "digest"

@@ -1,44 +1,51 @@
-"""A training entry's file while it is written: its digest is computed meanwhile.
-Given: a payload. Returns: the parts of a safetensors file, and the header that goes over the first one at the end.
-A digest takes about as long as writing does; the arrays are never copied into one piece.
+"""A training entry's file while it is written: its content is checked and its digest computed meanwhile.
+Given: a payload. Returns: the parts of a safetensors file, and the header that goes over the first one at the
+end. A digest takes about as long as writing does; the arrays are never copied into one piece.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from python_backend.contract import TrainPayload
 from python_backend.journal_entry import DIGEST
+from python_backend.training_payload import TrainPayload, content_digest, field_digest
 
 DTYPES = {"float32": "F32", "int64": "I64"}
 UNKNOWN_DIGEST = "0" * 64
+BESIDE = ThreadPoolExecutor(3, "journal-file")  # the thread that writes mostly waits for the disk
 
 
 class TrainingFile:
     """The safetensors file of one payload, with `digest` in its metadata."""
 
-    def __init__(self, payload: TrainPayload) -> None:
+    def __init__(self, payload: TrainPayload, check: Callable[[], None] = lambda: None) -> None:
+        """`check`: raises if the content is not to be accepted; runs while the file is written."""
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
-        beside = ThreadPoolExecutor(1, "digest")
-        self._digest = beside.submit(payload.digest)
-        beside.shutdown(wait=False)
+        largest_first = sorted(self._arrays.items(), key=lambda item: -item[1].nbytes)
+        self._digests = {name: BESIDE.submit(field_digest, array) for name, array in largest_first}
+        self._checked = BESIDE.submit(check)
+
+    def check(self) -> None:
+        """Wait for the check; raises what it raised."""
+        self._checked.result()
 
     @property
     def digest(self) -> str:
-        """The payload's digest; waits for it."""
-        return self._digest.result()
+        """The content's digest; waits for it."""
+        return content_digest({name: digest.result() for name, digest in self._digests.items()})
 
     def parts(self) -> list[bytes | memoryview]:
         """Header and arrays, in order; the header has no digest yet."""
         return [header(self._arrays, {DIGEST: UNKNOWN_DIGEST}), *(array.data for array in self._arrays.values())]
 
     def header(self) -> bytes:
-        """The header with the digest, as long as the first of `parts`."""
+        """The header with the digest, as long as the first of `parts`. Raises what `check` raises."""
+        self.check()
         return header(self._arrays, {DIGEST: self.digest})
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,19 +103,13 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
     Raises:
         CheckpointError: another architecture, or names or shapes that differ.
     """
-    with torch.device("meta"):
-        module = type(model)(copy.deepcopy(model.config))
-        if head_of(model).bias is not None:  # the class may have none, and the checkpoint it started from one
-            head_of(module).bias = torch.nn.Parameter(torch.empty(1))
     _check_same_architecture(model.config, info.folder)
+    # Building the class anew costs a serving process five times as much of the interpreter. The copy shares every
+    # tensor: the strict assignment replaces those of the checkpoint, and computed ones (rotary frequencies) stay.
+    module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     tensors = map_tensors(info.files)
     _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, info.folder)
-    # Buffers outside the state dict (rotary frequencies) are computed from the configuration: same ones.
-    for (owner, name), buffer in _unsaved_buffers(model).items():
-        module.get_submodule(owner)._buffers[name] = buffer
-    for mine, theirs in zip(module.parameters(), model.parameters(), strict=True):
-        mine.requires_grad_(theirs.requires_grad)  # what torch.compile made for the one serves the other
     return module.to(model.device)
 
 
@@ -180,18 +176,27 @@ def _read_one(info: CheckpointInfo, name: str) -> Tensor:
 
 def _check_same_architecture(config: Any, folder: Path) -> None:
     try:
-        theirs = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        theirs = _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
-    if theirs.model_type != config.model_type:
-        raise CheckpointError(f"{folder} is a {theirs.model_type} model, the served critic is {config.model_type}")
-    mine, other = config.to_dict(), theirs.to_dict()
-    for key in sorted({*mine, *other} - NOT_ARCHITECTURE):
-        if mine.get(key) != other.get(key):  # the same shapes may mean another forward: heads, rotary base, norms
+    mine = config.to_dict()
+    if theirs["model_type"] != mine["model_type"]:
+        raise CheckpointError(f"{folder} is a {theirs['model_type']} model, the served critic is {mine['model_type']}")
+    for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
+        if mine.get(key) != theirs.get(key):  # the same shapes may mean another forward: heads, rotary base, norms
             raise CheckpointError(
-                f"{folder}: {key} in {CONFIG_FILE} is {other.get(key)!r}, of the served critic {mine.get(key)!r}; "
+                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, of the served critic {mine.get(key)!r}; "
                 "another architecture comes in by a reload through Triton"
             )
+
+
+@functools.lru_cache(maxsize=4)
+def _read_architecture(text: str) -> dict[str, Any]:
+    """All keys of a config.json; version after version it says the same."""
+    given = json.loads(text)
+    if not isinstance(given, dict) or "model_type" not in given:
+        raise ValueError("it names no model_type")
+    return AutoConfig.for_model(**given).to_dict()
 
 
 def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -200,12 +205,3 @@ def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: P
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder} does not fit the served critic: {reason[:400]}") from error
-
-
-def _unsaved_buffers(module: torch.nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    return {
-        (owner, name): buffer
-        for owner, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if name in part._non_persistent_buffers_set and buffer is not None
-    }

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tiny_checkpoints import VOCAB
 
 from python_backend.config import RunConfig
-from python_backend.contract import TrainPayload
 from python_backend.journal import Entry, Journal, Result
 from python_backend.serving_records import ServingRecord
+from python_backend.training_payload import TrainPayload
 from python_backend.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.sidecar import Sidecar

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from python_backend.config import TrainerSection
-from python_backend.contract import SEQUENCE_LENGTHS, TOKENS, Limits, train_payload
+from python_backend.contract import SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.journal import Journal
+from python_backend.training_payload import train_payload
 from tools.bench_reload import main, parse_arguments
 from tools.bench_reload_journal import _one, bare_write_ms, make_arrays
 from tools.bench_reload_locked import LockedCritic

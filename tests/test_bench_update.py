@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from python_backend.contract import TrainPayload
+from python_backend.training_payload import TrainPayload
 from tools.bench_update import computed_tokens, contenders_of, main, make_payload, padded_payload, ratio
 
 

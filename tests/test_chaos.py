@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from python_backend.config import RunConfig, load_config
-from python_backend.contract import Limits, train_payload
+from python_backend.contract import Limits
 from python_backend.journal import Heartbeat, Journal
+from python_backend.training_payload import train_payload
 from tools.chaos import main
 from tools.chaos_points import NOTHING, POINTS, VICTIMS, Points, plan_kills
 from tools.chaos_summary import kills_with_recovery, outages, summary

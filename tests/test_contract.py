@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from python_backend import contract
-from python_backend.contract import ContractError, Limits, TrainPayload, scoring_rows, train_payload
+from python_backend.contract import ContractError, Limits, scoring_rows
+from python_backend.training_payload import TrainPayload, train_payload
 
 LIMITS = Limits(vocab_size=10, max_length=6)
 TOKENS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]])

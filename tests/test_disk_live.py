@@ -25,8 +25,9 @@ from live_system import (
 )
 from small_disk import small_disk
 
-from python_backend.contract import CRITIC, CRITIC_TRAIN, train_payload
+from python_backend.contract import CRITIC, CRITIC_TRAIN
 from python_backend.modeling import load_critic, save_critic
+from python_backend.training_payload import train_payload
 from python_backend.weights import WEIGHTS_FILE, sha256_of
 from trainer.critic_update import CriticUpdate
 

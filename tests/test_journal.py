@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from python_backend.contract import StepConflict, TrainPayload
+from python_backend.contract import StepConflict
 from python_backend.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, JournalLocked, Result
+from python_backend.training_payload import TrainPayload
 
 
 def payload(value: float = 0.0) -> TrainPayload:

@@ -9,10 +9,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from python_backend.contract import TrainPayload
+from python_backend.contract import ContractError, Limits
 from python_backend.durable import create_file
 from python_backend.journal import Journal
 from python_backend.journal_file import TrainingFile
+from python_backend.training_payload import TrainPayload, sent_payload
 
 
 def payload(*lengths: int) -> TrainPayload:
@@ -61,3 +62,28 @@ def test_arrays_that_are_not_contiguous_are_the_same_entry(tmp_path: Path):
     entry = journal.accept_training(strided, run_id=None, step=1)
     assert journal.accept_training(plain, run_id=None, step=1) == entry
     assert np.array_equal(journal.load(entry)[0].tokens, plain.tokens)
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_content_that_is_refused_is_not_accepted_whatever_its_step(step: int, tmp_path: Path):
+    """The check runs while the file is written: a step that is new, one known, and one that does not fit."""
+    journal = Journal(tmp_path, "test")
+    journal.accept_training(payload(4, 4), run_id=None, step=1)
+
+    def refuse() -> None:
+        raise ContractError("returns[0, 1]: nan, must be finite")
+
+    with pytest.raises(ContractError, match="must be finite"):
+        journal.accept_training(payload(7, 3), run_id=None, step=step, check=refuse)
+    assert [path.name for path in (tmp_path / "test" / "entries").iterdir()] == ["00000001.train"]
+
+
+def test_rows_without_padding_are_not_copied_and_mean_the_same():
+    tokens = np.arange(12).reshape(3, 4)
+    targets = np.arange(9, dtype=np.float32).reshape(3, 3)
+    arrays = {"tokens": tokens, "returns": targets, "prev_values": targets, "mask": np.ones_like(targets)}
+    full = sent_payload(arrays, Limits(100)).packed()
+    assert np.shares_memory(full.tokens, tokens)
+    assert np.shares_memory(full.returns, targets)
+    wide = {name: np.pad(array, ((0, 0), (0, 2))) for name, array in arrays.items()}
+    assert sent_payload(wide, Limits(100)).packed().digest() == full.digest()

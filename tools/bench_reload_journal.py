@@ -16,18 +16,10 @@ import numpy as np
 
 from python_backend.allocator import use_allocator
 from python_backend.config import TrainerSection
-from python_backend.contract import (
-    MASK,
-    PREV_VALUES,
-    RETURNS,
-    SEQUENCE_LENGTHS,
-    TOKENS,
-    Limits,
-    TrainPayload,
-    train_payload,
-)
+from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.durable import sync_directory
 from python_backend.journal import Journal
+from python_backend.training_payload import TrainPayload, sent_payload, train_payload
 from tools.bench_reload_stage import RUN_ID, Stage, on_core
 from tools.bench_reload_windows import ratio
 from tools.bench_report import Bar
@@ -76,9 +68,9 @@ def _one(
     journal: Journal, arrays: Mapping[str, np.ndarray], limits: Limits, step: int, folder: Path
 ) -> dict[str, float]:
     start = time.perf_counter()
-    payload = train_payload(arrays, limits)
+    sent = sent_payload(arrays, limits)  # as critic_train does, which checks the content while it is written
     checked = time.perf_counter()
-    entry = journal.accept_training(payload, run_id=RUN_ID, step=step)
+    entry = journal.accept_training(sent.packed(), run_id=RUN_ID, step=step, check=sent.check)
     accepted = time.perf_counter()
     (written,) = folder.rglob(entry.name)
     data = written.read_bytes()
@@ -136,7 +128,7 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 def bars(summary: dict[str, Any]) -> list[Bar]:
     """The promises of part e; an update alone is less than a PPO step, so the share is less than what is shown."""
     detail = (
-        f"check {summary['check_ms']:,.1f} ms + journal {summary['journal_ms']:,.1f} ms against "
+        f"form {summary['check_ms']:,.1f} ms + content and journal {summary['journal_ms']:,.1f} ms against "
         f"{summary['bare_ms']:,.1f} ms for {summary['bytes'] / 1e6:,.1f} MB; n {summary['n']}"
     )
     update = f"of a {summary['model']} critic's update with as many tokens, {summary['update_s']:,.1f} s"

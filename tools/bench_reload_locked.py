@@ -32,9 +32,9 @@ from python_backend.contract import (
     TOKENS,
     VALUES,
     WEIGHTS_VERSION,
-    train_payload,
 )
 from python_backend.modeling import load_critic, quiet_transformers
+from python_backend.training_payload import train_payload
 from trainer.critic_update import CriticUpdate
 
 PAYLOAD = (TOKENS, SEQUENCE_LENGTHS, RETURNS, PREV_VALUES, MASK)

@@ -20,7 +20,7 @@ import numpy as np
 from python_backend.allocator import use_allocator
 from python_backend.batching import plan_micro_batches
 from python_backend.config import TrainerSection
-from python_backend.contract import TrainPayload
+from python_backend.training_payload import TrainPayload
 from tools.bench_machine import describe_machine, describe_versions, now_utc
 from tools.bench_trace import SEED, SIZES, make_checkpoint, make_trace
 

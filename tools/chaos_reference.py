@@ -43,9 +43,9 @@ def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, fo
     """Train `num_steps` batches from the store's version 0, in this process."""
     import torch
 
-    from python_backend.contract import train_payload
     from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
     from python_backend.sections import constants_of
+    from python_backend.training_payload import train_payload
     from trainer.checkpoint import CheckpointFolder, CheckpointState
     from trainer.critic_update import CriticUpdate
 

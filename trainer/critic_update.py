@@ -16,8 +16,8 @@ import torch
 from python_backend.batching import plan_micro_batches
 from python_backend.collation import collate
 from python_backend.config import TrainerSection
-from python_backend.contract import TrainPayload
 from python_backend.modeling import CriticModel
+from python_backend.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
