@@ -9,11 +9,10 @@ import json
 import logging
 from typing import Any
 
-from actor.checkpoint import critic_steps, load_checkpoint, save_checkpoint, saved_steps
+from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps
 from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics
-from actor.metrics import MetricsLog, read_jsonl, write_jsonl
-from actor.policy import Policy
+from actor.metrics import Metric, MetricsLog, read_jsonl, write_jsonl
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
@@ -27,13 +26,17 @@ logger = logging.getLogger(__name__)
 class Bookkeeper:
     """Writes down one run."""
 
-    def __init__(self, config: RunConfig, policy: Policy, client: TritonClient, *, num_prompts: int) -> None:
+    def __init__(
+        self, config: RunConfig, state: RunState, client: TritonClient, *, num_prompts: int, has_critic: bool
+    ) -> None:
         self._settings = config.actor
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
         self._run_id = config.run.identity
         self._checkpoints = config.run.dir / "checkpoints" / "actor"
-        self._policy = policy
+        self._state = state
+        self._policy = state.policy
+        self._has_critic = has_critic
         self._client = client
         self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
@@ -45,19 +48,20 @@ class Bookkeeper:
         self.version_steps: VersionSteps
 
     async def resume(self) -> int:
-        """Go back to the newest checkpoint and have the critic do the same; returns its step, 0 for a new run."""
+        """Go back to the newest checkpoint and have the critic, if any, do the same; returns its step, 0 if new."""
         step = max(saved_steps(self._checkpoints), default=0)
         critic_step = 0
         if step:
-            state = load_checkpoint(self._checkpoints, step, self._policy)
+            state = load_checkpoint(self._checkpoints, step, self._state)
             self._masked_samples = state["masked_samples"]
             critic_step = state.get("critic_step", step)
             logger.info("resuming from the checkpoint of step %d", step)
-        self.weights_version = await self._client.rewind(run_id=self._run_id, step=critic_step)
+        if self._has_critic:
+            self.weights_version = await self._client.rewind(run_id=self._run_id, step=critic_step)
+            logger.info("the critic stands at step %d and serves version %d", critic_step, self.weights_version)
         self.version_steps = VersionSteps(
             self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every
         )
-        logger.info("the critic stands at step %d and serves weights version %d", critic_step, self.weights_version)
         self._log = MetricsLog(self._dir, first_step=step + 1)
         return step
 
@@ -65,14 +69,13 @@ class Bookkeeper:
         """One line of metrics.jsonl."""
         scores = scored.scores
         self._masked_samples += int((~scores.scored).sum())
-        consumed = step * self._settings.rollout_size
-        metrics = rollout_metrics(scored, batch, kl_coef=self._settings.kl_coef)
+        consumed = step * self._settings.rollout_size // self._settings.responses_per_prompt
+        metrics = rollout_metrics(scored, batch, kl_coef=self._state.kl.coef)
         generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
         seconds = measured["timers/step_time"]
-        stale = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
         line = {
             **metrics,
-            **staleness_metrics(stale),
+            **self._staleness(scores, step),
             "train_rollouts/consumed_samples": consumed,
             "train_rollouts/epoch": consumed // self._num_prompts,
             "tokens_per_s": generated / seconds,
@@ -80,16 +83,22 @@ class Bookkeeper:
         }
         self._log.write(step, {**line, **measured})
         logger.info(
-            "step %d/%d: reward %.3f, KL %.2f nats, scored by weights version %d, %.1f s",
+            "step %d/%d: reward %.3f, KL %.2f nats%s, %.1f s",
             step, self._settings.steps, metrics["train_rollouts/rewards"],
-            metrics["train_rollouts/init_policy_kl_per_sequence"], metrics["train_rollouts/weights_version"], seconds,
+            metrics["train_rollouts/init_policy_kl_per_sequence"],
+            f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
         )  # fmt: skip
         _warn_of_failures(f"step {step}", scores)
-        if not batch.policy_mask.any():
+        if not batch.policy_weights.any():
             logger.warning(
                 "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
                 "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,
             )  # fmt: skip
+
+    def _staleness(self, scores: Scores, step: int) -> dict[str, Metric]:
+        if not self._has_critic:
+            return {}
+        return staleness_metrics(self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1))
 
     def log_validation(self, when: str, result: Validation) -> None:
         """Remember a validation and write its texts."""
@@ -101,7 +110,8 @@ class Bookkeeper:
         write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         write_json(self._dir / f"validation_{when}.json", line)
-        self._log.chart({f"val_rollouts/{name}": value for name, value in line.items()}, self._policy.optimizer_step)
+        charted = {f"val_rollouts/{name}": value for name, value in line.items() if value is not None}
+        self._log.chart(charted, self._policy.optimizer_step)
         logger.info("validation %s: reward %.3f, KL %.2f nats per sequence", when, result.reward, result.kl)
 
     def checkpoint(self, step: int) -> None:
@@ -110,8 +120,9 @@ class Bookkeeper:
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
             "critic_step": step, "weights_version": self.weights_version,
         }  # fmt: skip
-        save_checkpoint(self._checkpoints, self._policy, state, keep=self._settings.keep_checkpoints)
-        self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
+        save_checkpoint(self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints)
+        if self._has_critic:
+            self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
 
     async def _save_critic(self, step: int, keep_steps: list[int]) -> None:
         try:
@@ -140,7 +151,7 @@ class Bookkeeper:
             "ev_v0": before.get("explained_variance"),
             "ev_last": await self._explained_by_last(scorer),
             "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
-            "critic_updates": steps,
+            "critic_updates": steps if self._has_critic else 0,
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,
             "masked_samples": self._masked_samples,
@@ -153,7 +164,7 @@ class Bookkeeper:
     async def _explained_by_last(self, scorer: Scorer) -> float | None:
         """How well the last version explains the returns that version 0 was measured on: the same rollouts."""
         before = self._validations.get("before")
-        if before is None:  # a resumed run: its first part held them
+        if before is None or not self._has_critic:  # of a resumed run the first part held them
             return None
         scores = await scorer.values(before.rollout)
         return explained(before.rollout, before.scores.rewards, scores)

@@ -10,16 +10,28 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from actor.kl_control import KLControl
 from actor.policy import Policy
+from actor.reward_shaping import RewardShaper, RunningMoments
 from python_backend.durable import remove_folder, sweep, sync_directory, sync_file
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run is made of that changes from step to step, and so goes into its checkpoints."""
+
+    policy: Policy
+    shaper: RewardShaper
+    kl: KLControl
 
 
 def saved_steps(root: Path) -> list[int]:
@@ -35,15 +47,20 @@ def critic_steps(root: Path) -> list[int]:
     return [state["critic_step"] for state in states]
 
 
-def save_checkpoint(root: Path, policy: Policy, state: dict[str, Any], *, keep: int) -> None:
+def save_checkpoint(root: Path, run: RunState, state: dict[str, Any], *, keep: int) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the newest `keep`."""
+    policy = run.policy
+    state = {
+        **state, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
+        "reward_moments": run.shaper.moments.state(),
+    }  # fmt: skip
     root.mkdir(parents=True, exist_ok=True)
     staging = root / f".staging-{uuid.uuid4().hex}"
     staging.mkdir()
     try:
         policy.save(staging)
         save_file(_optimizer_tensors(policy), staging / OPTIMIZER_FILE)
-        (staging / STATE_FILE).write_text(json.dumps({**state, "optimizer_step": policy.optimizer_step}))
+        (staging / STATE_FILE).write_text(json.dumps(state))
         for path in staging.iterdir():
             sync_file(path)
         final = root / str(state["step"])
@@ -58,9 +75,9 @@ def save_checkpoint(root: Path, policy: Policy, state: dict[str, Any], *, keep: 
     sweep(root)
 
 
-def load_checkpoint(root: Path, step: int, policy: Policy) -> dict[str, Any]:
-    """Put policy and optimizer of `step` into `policy`; returns the saved state."""
-    folder = root / str(step)
+def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
+    """Put what was saved at `step` into `run`; returns the saved state."""
+    folder, policy = root / str(step), run.policy
     weights = load_file(folder / "model.safetensors")
     missing, unexpected = policy.model.load_state_dict(weights, strict=False)
     tied = set(policy.model.all_tied_weights_keys)
@@ -73,6 +90,8 @@ def load_checkpoint(root: Path, step: int, policy: Policy) -> dict[str, Any]:
         policy.optimizer.state[names[name]][key] = tensor if key == "step" else tensor.to(names[name].device)
     state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
     policy.optimizer_step = state["optimizer_step"]
+    run.kl.coef = state["kl_coef"]
+    run.shaper.moments = RunningMoments(*state["reward_moments"])
     return state
 
 

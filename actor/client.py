@@ -104,19 +104,22 @@ class TritonClient:
         inputs = {**_padded(rows), **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs, self._settings.deadline_s)
 
-    async def rewards(self, rows: list[np.ndarray], *, width: int = 0) -> np.ndarray:
-        """Rewards [n, 1] of n token rows, by the reward model alone.
+    async def rewards(
+        self,
+        rows: list[np.ndarray],
+        outputs: tuple[str, ...] = (contract.REWARDS,),
+        metadata: list[dict[str, Any]] | None = None,
+        *,
+        width: int = 0,
+    ) -> dict[str, np.ndarray]:
+        """Outputs of the reward model alone for n token rows; otherwise as `score`.
 
-        Args:
-            rows: int64 `[length_i]` each.
-            width: pad to at least so many tokens, for servers that batch requests of one length only.
+        `width`: pad to at least so many tokens, for servers that batch requests of one length only.
 
-        Raises:
-            RequestFailed: as `score`.
+        Raises RequestFailed.
         """
-        outputs = (contract.REWARDS,)
-        answer = await self._infer(contract.REWARD_MODEL, _padded(rows, width), outputs, self._settings.deadline_s)
-        return answer[contract.REWARDS]
+        inputs = {**_padded(rows, width), **_metadata(metadata)}
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs, self._settings.deadline_s)
 
     async def score_sentences(
         self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from actor.advantages import (
     explained_variance,
-    gae,
     kl_estimate,
     masked_mean,
     masked_whiten,
     response_mask,
-    token_rewards,
 )
+from actor.algorithms import Episodes, Method
 from actor.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 
 
@@ -24,25 +23,38 @@ class TooManyFailed(RuntimeError):
 
 
 def make_batch(
-    scored: ScoredRollout, *, kl_coef: float, kl_estimator: str, gamma: float, lam: float, mask_unfinished: bool
+    scored: ScoredRollout, method: Method, *, rewards: Tensor, kl_coef: float, responses_per_prompt: int = 1
 ) -> PPOBatch:
-    """Token rewards with the KL penalty, GAE, whitened advantages; rows without a score are masked out."""
+    """Advantages and returns of a rollout; rows without a score are masked out.
+
+    Args:
+        rewards: float32 `[B]`, the scores as `RewardShaper` shaped them.
+        kl_coef: of this step.
+        responses_per_prompt: so many rows in turn answer one prompt.
+    """
     rollout, scores = scored.rollout, scored.scores
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
     mask = mask * scores.scored[:, None]
     # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
-    kl = torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, kl_estimator), 0.0)
-    rewards = token_rewards(scores.rewards, kl, rollout.lengths, kl_coef=kl_coef)
+    kl = torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
     prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
-    advantages, returns = gae(prev_values, rewards, mask, gamma=gamma, lam=lam)
-    policy_mask = mask * rollout.is_end[:, None] if mask_unfinished else mask
+    learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
+    episodes = Episodes(
+        rewards, torch.zeros_like(kl) if method.kl_in_loss else kl_coef * kl, prev_values, mask, rollout.lengths,
+        torch.arange(len(rewards)) // responses_per_prompt, learned,
+    )  # fmt: skip
+    advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
+    weights = mask * learned[:, None]
+    if method.sequence_mean:
+        weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
     return PPOBatch(
         rollout.tokens,
         rollout.lengths,
         mask,
-        policy_mask,
+        weights,
         scored.logprobs,
-        masked_whiten(advantages, mask),
+        scored.ref_logprobs,
+        masked_whiten(advantages, mask) if method.whitens else advantages * mask,
         returns * mask,
         prev_values,
         kl,
@@ -64,7 +76,6 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
     rollout, scores = scored.rollout, scored.scores
     rewards = scores.rewards[scores.scored]
     kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
-    signed_kl = torch.where(batch.mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)[scores.scored]
     response_lengths = (rollout.lengths - rollout.prompt_lengths).float()
     metrics = {
         "rollout_size": float(len(scores.scored)),
@@ -75,23 +86,35 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
         "rewards_std": float(rewards.std(correction=0)),
         "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
         "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
-        "init_policy_kl_per_sequence": float(signed_kl.mean()),
+        "init_policy_kl_per_sequence": sequence_kl(scored, batch.mask),
         "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
-        "explained_variance": float(explained_variance(batch.prev_values, batch.returns, batch.mask)),
+        "kl_coef": kl_coef,
         "masked_samples": float((~scores.scored).sum()),
-        "weights_version": float(scores.versions.max()),
-        "weights_version_min": float(scores.versions[scores.scored].min()),
         "distinct2": distinct_bigrams(rollout),
     }
     for name, component in scores.components.items():
         finite = component[torch.isfinite(component)]
         if finite.numel():  # a reward that failed on every row has no mean
             metrics[f"reward_{name}"] = float(finite.mean())
-    for name, tensor in (("advantages", batch.advantages), ("returns", batch.returns), ("values", batch.prev_values)):
+    charted = {"advantages": batch.advantages, "returns": batch.returns}
+    if scores.has_values:
+        charted["values"] = batch.prev_values
+        metrics |= {
+            "explained_variance": float(explained_variance(batch.prev_values, batch.returns, batch.mask)),
+            "weights_version": float(scores.versions.max()),
+            "weights_version_min": float(scores.versions[scores.scored].min()),
+        }
+    for name, tensor in charted.items():
         mean = masked_mean(tensor, batch.mask)
         metrics[f"{name}_mean"] = float(mean)
         metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, batch.mask).sqrt())
     return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float:
+    """Mean over scored rows of the summed k1: nats per sequence."""
+    signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
+    return float(signed[scored.scores.scored].mean())
 
 
 def distinct_bigrams(rollout: Rollout) -> float:

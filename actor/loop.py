@@ -1,6 +1,7 @@
-"""The PPO run, top to bottom: prompts -> generate -> score -> advantages -> critic train and policy update.
+"""The run, top to bottom: prompts -> generate -> score -> advantages -> critic train and policy update.
 Given: the configuration and a live server. Returns: the run's summary; files are written along the way.
 Scoring runs while the next batch is generated; the critic trains and reloads while the policy is updated.
+Which algorithm it is shows in its `Method` alone: an advantage function, a loss, and whether there is a critic.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from typing import Any
 
 import torch
 
+from actor.algorithms import Method
 from actor.bookkeeping import Bookkeeper
+from actor.checkpoint import RunState
 from actor.client import TrainAnswer, TritonClient
-from actor.experience import check_failures, make_batch
+from actor.experience import check_failures, make_batch, sequence_kl
+from actor.kl_control import KLControl
 from actor.metrics import Timers
 from actor.policy import Policy, join_rollouts
+from actor.policy_update import PolicyUpdate
 from actor.prompts import read_prompts, take
+from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, ScoredRollout
 from actor.scoring import Scorer, join_scores
 from actor.staleness import needed_update
@@ -34,11 +40,20 @@ class PPORun:
     def __init__(self, config: RunConfig, client: TritonClient) -> None:
         self.settings, self.run_id, self.seed = config.actor, config.run.identity, config.run.seed
         self.client = client
+        self.method = Method.of(self.settings)
+        self.has_critic = self.method.algorithm.uses_critic
         self.policy = Policy(self.settings.checkpoint, self.settings)
-        self.scorer = Scorer(client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request)
+        self.policy_update = PolicyUpdate(self.policy, self.method)
+        self.shaper = RewardShaper(self.settings)
+        self.kl = KLControl(self.settings.kl_coef, target=self.settings.kl_target, horizon=self.settings.kl_horizon)
+        self.scorer = Scorer(
+            client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request,
+            with_critic=self.has_critic,
+        )  # fmt: skip
         limits = {"max_tokens": self.settings.max_prompt_tokens}
         self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
-        self.books = Bookkeeper(config, self.policy, client, num_prompts=len(self.prompts))
+        state = RunState(self.policy, self.shaper, self.kl)
+        self.books = Bookkeeper(config, state, client, num_prompts=len(self.prompts), has_critic=self.has_critic)
         held_out, size = self.settings.validation_prompts, self.settings.validation_size
         self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
         self.updates: dict[int, asyncio.Task[TrainAnswer]] = {}  # critic updates under way, by step
@@ -66,10 +81,16 @@ class PPORun:
             timers = Timers()
             scored = await self.collect(step, timers)
             batch = await self.in_thread(self.make_batch, scored)
-            self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
-            with timers.phase("train_time"):
-                update = await self.in_thread(self.policy.update, batch, seed=self.seed_of(step))
+            if self.has_critic:
+                self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
+            update: dict[str, float] = {}
+            if step > self.settings.critic_warmup_steps:
+                with timers.phase("train_time"):
+                    update = await self.in_thread(
+                        self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef
+                    )
             self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
+            self.kl.update(sequence_kl(scored, batch.mask), len(batch.lengths))
             if step % self.settings.checkpoint_every == 0 or step == self.settings.steps:
                 self.books.checkpoint(step)
         last = await self.await_updates(self.settings.steps)
@@ -79,7 +100,9 @@ class PPORun:
     async def collect(self, step: int, timers: Timers) -> ScoredRollout:
         """Generate batch by batch; each is scored while the next is generated."""
         s = self.settings
-        prompts = take(self.prompts, start=(step - 1) * s.rollout_size, count=s.rollout_size, seed=self.seed)
+        count = s.rollout_size // s.responses_per_prompt
+        taken = take(self.prompts, start=(step - 1) * count, count=count, seed=self.seed)
+        prompts = [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
         with timers.phase("critic_wait"):
             await self.await_updates(self.wait_for(step))
         rollouts, scoring = [], []
@@ -101,10 +124,10 @@ class PPORun:
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
         """Advantages and returns of a rollout."""
-        s = self.settings
+        rewards = self.shaper.shape(scored.scores.rewards, scored.scores.scored, scored.rollout)
         return make_batch(
-            scored, kl_coef=s.kl_coef, kl_estimator=s.kl_estimator, gamma=s.gamma, lam=s.lam,
-            mask_unfinished=s.mask_unfinished,
+            scored, self.method, rewards=rewards, kl_coef=self.kl.coef,
+            responses_per_prompt=self.settings.responses_per_prompt,
         )  # fmt: skip
 
     async def train_critic(self, step: int, batch: PPOBatch) -> TrainAnswer:

@@ -1,11 +1,12 @@
-"""The policy: a Hugging Face causal LM that writes responses, gives log-probs, and learns by PPO.
-Given: prompts, rollouts, batches. Returns: rollouts, log-probs `[B, S-1]`, update statistics.
+"""The policy: a Hugging Face causal LM that writes responses and gives log-probs; `policy_update` trains it.
+Given: prompts, rollouts. Returns: rollouts, log-probs `[B, S-1]`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from actor.ppo_loss import entropy, ppo_policy_loss, token_logprobs
-from actor.rollout import PPOBatch, Prompt, Rollout
+from actor.ppo_loss import token_logprobs
+from actor.rollout import Prompt, Rollout
 from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ActorSection
@@ -50,6 +51,8 @@ class Policy:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         self.model = model.to(settings.device).eval()
         self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        if settings.gradient_checkpointing:
+            _checkpoint_gradients(self.model)
         self.eos_ids = _eos_ids(model, self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self.pad_id = pad if pad is not None else self.eos_ids[0]
@@ -76,9 +79,10 @@ class Policy:
         attention = (torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]).long()
         torch.manual_seed(seed)
         device = self.model.device
-        output = self.model.generate(
-            ids.to(device), attention_mask=attention.to(device), generation_config=self._generation_config()
-        ).cpu()
+        with self.computing():
+            output = self.model.generate(
+                ids.to(device), attention_mask=attention.to(device), generation_config=self._generation_config()
+            ).cpu()
         return self._unpad(list(prompts), output, lengths, width)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
@@ -86,86 +90,51 @@ class Policy:
         model = self.reference if reference else self.model
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         with torch.no_grad():
-            for rows in self._plan(rollout.lengths):
-                tokens, lengths = _trim(rollout.tokens[rows], rollout.lengths[rows])
-                part = self._token_logprobs(model, tokens, lengths)[0].cpu()
+            for rows in self.plan(rollout.lengths):
+                tokens, lengths = trim(rollout.tokens[rows], rollout.lengths[rows])
+                part = self.token_logprobs(model, tokens, lengths)[0].cpu()
                 out[rows, : part.shape[1]] = part
         return out
-
-    def update(self, batch: PPOBatch, *, seed: int) -> dict[str, float]:
-        """PPO over the batch: `ppo_epochs` shuffled passes in minibatches; returns `train_optim/…` means."""
-        s = self.settings
-        generator = torch.Generator().manual_seed(seed)
-        totals: dict[str, float] = {}
-        tokens_seen = steps = 0.0
-        norm_sum = 0.0
-        for _ in range(s.ppo_epochs):
-            order = torch.randperm(len(batch.lengths), generator=generator)
-            for rows in order.split(s.minibatch_size):
-                num_tokens = float(batch.policy_mask[rows].sum())
-                if num_tokens == 0:
-                    continue
-                for name, value in self._minibatch(batch, rows, num_tokens).items():
-                    totals[name] = totals.get(name, 0.0) + value
-                norm_sum += self._step()
-                tokens_seen, steps = tokens_seen + num_tokens, steps + 1
-        means = {name: total / max(1.0, tokens_seen) for name, total in totals.items()}
-        means["loss"] = totals.get("loss", 0.0) / max(1.0, steps)
-        means.update(grad_norm=norm_sum / max(1.0, steps), lr=s.lr, optim_step=float(self.optimizer_step))
-        return {f"train_optim/{name}": value for name, value in means.items()}
 
     def save(self, folder: Path) -> None:
         """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def _minibatch(self, batch: PPOBatch, rows: Tensor, num_tokens: float) -> dict[str, float]:
-        s = self.settings
-        totals: dict[str, float] = {}
-        for chunk in self._plan(batch.lengths[rows]):
-            picked = rows[chunk]
-            tokens, lengths = _trim(batch.tokens[picked], batch.lengths[picked])
-            width = tokens.shape[1] - 1
-            logprobs, logits = self._token_logprobs(self.model, tokens, lengths)
-            old, advantages, mask = (
-                tensor[picked, :width].to(logprobs.device)
-                for tensor in (batch.logprobs, batch.advantages, batch.policy_mask)
-            )
-            loss, stats = ppo_policy_loss(
-                logprobs, old, advantages, mask,
-                clip_ratio_low=s.clip_ratio, clip_ratio_high=s.clip_ratio, num_tokens=num_tokens,
-            )  # fmt: skip
-            if s.entropy_bonus:
-                token_entropy = entropy(logits, temperature=s.temperature, banned_token_ids=self.banned_ids)
-                bonus = s.entropy_bonus * (token_entropy * mask).sum() / num_tokens
-                loss = loss - bonus
-                stats["scaled_entropy"] = bonus.detach() * num_tokens
-            loss.backward()
-            for name, value in {**stats, "loss": loss.detach()}.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
-
-    def _step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"the policy's gradient is not finite at optimizer step {self.optimizer_step}; lower actor.lr "
-                f"({self.settings.lr:g}) or look at the rewards of this step in metrics.jsonl"
-            )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer_step += 1
-        return float(norm)
-
-    def _plan(self, lengths: Tensor) -> list[list[int]]:
+    def plan(self, lengths: Tensor) -> list[list[int]]:
+        """Micro-batches within the token budget, as indices of `lengths`."""
         return plan_micro_batches(lengths.tolist(), token_budget=self.settings.token_budget, max_rows=MAX_ROWS)
 
-    def _token_logprobs(self, model: Any, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, model: Any, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`, and its logits `[B, S, V]`; differentiable."""
         tokens = tokens.to(model.device)
         attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
-        logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits
+        with self.computing():
+            logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits
         temperature = self.settings.temperature
         return token_logprobs(logits, tokens, temperature=temperature, banned_token_ids=self.banned_ids), logits
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """For updates, under `actor.gradient_checkpointing`: layers keep no activations within.
+
+        transformers asks for a layer in training mode, and gives such a layer no cache to generate with; what is inside
+        the layers, dropout too, stays in eval mode.
+        """
+        layers = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
+        try:
+            for layer in layers:
+                layer.training = True
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """What forwards run under: `actor.precision`."""
+        if self.settings.precision == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
 
     def _generation_config(self) -> GenerationConfig:
         return GenerationConfig(
@@ -207,7 +176,8 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     )
 
 
-def _trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`tokens` `[B, S]` without the columns that no row reaches, and `lengths` as they are."""
     return tokens[:, : int(lengths.max())], lengths
 
 
@@ -218,3 +188,16 @@ def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
     if not found:
         raise CheckpointError("the policy's tokenizer and generation config name no end-of-sequence token")
     return found
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """Have layers compute their activations again in the backward pass while they are `recomputing`.
+
+    Raises:
+        CheckpointError: transformers has no activation checkpointing for this model.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise CheckpointError(
+            f"{type(model).__name__} cannot compute its activations again; set actor.gradient_checkpointing to false"
+        )
+    model.activation_checkpointing_enable()

@@ -44,10 +44,15 @@ class Scores:
 
     rewards: Tensor  # float32 [B]; 0 where not scored, never used there
     values: Tensor  # float32 [B, S]
-    versions: Tensor  # int64 [B], weights version of the values; -1 where not scored
+    versions: Tensor  # int64 [B], weights version of the values; -1 where there are none
     scored: Tensor  # bool [B]
     failures: list[str]  # the distinct causes
     components: dict[str, Tensor] = field(default_factory=dict)  # float32 [B] of each reward; NaN where it failed
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a critic was asked."""
+        return bool((self.versions >= 0).any())
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,10 @@ class PPOBatch:
     tokens: Tensor  # int64 [B, S]
     lengths: Tensor  # int64 [B]
     mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
-    policy_mask: Tensor  # float32 [B, S-1], `mask` without the rows that the policy must not learn from
+    policy_weights: Tensor  # float32 [B, S-1], what each token counts in the policy's loss; 0 outside the mask
     logprobs: Tensor  # float32 [B, S-1]
+    ref_logprobs: Tensor  # float32 [B, S-1]
     advantages: Tensor  # float32 [B, S-1]
     returns: Tensor  # float32 [B, S-1]
     prev_values: Tensor  # float32 [B, S-1]
-    kl: Tensor  # float32 [B, S-1]
+    kl: Tensor  # float32 [B, S-1], estimate of each token, not weighed

@@ -26,8 +26,12 @@ class ModelMismatch(RuntimeError):
 class Scorer:
     """Asks one server for rewards and values of rollouts."""
 
-    def __init__(self, client: TritonClient, tokenizer: Any, *, rows_per_request: int) -> None:
+    def __init__(
+        self, client: TritonClient, tokenizer: Any, *, rows_per_request: int, with_critic: bool = True
+    ) -> None:
+        """`with_critic`: ask for values as well; otherwise they are 0, of version -1."""
         self._client = client
+        self._with_critic = with_critic
         self._tokenizer = tokenizer
         self._rows_per_request = rows_per_request
         self.sends_sentences = False
@@ -45,7 +49,7 @@ class Scorer:
         """
         ours = fingerprint(self._tokenizer)
         theirs, folders = {}, {}
-        for model in (REWARD_MODEL, CRITIC):
+        for model in (REWARD_MODEL, CRITIC) if self._with_critic else (REWARD_MODEL,):
             parameters = await self._client.model_parameters(model)
             theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
             if int(parameters.get("num_rewards") or 1) > 1:
@@ -60,7 +64,7 @@ class Scorer:
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be compared with the "
                     "policy's; put the tokenizer into the checkpoint folder and render the configs again"
                 )
-        if theirs[CRITIC] != ours:
+        if theirs.get(CRITIC, ours) != ours:
             raise ModelMismatch(
                 f"the critic's tokenizer differs from the policy's ({folders[CRITIC]} and "
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
@@ -94,9 +98,13 @@ class Scorer:
         rows, wanted = rollout.rows()[chunk], self.mixture.outputs
         metadata = self._metadata(rollout, chunk) if self.mixture.names or self.sends_sentences else None
         try:
-            if not self.sends_sentences:
+            if not self.sends_sentences and self._with_critic:
                 return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata)
+            if not self.sends_sentences:
+                return await self._client.rewards(rows, wanted, metadata)
             texts = [self.render(rollout, i) for i in range(len(rollout.prompts))[chunk]]
+            if not self._with_critic:
+                return await self._client.score_sentences(texts, wanted, metadata)
             values, rewards = await asyncio.gather(
                 self._client.score(rows, (VALUES, WEIGHTS_VERSION)),
                 self._client.score_sentences(texts, wanted, metadata),
@@ -141,8 +149,9 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
             components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
             failures += mixture.causes(answer)
             num_explained += len(mixture.causes(answer))
-        values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
-        versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
+        if VALUES in answer:
+            values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
+            versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
         scored[chunk] = True
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
     if int((~finite).sum()) > num_explained:

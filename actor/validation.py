@@ -27,7 +27,7 @@ class Validation:
     rollout: Rollout
     scores: Scores
     kl: float  # nats per sequence against the reference, k1
-    explained_variance: float  # of the score's Monte-Carlo returns, by the critic version that served
+    explained_variance: float | None  # of the score's Monte-Carlo returns, by the critic version that served
 
     @property
     def reward(self) -> float:
@@ -51,7 +51,7 @@ async def validate(
     scores = join_scores(await asyncio.gather(*tasks), whole.tokens.shape[1])
     mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
     kl = float(torch.where(mask > 0, logprobs - ref_logprobs, 0.0).sum(-1).mean())
-    return Validation(whole, scores, kl, explained(whole, scores.rewards, scores))
+    return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
 
 
 def explained(rollout: Rollout, rewards: torch.Tensor, scores: Scores) -> float:

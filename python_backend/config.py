@@ -13,11 +13,10 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
+from python_backend.actor_sections import ActorSection, ClientSection, check_actor
 from python_backend.deterministic import with_fixed_values
 from python_backend.reward_terms import RewardTerm, Terms, check_terms, function_terms
 from python_backend.sections import (
-    ActorSection,
-    ClientSection,
     CriticSection,
     DemoSection,
     ModelSection,
@@ -78,11 +77,7 @@ class RunConfig(Section):
                 f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) is not below "
                 f"actor.client.deadline_s ({self.actor.client.deadline_s:g}): the actor would give up first"
             )
-        if self.actor.minibatch_size > self.actor.rollout_size:
-            raise ValueError(
-                f"actor.minibatch_size ({self.actor.minibatch_size}) is larger than "
-                f"actor.rollout_size ({self.actor.rollout_size})"
-            )
+        check_actor(self.actor)
         if self.trainer.warmup_steps + self.trainer.constant_steps > self.trainer.max_steps:
             raise ValueError(
                 f"trainer.warmup_steps ({self.trainer.warmup_steps}) + trainer.constant_steps "

@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from actor.bookkeeping import Bookkeeper
-from actor.checkpoint import critic_steps, saved_steps
+from actor.checkpoint import RunState, critic_steps, saved_steps
 from actor.client import Counters, RequestFailed
+from actor.kl_control import KLControl
+from actor.reward_shaping import RewardShaper
 from python_backend.config import RunConfig
 
 
@@ -60,7 +62,8 @@ def server() -> Server:
 
 def books(folder: Path, server: Server) -> Bookkeeper:
     config = RunConfig.model_validate({"run": {"dir": folder}, "actor": {"keep_checkpoints": 2, "steps": 4}})
-    return Bookkeeper(config, TinyPolicy(), server, num_prompts=1)  # type: ignore[arg-type]
+    state = RunState(TinyPolicy(), RewardShaper(config.actor), KLControl(0.1, target=None, horizon=1))  # type: ignore[arg-type]
+    return Bookkeeper(config, state, server, num_prompts=1, has_critic=True)  # type: ignore[arg-type]
 
 
 async def checkpoints(book: Bookkeeper, *steps: int) -> None:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from actor.experience import (
-    TooManyFailed,
-    check_failures,
-    distinct_bigrams,
-    make_batch,
-    rollout_metrics,
-    score_returns,
-)
+from actor import experience
+from actor.algorithms import Method
+from actor.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
 from actor.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
+from python_backend.config import ActorSection
 
-SETTINGS = {"kl_coef": 0.1, "kl_estimator": "k1", "gamma": 1.0, "lam": 0.95, "mask_unfinished": True}
+SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
 PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
 
 
@@ -39,6 +36,15 @@ def scored_rollout(*, scored: list[bool] | None = None, seed: int = 0) -> Scored
     return ScoredRollout(rollout, scores, logprobs[0], logprobs[1])
 
 
+def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
+    """The batch under these settings of the actor, of the bare scores."""
+    actor = ActorSection(**settings)
+    return experience.make_batch(
+        scored, Method.of(actor), rewards=scored.scores.rewards, kl_coef=actor.kl_coef,
+        responses_per_prompt=actor.responses_per_prompt,
+    )  # fmt: skip
+
+
 def poison(scored: ScoredRollout, where: Tensor, **changes: float) -> ScoredRollout:
     """`logprobs` and `ref_logprobs` replaced where `where` is true."""
     return dataclasses.replace(
@@ -47,7 +53,7 @@ def poison(scored: ScoredRollout, where: Tensor, **changes: float) -> ScoredRoll
 
 
 def fields(batch: PPOBatch, *names: str) -> dict[str, Tensor]:
-    names = names or ("mask", "policy_mask", "advantages", "returns", "prev_values", "kl")
+    names = names or ("mask", "policy_weights", "advantages", "returns", "prev_values", "kl")
     return {name: getattr(batch, name) for name in names}
 
 
@@ -58,9 +64,9 @@ def assert_same(one: PPOBatch, other: PPOBatch) -> None:
 def test_the_mask_holds_response_tokens():
     batch = make_batch(scored_rollout(), **SETTINGS)
     assert batch.mask.tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
-    assert batch.policy_mask.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.policy_weights.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     everyone = make_batch(scored_rollout(), **{**SETTINGS, "mask_unfinished": False})
-    assert torch.equal(everyone.policy_mask, everyone.mask)
+    assert torch.equal(everyone.policy_weights, everyone.mask)
 
 
 def test_returns_by_hand():
@@ -102,7 +108,7 @@ def test_failed_rows_are_masked_and_never_used():
     scored = scored_rollout(scored=[True, True, False, True])
     batch = make_batch(scored, **SETTINGS)
     assert (batch.mask[2] == 0).all()
-    assert (batch.policy_mask[2] == 0).all()
+    assert (batch.policy_weights[2] == 0).all()
     for name, tensor in fields(batch).items():
         assert (tensor[2] == 0).all(), name
     for junk in (math.nan, math.inf, 1e30):  # whatever stands in such a row
@@ -198,3 +204,67 @@ def test_score_returns_are_the_score_at_each_response_token():
     returns, mask = score_returns(scored.scores.rewards, scored.rollout)
     assert torch.equal(mask, make_batch(scored, **SETTINGS).mask)
     assert returns[1].tolist() == [2, 2, 2, 0, 0]
+
+
+# algorithms, through the batch
+
+
+def test_a_sequence_mean_weighs_each_response_the_same():
+    batch = make_batch(scored_rollout(), **SETTINGS, loss_mean="sequence", mask_unfinished=False)
+    assert batch.policy_weights.sum(-1).tolist() == pytest.approx([1, 1, 1, 1])
+    assert float(batch.policy_weights[0].max()) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++", "rloo", "grpo"])
+def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
+    settings = {"algorithm": algorithm, "responses_per_prompt": 4, "kl_in": "loss", "mask_unfinished": False}
+    one, other = (make_batch(scored_rollout(), **settings, kl_coef=coef) for coef in (0.0, 5.0))
+    assert_same(one, other)
+    charged = make_batch(scored_rollout(), **{**settings, "kl_in": "reward"}, kl_coef=5.0)
+    assert not torch.allclose(charged.advantages, one.advantages)
+
+
+def test_rloo_by_hand():
+    """Rows 0, 1 and rows 2, 3 answer one prompt each; row 1 did not end, so row 0 has nobody to compare with."""
+    scored = scored_rollout()
+    batch = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.0)
+    assert batch.advantages.tolist() == [[0] * 5, [0] * 5, [0, 0, -1.5, -1.5, -1.5], [0, 1.5, 0, 0, 0]]
+    everyone = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.0, mask_unfinished=False)
+    assert everyone.advantages[0].tolist() == [0, -1, -1, -1, 0]
+    assert everyone.advantages[1].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_rloo_charges_a_response_its_whole_penalty():
+    scored = scored_rollout()
+    batch = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.1, kl_estimator="k1")
+    kl = ((scored.logprobs - scored.ref_logprobs) * batch.mask).sum(-1)
+    expected = (-1.0 - 0.1 * kl[2]) - (0.5 - 0.1 * kl[3])
+    assert float(batch.advantages[2, 2]) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_grpo_by_hand():
+    batch = make_batch(scored_rollout(), algorithm="grpo", responses_per_prompt=4, mask_unfinished=False)
+    rewards = np.array([1.0, 2.0, -1.0, 0.5])
+    expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+    assert batch.advantages.amax(-1)[1] == pytest.approx(expected[1], abs=1e-5)
+    assert batch.advantages[2].tolist() == pytest.approx([0, 0, *[expected[2]] * 3], abs=1e-5)
+
+
+def test_reinforce_plus_plus_is_the_whitened_return():
+    scored = scored_rollout()
+    batch = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1")
+    plain = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1", whiten_advantages=False)
+    assert torch.allclose(plain.advantages, plain.returns)
+    inside = plain.advantages[plain.mask > 0]
+    whitened = (inside - inside.mean()) / inside.std(correction=0)
+    torch.testing.assert_close(batch.advantages[batch.mask > 0], whitened, atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_critic_there_are_no_values_in_the_metrics():
+    scored = scored_rollout()
+    scored = dataclasses.replace(
+        scored, scores=dataclasses.replace(scored.scores, versions=torch.full((4,), -1), values=torch.zeros(4, WIDTH))
+    )
+    metrics = rollout_metrics(scored, make_batch(scored, algorithm="reinforce++"), kl_coef=0.1)
+    assert not {f"train_rollouts/{n}" for n in ("values_mean", "explained_variance", "weights_version")} & set(metrics)
+    assert math.isfinite(metrics["train_rollouts/advantages_std"])

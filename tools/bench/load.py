@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import functools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from aiohttp import web
 
 from actor.client import TritonClient
 from python_backend.config import ClientSection
+from python_backend.contract import REWARDS
 from tools.bench.one_forward import pack
 from tools.bench.snapshot import Watched, difference, snapshot
 from tools.bench.trace import as_requests, make_trace
@@ -55,7 +55,11 @@ class Job:
 async def _triton(job: Job) -> Any:
     settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_in_flight=job.concurrency)
     async with TritonClient(job.urls[0], settings) as client:
-        yield functools.partial(client.rewards, width=job.width)
+
+        async def send(rows: list[np.ndarray]) -> np.ndarray:
+            return (await client.rewards(rows, width=job.width))[REWARDS]
+
+        yield send
 
 
 @asynccontextmanager

@@ -1,0 +1,181 @@
+"""The actor's sections of the YAML: algorithm, generation, update, and how it talks to the server.
+Given: values. Returns: frozen sections. A field's docstring is its documentation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from python_backend.sections import Beta, Count, CountOrZero, Device, Fraction, Seconds, Section
+
+
+class ClientSection(Section):
+    """How the actor talks to the server."""
+
+    deadline_s: Seconds = 60.0
+    """Longest wait for one scoring attempt."""
+    train_deadline_s: Seconds = 600.0
+    """Longest wait for one critic_train or critic_save attempt."""
+    retries: CountOrZero = 6
+    """Further attempts after 503, a time-out or a broken connection."""
+    train_retries: CountOrZero = 3
+    """The same for critic_train and critic_save, which wait 3 s for a missing sidecar each time; at most `retries`."""
+    backoff_s: Seconds = 0.25
+    """First pause between attempts; doubles, with jitter."""
+    max_in_flight: Count = 256
+    """Most requests under way at once."""
+    rows_per_request: Count = 1
+    """Rows in one scoring request."""
+
+
+class ActorSection(Section):
+    """The PPO loop."""
+
+    checkpoint: Path = Path("checkpoints/policy")
+    """Hugging Face causal LM folder; also the frozen reference."""
+    prompts: Path = Path("data/prompts.jsonl")
+    """JSONL, one {"text": …} a line; other columns travel as metadata."""
+    validation_prompts: Path | None = None
+    """JSONL of held-out prompts, sampled and scored before and after."""
+    validation_size: CountOrZero = 256
+    """Prompts taken from `validation_prompts`."""
+    algorithm: Literal["ppo", "reinforce++", "rloo", "grpo"] = "ppo"
+    """How advantages are made, see docs/algorithms.md; all but `ppo` do without the critic."""
+    steps: Count = 100
+    """Steps: a rollout and its update each."""
+    rollout_size: Count = 128
+    """Responses of one step."""
+    responses_per_prompt: Count = 1
+    """Responses to each prompt, which are compared with each other; `rloo` and `grpo` need two or more."""
+    generation_batch: Count = 32
+    """Prompts generated together; scoring of one batch runs while the next is generated."""
+    max_prompt_tokens: Count = 512
+    """Longer prompts are an error at start."""
+    max_new_tokens: Count = 128
+    """Longest response."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; log-probs are taken under it."""
+    top_k: CountOrZero = 0
+    """Sample among the k likeliest tokens; 0: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    ppo_epochs: Count = 1
+    """Passes over one rollout."""
+    max_update_kl: Annotated[float, Field(gt=0)] | None = None
+    """End the update of a step when a minibatch has moved further than this from the policy that sampled, nats per
+    token."""
+    minibatch_size: Count = 32
+    """Rows per policy optimizer step."""
+    token_budget: Count = 4096
+    """Most tokens, padding included, in one forward of an update; never changes the result."""
+    lr: Annotated[float, Field(gt=0)] = 9e-7
+    """Learning rate of the policy."""
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """AdamW's betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, on matrices only."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest gradient norm."""
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO's clip range."""
+    clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
+    """Its upper end, where that is another one: clip-higher."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Most that a probability ratio counts where the advantage is negative: dual clip."""
+    loss_mean: Literal["auto", "token", "sequence"] = "auto"
+    """Of all tokens of a minibatch, or of its sequences' means; `auto`: `sequence` for grpo, `token` otherwise."""
+    whiten_advantages: bool | None = None
+    """Shift and scale the rollout's advantages to mean 0 and variance 1; default: for ppo and reinforce++."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy in the loss."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the KL penalty."""
+    kl_in: Literal["auto", "reward", "loss"] = "auto"
+    """Where the penalty is: in the rewards, or in the policy's loss; `auto`: `loss` for grpo, `reward` otherwise."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """Nats per sequence that `kl_coef` is adapted to hold; default: it stays as it is."""
+    kl_horizon: Count = 10_000
+    """Responses over which an adapted `kl_coef` follows; fewer: faster."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "abs"
+    """Per-token KL estimate; `abs` is the reference's default."""
+    gamma: Fraction = 1.0
+    """Discount."""
+    lam: Fraction = 0.95
+    """GAE's lambda."""
+    reward_normalization: Literal["none", "static", "running", "batch"] = "none"
+    """Of the scores: by `reward_mean` and `reward_std`, by those of all scores so far, or by those of the rollout."""
+    reward_mean: float = 0.0
+    """Mean of the scores, for `static`."""
+    reward_std: Annotated[float, Field(gt=0)] = 1.0
+    """Their standard deviation, for `static`."""
+    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest size of a score, after normalisation."""
+    missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Taken from the score of a response that did not end by itself."""
+    overlong_tokens: CountOrZero = 0
+    """Over the last so many tokens before `max_new_tokens` a response loses up to `overlong_penalty`, linearly."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """Taken from the score of a response of `max_new_tokens`, where `overlong_tokens` is set."""
+    critic_warmup_steps: CountOrZero = 0
+    """First steps, which train the critic alone."""
+    mask_unfinished: bool = True
+    """Give responses that did not end no policy gradient."""
+    max_staleness: CountOrZero = 1
+    """Most critic updates that were sent before a row is scored and are not in the weights that score it; 0 where
+    `run.deterministic` is set."""
+    max_failed_fraction: Fraction = 0.1
+    """Largest share of a rollout whose reward may be missing (masked) before the run stops."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints of policy and critic."""
+    keep_checkpoints: Count = 2
+    """Newest policy checkpoints kept."""
+    threads: Count = 1
+    """Torch threads."""
+    device: Device = "cpu"
+    """Where the policy runs."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What forwards compute in (autocast); weights, log-probs and the optimizer stay in float32."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time, the same result."""
+    client: ClientSection = ClientSection()
+    """Requests to the server."""
+
+
+NEEDS_GROUPS = ("rloo", "grpo")
+NEEDS_CRITIC = ("ppo",)
+
+
+def check_actor(actor: ActorSection) -> None:
+    """What one field cannot know of another. Raises ValueError naming fields and values."""
+    each, size = actor.responses_per_prompt, actor.rollout_size
+    if actor.minibatch_size > size:
+        raise ValueError(f"actor.minibatch_size ({actor.minibatch_size}) is larger than actor.rollout_size ({size})")
+    if size % each:
+        raise ValueError(f"actor.rollout_size ({size}) is no multiple of actor.responses_per_prompt ({each})")
+    if actor.algorithm in NEEDS_GROUPS and each < 2:
+        raise ValueError(
+            f"actor.algorithm: {actor.algorithm} compares the responses to a prompt; set actor.responses_per_prompt "
+            f"to 2 or more (it is {each})"
+        )
+    if actor.algorithm == "rloo" and actor.ppo_epochs > 1:
+        raise ValueError(
+            f"actor.ppo_epochs ({actor.ppo_epochs}): rloo's loss is that of samples from the policy itself, so each is "
+            "used once; set it to 1, or take another algorithm"
+        )
+    if actor.critic_warmup_steps and actor.algorithm not in NEEDS_CRITIC:
+        raise ValueError(
+            f"actor.critic_warmup_steps ({actor.critic_warmup_steps}): {actor.algorithm} has no critic; leave it out"
+        )
+    if actor.critic_warmup_steps >= actor.steps:
+        raise ValueError(
+            f"actor.critic_warmup_steps ({actor.critic_warmup_steps}) leaves the policy none of actor.steps "
+            f"({actor.steps})"
+        )
+    if actor.overlong_tokens >= actor.max_new_tokens:
+        raise ValueError(
+            f"actor.overlong_tokens ({actor.overlong_tokens}) is not below actor.max_new_tokens "
+            f"({actor.max_new_tokens})"
+        )

@@ -1,0 +1,110 @@
+"""`actor.baselines` against slow loops, by hand, and what must never matter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from actor.baselines import group_standardise, leave_one_out
+
+property_test = settings(max_examples=60, deadline=None)
+sizes = {"seed": st.integers(0, 10_000), "count": st.integers(1, 12), "num_groups": st.integers(1, 4)}
+BASELINES = [leave_one_out, group_standardise]
+
+
+def sample(seed: int, count: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(count, generator=generator, dtype=torch.float64)
+    groups = torch.randint(num_groups, (count,), generator=generator)
+    return rewards, groups, torch.rand(count, generator=generator) > 0.3
+
+
+@property_test
+@given(**sizes)
+def test_leave_one_out_equals_a_loop(seed: int, count: int, num_groups: int):
+    rewards, groups, counted = sample(seed, count, num_groups)
+    found = leave_one_out(rewards, groups, counted)
+    for i in range(count):
+        others = [float(rewards[j]) for j in range(count) if j != i and counted[j] and groups[j] == groups[i]]
+        expected = float(rewards[i]) - sum(others) / len(others) if counted[i] and others else 0.0
+        assert float(found[i]) == pytest.approx(expected, abs=1e-12)
+
+
+@property_test
+@given(**sizes)
+def test_group_standardise_equals_a_loop(seed: int, count: int, num_groups: int):
+    rewards, groups, counted = sample(seed, count, num_groups)
+    found = group_standardise(rewards, groups, counted)
+    for i in range(count):
+        group = [float(rewards[j]) for j in range(count) if counted[j] and groups[j] == groups[i]]
+        expected = 0.0
+        if counted[i] and len(group) > 1:
+            mean = sum(group) / len(group)
+            std = math.sqrt(sum((r - mean) ** 2 for r in group) / (len(group) - 1))
+            expected = (float(rewards[i]) - mean) / (std + 1e-6)
+        assert float(found[i]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_by_hand():
+    """Scores 1, 2, 6 of one prompt: the others' means are 4, 3.5, 1.5; mean 3, std sqrt(7) with n - 1."""
+    rewards, groups, counted = torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3).long(), torch.ones(3).bool()
+    assert leave_one_out(rewards, groups, counted).tolist() == [-3.0, -1.5, 4.5]
+    assert group_standardise(rewards, groups, counted).tolist() == pytest.approx(
+        [-2 / math.sqrt(7), -1 / math.sqrt(7), 3 / math.sqrt(7)], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@property_test
+@given(**sizes)
+def test_advantages_of_a_group_add_up_to_0(baseline, seed: int, count: int, num_groups: int):
+    rewards, groups, counted = sample(seed, count, num_groups)
+    found = baseline(rewards, groups, counted)
+    for group in groups.unique():
+        assert float(found[groups == group].sum()) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@property_test
+@given(**sizes, junk=st.sampled_from([math.nan, math.inf, -1e30]))
+def test_what_does_not_count_never_matters(baseline, seed: int, count: int, num_groups: int, junk: float):
+    rewards, groups, counted = sample(seed, count, num_groups)
+    clean = baseline(rewards, groups, counted)
+    dirty = baseline(rewards.masked_fill(~counted, junk), groups, counted)
+    torch.testing.assert_close(dirty, clean)
+    assert (clean[~counted] == 0).all()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@property_test
+@given(**sizes)
+def test_order_and_names_of_groups_never_matter(baseline, seed: int, count: int, num_groups: int):
+    rewards, groups, counted = sample(seed, count, num_groups)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    permuted = baseline(rewards[order], 100 - 7 * groups[order], counted[order])
+    torch.testing.assert_close(permuted, baseline(rewards, groups, counted)[order])
+
+
+def test_equal_scores_teach_nothing():
+    rewards, groups = torch.full((4,), 0.3), torch.tensor([0, 0, 1, 1])
+    for baseline in BASELINES:
+        assert baseline(rewards, groups, torch.ones(4).bool()).abs().max() < 1e-6
+
+
+def test_leave_one_out_is_unbiased():
+    """The advantage of response i does not change the baseline of i: its mean over many draws is that of R - E[R]."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(20_000, 3, generator=generator, dtype=torch.float64) + torch.tensor([1.0, 0.0, 0.0])
+    groups = torch.arange(20_000)[:, None].expand(-1, 3).reshape(-1)
+    found = leave_one_out(rewards.reshape(-1), groups, torch.ones(60_000).bool()).reshape(-1, 3).mean(0)
+    assert found.tolist() == pytest.approx([1.0, -0.5, -0.5], abs=0.03)
+
+
+def test_shapes_are_checked():
+    with pytest.raises(ValueError, match=r"\[\(3,\), \(2,\), \(3,\)\]"):
+        leave_one_out(torch.zeros(3), torch.zeros(2), torch.ones(3).bool())

@@ -1,0 +1,187 @@
+"""`actor.policy_update`: what must never change an update (micro-batches, padding, order of the samples, recomputed
+activations), and what each setting does. Real models of a few thousand weights, in float64 where bits would hide it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from live_system import make_checkpoint, make_tokenizer
+from torch import Tensor
+
+from actor.algorithms import ALGORITHMS, Method
+from actor.policy import Policy
+from actor.policy_update import PolicyUpdate
+from actor.rollout import PPOBatch
+from python_backend.config import ActorSection
+
+LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
+NAMES = sorted(ALGORITHMS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)
+
+
+def make_policy(checkpoint: Path, *, double: bool = True, **settings: Any) -> Policy:
+    policy = Policy(checkpoint, ActorSection(**{"lr": 1e-2, "weight_decay": 0.0, "minibatch_size": 6, **settings}))
+    if double:
+        policy.model.double()
+    return policy
+
+
+def make_batch(policy: Policy, *, width: int = max(LENGTHS), seed: int = 0, kl_scale: float = 0.1) -> PPOBatch:
+    """Random responses with random advantages; log-probs are the policy's own, the reference's differ a little."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS)
+    tokens = torch.full((len(LENGTHS), width), policy.pad_id)
+    tokens[:, : max(LENGTHS)] = torch.randint(5, 30, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    positions = torch.arange(width - 1)
+    mask = ((positions >= PROMPT - 1) & (positions < lengths[:, None] - 1)).float()
+    noise = torch.randn(2, len(LENGTHS), max(LENGTHS) - 1, generator=generator)
+    advantages, ref = (torch.nn.functional.pad(x, (0, width - max(LENGTHS))) for x in noise)
+    with torch.no_grad():
+        logprobs = policy.token_logprobs(policy.model, tokens, lengths)[0]
+    logprobs = logprobs.masked_fill(mask == 0, 0.0)
+    zeros = torch.zeros_like(mask)
+    return PPOBatch(
+        tokens, lengths, mask, mask, logprobs, logprobs + kl_scale * ref * mask, advantages * mask, zeros, zeros, zeros
+    )
+
+
+def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[dict[str, float], Tensor]:
+    """Statistics, and all weights after the update."""
+    found = PolicyUpdate(policy, Method.of(policy.settings)).run(batch, seed=0, kl_coef=kl_coef)
+    return found, torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+
+
+def settings_of(name: str) -> Iterator[dict[str, Any]]:
+    """Each algorithm as it is, and with everything that a loss can have."""
+    groups = {"responses_per_prompt": 2} if name in ("rloo", "grpo") else {}
+    yield {"algorithm": name, **groups}
+    yield {"algorithm": name, **groups, "kl_in": "loss", "kl_estimator": "k3", "entropy_bonus": 0.01, "dual_clip": 3.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_of_micro_batches_never_matters(checkpoint: Path, name: str):
+    for settings in settings_of(name):
+        results = []
+        for budget in (8, 25, 1000):
+            policy = make_policy(checkpoint, token_budget=budget, ppo_epochs=2, minibatch_size=4, **settings)
+            results.append(updated(policy, make_batch(policy)))
+        for stats, weights in results[1:]:
+            assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
+            torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_never_matters(checkpoint: Path, name: str):
+    for settings in settings_of(name):
+        results = []
+        for width, junk in ((12, None), (15, None), (15, 7)):
+            policy = make_policy(checkpoint, **settings)
+            batch = make_batch(policy, width=width)
+            if junk is not None:
+                behind = torch.arange(width)[None] >= batch.lengths[:, None]
+                batch = dataclasses.replace(batch, tokens=batch.tokens.masked_fill(behind, junk))
+            results.append(updated(policy, batch))
+        for stats, weights in results[1:]:
+            assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
+            torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_the_samples_never_matters(checkpoint: Path, name: str):
+    for settings in settings_of(name):
+        results = []
+        for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]):
+            policy = make_policy(checkpoint, **settings)
+            batch = make_batch(policy)
+            fields = {f.name: getattr(batch, f.name)[order] for f in dataclasses.fields(batch)}
+            results.append(updated(policy, PPOBatch(**fields)))
+        torch.testing.assert_close(results[1][1], results[0][1], rtol=0, atol=1e-9)
+
+
+def test_recomputed_activations_change_nothing(checkpoint: Path):
+    results, sizes = [], []
+    for recompute in (False, True):
+        policy = make_policy(checkpoint, double=False, gradient_checkpointing=recompute)
+        kept: list[int] = []  # what forwards keep for their backward passes
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            results.append(updated(policy, make_batch(policy)))
+        sizes.append(sum(kept))
+        assert not any(module.training for module in policy.model.modules())  # generation keeps its cache
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert sizes[1] < sizes[0] / 2
+
+
+def test_bfloat16_is_close_and_weights_stay_float32(checkpoint: Path):
+    results = []
+    for precision in ("float32", "bfloat16"):
+        policy = make_policy(checkpoint, double=False, precision=precision)
+        results.append(updated(policy, make_batch(policy)))
+        assert {p.dtype for p in policy.model.parameters()} == {torch.float32}
+    assert results[1][0]["train_optim/grad_norm"] == pytest.approx(results[0][0]["train_optim/grad_norm"], rel=0.05)
+    assert not torch.equal(results[0][1], results[1][1])
+
+
+def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
+    settings = {"ppo_epochs": 4, "minibatch_size": 3}
+    policy = make_policy(checkpoint, **settings)
+    stats, _ = updated(policy, make_batch(policy))
+    assert (stats["train_optim/minibatches"], policy.optimizer_step) == (8, 8)
+    policy = make_policy(checkpoint, **settings, max_update_kl=1e-4)
+    stats, weights = updated(policy, make_batch(policy))
+    assert 1 <= stats["train_optim/minibatches"] < 8
+    assert policy.optimizer_step == stats["train_optim/minibatches"]
+    assert all(p.grad is None for p in policy.model.parameters())
+    again = make_policy(checkpoint, **settings)  # what was taken before counts in full
+    batch = make_batch(again)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    taken = order[: 3 * int(stats["train_optim/minibatches"])] if stats["train_optim/minibatches"] == 1 else None
+    if taken is not None:
+        part = PPOBatch(**{f.name: getattr(batch, f.name)[taken] for f in dataclasses.fields(batch)})
+        torch.testing.assert_close(updated(make_policy(checkpoint, minibatch_size=3), part)[1], weights)
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3", "abs"])
+def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
+    """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
+    settings = {"kl_in": "loss", "kl_estimator": kind, "algorithm": "reinforce++"}
+    policy = make_policy(checkpoint, **settings)
+    batch = make_batch(policy)
+    batch = dataclasses.replace(
+        batch, advantages=torch.zeros_like(batch.advantages), ref_logprobs=batch.logprobs + batch.mask
+    )
+    stats, _ = updated(policy, batch, kl_coef=1.0)
+    assert stats["train_optim/scaled_kl"] > 0
+    with torch.no_grad():
+        after = policy.token_logprobs(policy.model, batch.tokens, batch.lengths)[0]
+    assert float(((after - batch.logprobs) * batch.mask).sum()) > 0.1
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(checkpoint: Path):
+    policy = make_policy(checkpoint)
+    batch = make_batch(policy)
+    before = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
+    broken = batch.advantages.clone()
+    broken[2, 5] = math.inf
+    with pytest.raises(FloatingPointError, match=r"not finite at optimizer step 0; lower actor.lr \(0.01\)"):
+        updated(policy, dataclasses.replace(batch, advantages=broken))
+    assert torch.equal(torch.cat([p.detach().flatten() for p in policy.model.parameters()]), before)
+    assert all(p.grad is None for p in policy.model.parameters())
+
+
+def test_a_minibatch_without_weight_is_left_out(checkpoint: Path):
+    policy = make_policy(checkpoint, minibatch_size=3)
+    batch = make_batch(policy)
+    stats, weights = updated(policy, dataclasses.replace(batch, policy_weights=0 * batch.policy_weights))
+    assert (stats["train_optim/minibatches"], policy.optimizer_step) == (0, 0)
+    assert torch.equal(weights, torch.cat([p.detach().flatten() for p in make_policy(checkpoint).model.parameters()]))
