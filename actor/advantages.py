@@ -105,13 +105,12 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: floa
 def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimates and their returns, on masked values and rewards.
 
-        V_t <- mask_t * V_t            r_t <- mask_t * r_t
-        delta_t = r_t + gamma * V_{t+1} - V_t          (V after the last position is 0)
-        A_t = delta_t + gamma * lam * A_{t+1}          returns_t = A_t + V_t
+        delta_t = r_t + gamma * V_next - V_t           V_next, A_next: of the next position in the mask,
+        A_t = delta_t + gamma * lam * A_next           0 after the last one
+        returns_t = A_t + V_t
 
-    The recursion runs over every position, masked zeros included: a gap inside the mask loses the bootstrap
-    across it, and positions before the response hold what flows back to them. Use the results under the mask.
-    With lam = 1 the returns are the Monte-Carlo returns-to-go of the masked rewards.
+    The recursion runs over the positions in the mask alone: a gap inside it (what a tool answered, say) is stepped
+    over as if it were not there. With lam = 1 the returns are the Monte-Carlo returns-to-go of the masked rewards.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without its last column.
@@ -120,7 +119,7 @@ def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, la
         gamma: discount, in [0, 1].
         lam: GAE lambda, in [0, 1].
 
-    Returns: (advantages, returns), each `[B, S-1]`.
+    Returns: (advantages, returns), each `[B, S-1]`, 0 outside the mask.
     Raises: ValueError if gamma or lam is outside [0, 1], or shapes differ.
     Source: Schulman et al. 2015 (arXiv 1506.02438), equation 16; reference section 6.
     """
@@ -131,11 +130,13 @@ def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, la
     values, token_rewards = _weigh(values, mask), _weigh(token_rewards, mask)
     advantages = torch.zeros_like(values)
     advantage = next_value = values.new_zeros(values.shape[0])
+    inside = mask != 0
     for t in reversed(range(values.shape[1])):
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * advantage
+        advantage = torch.where(inside[:, t], delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(inside[:, t], values[:, t], next_value)
         advantages[:, t] = advantage
-        next_value = values[:, t]
+    advantages = advantages.masked_fill(~inside, 0.0)
     return advantages, advantages + values
 
 

@@ -1,5 +1,6 @@
 """What tells the algorithms apart: how advantages are made of scored responses, and the loss that uses them.
-Given: `Episodes`. Returns: advantages and returns `[B, S-1]`; by name, an `Algorithm`. The loop knows no names.
+Given: `Episodes`. Returns: advantages and returns `[B, S-1]`; by name, an `Algorithm`. The loop knows no names, only
+whether the configuration's algorithm asks the critic.
 """
 
 from __future__ import annotations
@@ -70,14 +71,13 @@ class Algorithm:
 
     advantages: Advantages
     loss: PolicyLoss
-    uses_critic: bool = False
     whitens: bool = False
     kl_in: str = "reward"
     loss_mean: str = "token"
 
 
 ALGORITHMS = {
-    "ppo": Algorithm(with_critic, clipped_loss, uses_critic=True, whitens=True),
+    "ppo": Algorithm(with_critic, clipped_loss, whitens=True),
     "reinforce++": Algorithm(returns_to_go, clipped_loss, whitens=True),
     "rloo": Algorithm(against_the_others, reinforce_loss),
     "grpo": Algorithm(within_the_group, clipped_loss, kl_in="loss", loss_mean="sequence"),

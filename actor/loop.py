@@ -1,7 +1,7 @@
 """The run, top to bottom: prompts -> generate -> score -> advantages -> critic train and policy update.
 Given: the configuration and a live server. Returns: the run's summary; files are written along the way.
 Scoring runs while the next batch is generated; the critic trains and reloads while the policy is updated.
-Which algorithm it is shows in its `Method` alone: an advantage function, a loss, and whether there is a critic.
+Which algorithm it is shows in its `Method` alone, an advantage function and a loss, and in whether there is a critic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PPORun:
         self.settings, self.run_id, self.seed = config.actor, config.run.identity, config.run.seed
         self.client = client
         self.method = Method.of(self.settings)
-        self.has_critic = self.method.algorithm.uses_critic
+        self.has_critic = self.settings.uses_critic
         self.policy = Policy(self.settings.checkpoint, self.settings)
         self.policy_update = PolicyUpdate(self.policy, self.method)
         self.shaper = RewardShaper(self.settings)

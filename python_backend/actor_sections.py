@@ -143,9 +143,13 @@ class ActorSection(Section):
     client: ClientSection = ClientSection()
     """Requests to the server."""
 
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the algorithm needs the critic's values, and so the sidecar."""
+        return self.algorithm == "ppo"
+
 
 NEEDS_GROUPS = ("rloo", "grpo")
-NEEDS_CRITIC = ("ppo",)
 
 
 def check_actor(actor: ActorSection) -> None:
@@ -165,7 +169,7 @@ def check_actor(actor: ActorSection) -> None:
             f"actor.ppo_epochs ({actor.ppo_epochs}): rloo's loss is that of samples from the policy itself, so each is "
             "used once; set it to 1, or take another algorithm"
         )
-    if actor.critic_warmup_steps and actor.algorithm not in NEEDS_CRITIC:
+    if actor.critic_warmup_steps and not actor.uses_critic:
         raise ValueError(
             f"actor.critic_warmup_steps ({actor.critic_warmup_steps}): {actor.algorithm} has no critic; leave it out"
         )

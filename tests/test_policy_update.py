@@ -113,7 +113,7 @@ def test_recomputed_activations_change_nothing(checkpoint: Path):
     for recompute in (False, True):
         policy = make_policy(checkpoint, double=False, gradient_checkpointing=recompute)
         kept: list[int] = []  # what forwards keep for their backward passes
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
             results.append(updated(policy, make_batch(policy)))
         sizes.append(sum(kept))
         assert not any(module.training for module in policy.model.modules())  # generation keeps its cache

@@ -72,11 +72,13 @@ def _headline(run: Run) -> str:
             f"On the same held-out rollouts critic version {s['weights_version']} explains "
             f"{s['ev_last']:.2f} of the returns' variance, version 0 explains {s['ev_v0']:.2f}."
         )
+    if run.critic:
+        sentences.append(
+            f"Meanwhile the server took {s['reloads_swap']} new critic versions by swap{_median(s['swap_ms_p50'])} and "
+            f"{s['reloads_triton']} by Triton reload{_median(s['triton_reload_ms_p50'])}."
+        )
     sentences.append(
-        f"While PPO ran, the server took {s['reloads_swap']} new critic versions by swap"
-        f"{_median(s['swap_ms_p50'])} and {s['reloads_triton']} by Triton reload"
-        f"{_median(s['triton_reload_ms_p50'])}; {s['failed_requests']} requests failed by the client's "
-        f"count, {s['server_failures']} by the server's."
+        f"{s['failed_requests']} requests failed by the client's count, {s['server_failures']} by the server's."
     )
     items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
     lead = f"After {s['ppo_steps']} PPO steps"
@@ -104,7 +106,8 @@ def _cards(run: Run) -> str:
         cards.append(("KL", f"{s['kl_final']:.2f}", "nats per sequence"))
     if s["ev_v0"] is not None and s["ev_last"] is not None:
         cards.append(("critic explains", f"{s['ev_last']:.2f}", f"version 0: {s['ev_v0']:.2f}"))
-    cards.append(("reloads", f"{s['reloads_swap']} + {s['reloads_triton']}", "swap + Triton"))
+    if run.critic:
+        cards.append(("reloads", f"{s['reloads_swap']} + {s['reloads_triton']}", "swap + Triton"))
     cards.append(("failed requests", f"{s['failed_requests'] + s['server_failures']}", "client + server"))
     return "".join(f"<div><small>{name}</small><b>{big}</b><small>{small}</small></div>" for name, big, small in cards)
 

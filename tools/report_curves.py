@@ -39,13 +39,16 @@ def panels(run: Run) -> list[tuple[str, str]]:
         ("What a reload costs, from publishing to serving; old weights serve meanwhile.", draw_reload_ms),
         ("Whether texts stay varied and end properly.", draw_texts),
     ]
+    if not run.critic:
+        chosen = [(caption, draw) for caption, draw in chosen if draw not in OF_THE_CRITIC]
     if run.gold:
         chosen.insert(1, ("The score PPO never saw, on held-out prompts, with 95 % intervals.", draw_gold))
     return [(caption, svg(draw, run)) for caption, draw in chosen]
 
 
 def write_curves(run_dir: Path, out_png: Path) -> None:
-    """Writes one PNG of 1500 x 1020 pixels: reward, gold (KL where there is no gold), critic, versions."""
+    """Writes one PNG of 1500 x 1020 pixels: reward, gold (KL where there is none), critic, versions; without a critic
+    step times and texts."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -56,7 +59,8 @@ def write_curves(run_dir: Path, out_png: Path) -> None:
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6.8), dpi=150, layout=layout)
         FigureCanvasAgg(figure)
-        draws = (draw_reward, draw_gold if run.gold else draw_kl, draw_explained_variance, draw_versions)
+        others = (draw_explained_variance, draw_versions) if run.critic else (draw_step_time, draw_texts)
+        draws = (draw_reward, draw_gold if run.gold else draw_kl, *others)
         for axes, draw in zip(figure.subplots(2, 2).flat, draws, strict=True):
             draw(axes, run)
         figure.savefig(out_png, metadata={"Software": None})
@@ -218,3 +222,6 @@ def svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
         out = StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
+
+
+OF_THE_CRITIC = (draw_explained_variance, draw_versions, draw_reload_ms)

@@ -45,7 +45,7 @@ class Run:
     name: str
     summary: dict[str, Any]
     steps: list[dict[str, Any]]
-    critic: list[dict[str, Any]]
+    critic: list[dict[str, Any]]  # empty where the algorithm has no critic
     pairs: list[Pair]
 
     @property
@@ -70,11 +70,12 @@ def load_run(run_dir: Path) -> Run:
     path = run_dir / "summary.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
+    summary = json.loads(path.read_text(encoding="utf-8"))
     return Run(
         name=run_dir.name,
-        summary=json.loads(path.read_text(encoding="utf-8")),
+        summary=summary,
         steps=read_steps(run_dir),
-        critic=read_jsonl(run_dir / "critic_metrics.jsonl"),
+        critic=read_jsonl(run_dir / "critic_metrics.jsonl") if summary["critic_updates"] else [],
         pairs=read_pairs(run_dir) if has_samples(run_dir) else [],
     )
 

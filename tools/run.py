@@ -67,14 +67,16 @@ class Run:
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
         self._display.phase("PPO")
-        self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
+        if self.config.actor.uses_critic:
+            self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
         self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
             self._look()
         self._actor.raise_if_failed()
-        self._display.phase("stopping the sidecar, which writes its last checkpoint")
-        if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
-            raise ChildDied(self._sidecar.obituary())
+        if self._sidecar is not None:
+            self._display.phase("stopping the sidecar, which writes its last checkpoint")
+            if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
+                raise ChildDied(self._sidecar.obituary())
         failures = max(0, self._server_failures() - self._failures_at_start)  # a server started again counts from 0
         self.stop()
         self._report(failures)

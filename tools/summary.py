@@ -60,7 +60,7 @@ def write_summary(
     """
     run_dir = Path(run_dir)
     actor = _actor_summary(run_dir / "actor_summary.json")
-    critic = read_jsonl(run_dir / "critic_metrics.jsonl")
+    critic = read_jsonl(run_dir / "critic_metrics.jsonl") if actor["critic_updates"] else []
     # A run that validated says so by its rewards; only one that did not may come without texts.
     validated = gold or actor["reward_before"] is not None or has_samples(run_dir)
     if gold:

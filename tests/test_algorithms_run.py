@@ -1,0 +1,62 @@
+"""Algorithms without a critic, on the real server: nobody asks the critic, and a resumed run goes on as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_system import System
+from transformers import AutoModelForCausalLM
+
+from python_backend.contract import CRITIC_INFER
+from tools.child import Child
+from trainer.control_plane import ControlPlane
+
+SETTINGS = {
+    "actor.responses_per_prompt": 2, "actor.kl_target": 0.001, "actor.kl_horizon": 100, "actor.kl_coef": 0.1,
+    "actor.reward_normalization": "running", "actor.reward_clip": 2, "actor.missing_eos_penalty": 0.5,
+}  # fmt: skip
+
+
+def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:
+    """An actor of a run of its own on the live server, to its end."""
+    values = {"run.dir": folder, **SETTINGS, "actor.algorithm": name, **overrides}
+    actor: Child = live.run.start(f"actor-{name}", *(f"{key}={value}" for key, value in values.items()), module="actor")
+    assert actor.process.wait(120) == 0, actor.log_path.read_text()
+
+
+@pytest.mark.parametrize("name", ["reinforce++", "rloo", "grpo"])
+def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
+    with ControlPlane(live.run.config.server.grpc_url) as control:
+        before, last = control.statistics(CRITIC_INFER).inference_count, live.run.journal.last_step()
+        run_actor(live, tmp_path / "run", name)
+        assert control.statistics(CRITIC_INFER).inference_count == before
+        assert live.run.journal.last_step() == last
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert not any("weights_version" in key or "explained" in key or "staleness" in key for key in lines[0])
+    coefs = [line["train_rollouts/kl_coef"] for line in lines]
+    assert coefs[0] == 0.1
+    assert len(set(coefs)) == 3  # it follows
+    assert all(line["train_optim/grad_norm"] > 0 for line in lines)
+    assert lines[-1]["train_rollouts/consumed_samples"] == 3 * 8 // 2
+    summary = json.loads((tmp_path / "run" / "actor_summary.json").read_text())
+    assert (summary["critic_updates"], summary["ev_v0"], summary["failed_requests"]) == (0, None, 0)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
+
+
+def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path) -> None:
+    """Coefficient and running statistics go on from the checkpoint, as if the run had not ended."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_actor(live, whole, "reinforce++", **{"actor.steps": 4})
+    run_actor(live, parts, "reinforce++", **{"actor.steps": 2})
+    saved = json.loads((parts / "checkpoints" / "actor" / "2" / "state.json").read_text())
+    assert saved["reward_moments"][0] == 2 * 8  # responses so far
+    assert saved["kl_coef"] != 0.1
+    run_actor(live, parts, "reinforce++", **{"actor.steps": 4})
+    lines = [(folder / "metrics.jsonl").read_text().splitlines()[-1] for folder in (whole, parts)]
+    one, other = (json.loads(line) for line in lines)
+    for key in ("train_rollouts/kl_coef", "train_rollouts/advantages_std", "train_optim/grad_norm", "step"):
+        assert one[key] == pytest.approx(other[key], rel=1e-3), key
