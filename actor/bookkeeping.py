@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 from typing import Any
 
 from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps
@@ -18,7 +19,7 @@ from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
 from actor.validation import Validation, explained, samples
 from python_backend.config import RunConfig
-from python_backend.durable import write_json
+from python_backend.durable import read_json, remove_folder, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -100,19 +101,40 @@ class Bookkeeper:
             return {}
         return staleness_metrics(self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1))
 
-    def log_validation(self, when: str, result: Validation) -> None:
-        """Remember a validation and write its texts."""
-        self._validations[when] = result
+    def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
+        """Remember a validation, write its texts ("before" and "after"), and keep the policy if it is the best."""
         _warn_of_failures(f"validation {when}", result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
-        path = self._dir / "samples.jsonl"
-        kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
-        write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
-        write_json(self._dir / f"validation_{when}.json", line)
+        if when != "between":
+            self._validations[when] = result
+            path = self._dir / "samples.jsonl"
+            kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
+            write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
+            write_json(self._dir / f"validation_{when}.json", line)
+        self._keep_if_best(step, result.reward)
+        path = self._dir / "validations.jsonl"
+        earlier = [row for row in read_jsonl(path) if row["step"] < step]  # a resumed run repeats some
+        write_jsonl(path, [*earlier, {"step": step, "timers/validation_time": seconds, **line}])
         charted = {f"val_rollouts/{name}": value for name, value in line.items() if value is not None}
-        self._log.chart(charted, self._policy.optimizer_step)
-        logger.info("validation %s: reward %.3f, KL %.2f nats per sequence", when, result.reward, result.kl)
+        self._log.chart(charted, step)
+        logger.info("validation at step %d: reward %.3f, KL %.2f nats per sequence", step, result.reward, result.kl)
+
+    def _keep_if_best(self, step: int, reward: float) -> None:
+        """`best/`: the policy with the highest validation reward so far, as an ordinary folder beside its score."""
+        if self._settings.validate_every == 0:
+            return
+        best = self._dir / "best"
+        known = read_json(best / "best.json")
+        if known is not None and known["reward"] >= reward and known["step"] <= step:
+            return
+        staging = self._dir / ".staging-best"
+        shutil.rmtree(staging, ignore_errors=True)
+        self._policy.save(staging)
+        write_json(staging / "best.json", {"step": step, "reward": reward})
+        if best.exists():
+            remove_folder(best)
+        staging.rename(best)
 
     def checkpoint(self, step: int) -> None:
         """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""
@@ -133,7 +155,7 @@ class Bookkeeper:
         else:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
-    async def finish(self, scorer: Scorer, version: int, seconds: float) -> dict[str, Any]:
+    async def finish(self, scorer: Scorer, version: int, seconds: float, *, steps: int) -> dict[str, Any]:
         """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""
         await asyncio.gather(*self.saves)
         if self._unsaved is not None:
@@ -142,7 +164,6 @@ class Bookkeeper:
         self._log.close()
         self._policy.save(self._dir / "policy")
         before, after = self._validation("before"), self._validation("after")
-        steps = self._settings.steps
         summary = {
             "ppo_steps": steps,
             "reward_before": before.get("reward"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ from actor.validation import validate
 from python_backend.config import RunConfig
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
+logger = logging.getLogger(__name__)
+
 
 class PPORun:
     """One run of the actor."""
@@ -50,7 +53,9 @@ class PPORun:
             client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request,
             with_critic=self.has_critic,
         )  # fmt: skip
-        limits = {"max_tokens": self.settings.max_prompt_tokens}
+        limits: dict[str, Any] = {
+            "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts
+        }  # fmt: skip
         self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
         state = RunState(self.policy, self.shaper, self.kl)
         self.books = Bookkeeper(config, state, client, num_prompts=len(self.prompts), has_critic=self.has_critic)
@@ -74,28 +79,49 @@ class PPORun:
         started = time.monotonic()
         await self.scorer.compare_tokenizers()
         self.scorer.mixture.check_prompts([*self.prompts, *self.held_out])
-        first = await self.books.resume() + 1
-        if first == 1:
-            await self.validate("before")
-        for step in range(first, self.settings.steps + 1):
-            timers = Timers()
-            scored = await self.collect(step, timers)
-            batch = await self.in_thread(self.make_batch, scored)
-            if self.has_critic:
-                self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
-            update: dict[str, float] = {}
-            if step > self.settings.critic_warmup_steps:
-                with timers.phase("train_time"):
-                    update = await self.in_thread(
-                        self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef
-                    )
-            self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
-            self.kl.update(sequence_kl(scored, batch.mask), len(batch.lengths))
-            if step % self.settings.checkpoint_every == 0 or step == self.settings.steps:
-                self.books.checkpoint(step)
-        last = await self.await_updates(self.settings.steps)
-        await self.validate("after")
-        return await self.books.finish(self.scorer, last, time.monotonic() - started)
+        done = await self.books.resume()
+        if done == 0:
+            await self.validate("before", step=0)
+        while done < self.settings.steps:
+            done += 1
+            await self.one_step(done)
+            is_last = done == self.settings.steps or self.is_out_of_time(started, done)
+            if is_last or done % self.settings.checkpoint_every == 0:
+                self.books.checkpoint(done)
+            if is_last:
+                break
+            if self.settings.validate_every and done % self.settings.validate_every == 0:
+                await self.validate("between", step=done)
+        version = await self.await_updates(done)
+        await self.validate("after", step=done)
+        return await self.books.finish(self.scorer, version, time.monotonic() - started, steps=done)
+
+    async def one_step(self, step: int) -> None:
+        """A rollout, and both updates from it; the critic's is awaited when its weights are needed."""
+        timers = Timers()
+        scored = await self.collect(step, timers)
+        batch = await self.in_thread(self.make_batch, scored)
+        if self.has_critic:
+            self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
+        update: dict[str, float] = {}
+        if step > self.settings.critic_warmup_steps:
+            with timers.phase("train_time"):
+                update = await self.in_thread(
+                    self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef
+                )
+        self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
+        self.kl.update(sequence_kl(scored, batch.mask), len(batch.lengths))
+
+    def is_out_of_time(self, started: float, step: int) -> bool:
+        """Whether `actor.max_minutes` have passed."""
+        limit = self.settings.max_minutes
+        if limit is None or time.monotonic() - started < 60 * limit:
+            return False
+        logger.warning(
+            "actor.max_minutes (%g) are over at step %d of %d; the next start goes on from here",
+            limit, step, self.settings.steps,
+        )  # fmt: skip
+        return True
 
     async def collect(self, step: int, timers: Timers) -> ScoredRollout:
         """Generate batch by batch; each is scored while the next is generated."""
@@ -147,14 +173,15 @@ class PPORun:
             version = self.books.weights_version = (await self.updates.pop(sent)).weights_version
         return version
 
-    async def validate(self, when: str) -> None:
-        """Sample and score the held-out prompts."""
+    async def validate(self, when: str, *, step: int) -> None:
+        """Generate for the held-out prompts and score what came of it."""
         if self.held_out:
-            batch, seed = self.settings.generation_batch, self.seed
+            s, start = self.settings, time.monotonic()
             result = await validate(
-                self.policy, self.scorer, self.held_out, batch=batch, seed=seed, in_thread=self.in_thread
-            )
-            self.books.log_validation(when, result)
+                self.policy, self.scorer, self.held_out, batch=s.generation_batch, seed=self.seed,
+                greedy=s.validation_greedy, in_thread=self.in_thread,
+            )  # fmt: skip
+            self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
 
     def seed_of(self, step: int) -> int:
         """Base seed of a step's sampling; batches add their position."""

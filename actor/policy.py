@@ -4,10 +4,10 @@ Given: prompts, rollouts. Returns: rollouts, log-probs `[B, S-1]`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,6 @@ from python_backend.config import ActorSection
 from python_backend.tokenization import load_tokenizer
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. Log-probs are taken under `temperature`, without top-k and top-p."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
 
 
 class Policy:
@@ -58,7 +48,6 @@ class Policy:
         self.pad_id = pad if pad is not None else self.eos_ids[0]
         bos = self.tokenizer.bos_token_id
         self.banned_ids = sorted({i for i in (self.pad_id, bos) if i is not None} - set(self.eos_ids))
-        self.sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p)
         matrices = [p for p in self.model.parameters() if p.ndim >= 2]
         others = [p for p in self.model.parameters() if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -69,8 +58,8 @@ class Policy:
         self.optimizer_step = 0
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], *, seed: int) -> Rollout:
-        """Sample one response per prompt; the same seed draws the same responses."""
+    def generate(self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False) -> Rollout:
+        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses."""
         lengths = [prompt.tokens.size for prompt in prompts]
         width = max(lengths)
         ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.int64)
@@ -81,8 +70,9 @@ class Policy:
         device = self.model.device
         with self.computing():
             output = self.model.generate(
-                ids.to(device), attention_mask=attention.to(device), generation_config=self._generation_config()
-            ).cpu()
+                ids.to(device), attention_mask=attention.to(device), generation_config=self._generation_config(greedy),
+                tokenizer=self.tokenizer,
+            ).cpu()  # fmt: skip
         return self._unpad(list(prompts), output, lengths, width)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
@@ -136,31 +126,50 @@ class Policy:
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
 
-    def _generation_config(self) -> GenerationConfig:
+    def _generation_config(self, greedy: bool) -> GenerationConfig:
+        s = self.settings
+        sampling = {} if greedy else {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
         return GenerationConfig(
-            do_sample=True,
-            max_new_tokens=self.sampling.max_new_tokens,
-            temperature=self.sampling.temperature,
-            top_k=self.sampling.top_k,
-            top_p=self.sampling.top_p,
+            do_sample=not greedy,
+            max_new_tokens=s.max_new_tokens,
+            min_new_tokens=s.min_new_tokens or None,
+            repetition_penalty=s.repetition_penalty,
+            stop_strings=list(s.stop_strings) or None,
             pad_token_id=self.pad_id,
             eos_token_id=self.eos_ids,
             suppress_tokens=self.banned_ids or None,
+            **sampling,
         )
 
     def _unpad(self, prompts: list[Prompt], output: Tensor, lengths: list[int], width: int) -> Rollout:
         responses, ended = [], []
-        eos = torch.tensor(self.eos_ids)
         for row in output[:, width:]:
-            ends = torch.isin(row, eos).nonzero().flatten()
-            ended.append(bool(ends.numel()))
-            responses.append(row[: int(ends[0]) + 1] if ends.numel() else row)
+            end = self._end_of(row)
+            ended.append(end is not None)
+            responses.append(row[:end])
         total = [length + response.numel() for length, response in zip(lengths, responses, strict=True)]
         tokens = torch.full((len(prompts), max(total)), self.pad_id, dtype=torch.int64)
         for i, (length, response) in enumerate(zip(lengths, responses, strict=True)):
             tokens[i, :length] = output[i, width - length : width]
             tokens[i, length : total[i]] = response
         return Rollout(prompts, tokens, torch.tensor(total), torch.tensor(lengths), torch.tensor(ended))
+
+    def _end_of(self, row: Tensor) -> int | None:
+        """Tokens of the response in `row`, up to the end of sequence or of a stop string; None if there is neither."""
+        ends = torch.isin(row, torch.tensor(self.eos_ids)).nonzero().flatten()
+        end = int(ends[0]) + 1 if ends.numel() else None
+        stops = self.settings.stop_strings
+        if not stops:
+            return end
+
+        def stopped(count: int) -> bool:
+            text = self.tokenizer.decode(row[:count].tolist(), skip_special_tokens=False)
+            return any(stop in text for stop in stops)
+
+        longest = row.numel() if end is None else end
+        if not stopped(longest):
+            return end
+        return bisect.bisect_left(range(longest + 1), True, key=stopped)
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:

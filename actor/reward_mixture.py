@@ -16,8 +16,6 @@ from actor.rollout import Prompt
 from python_backend.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARDS
 from python_backend.function_rewards import PROMPT_KEY, RESPONSE_KEY
 
-MESSAGES_KEY = "messages"  # a chat prompt; the server renders it, with the reply, by the reward's own template
-
 
 @dataclass(frozen=True)
 class RewardMixture:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from actor.client import RequestFailed, TritonClient
-from actor.reward_mixture import MESSAGES_KEY, RewardMixture
+from actor.prompts import MESSAGES_KEY
+from actor.reward_mixture import RewardMixture
 from actor.rollout import Rollout, Scores
 from python_backend.contract import CRITIC, REWARD_COMPONENTS, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
 from python_backend.tokenization import fingerprint

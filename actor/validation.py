@@ -36,13 +36,14 @@ class Validation:
 
 
 async def validate(
-    policy: Policy, scorer: Scorer, prompts: list[Prompt], *, batch: int, seed: int, in_thread: Callable[..., Any]
-) -> Validation:
-    """Sample one response per prompt and score it; batch i draws from seed + i."""
+    policy: Policy, scorer: Scorer, prompts: list[Prompt], *, batch: int, seed: int, greedy: bool = False,
+    in_thread: Callable[..., Any],
+) -> Validation:  # fmt: skip
+    """Sample one response per prompt, or take the likeliest, and score it; batch i draws from seed + i."""
     rollouts, tasks = [], []
     for i in range(0, len(prompts), batch):
         part = prompts[i : i + batch]
-        rollout = await in_thread(policy.generate, part, seed=seed + SEED_OFFSET + i)
+        rollout = await in_thread(policy.generate, part, seed=seed + SEED_OFFSET + i, greedy=greedy)
         rollouts.append(rollout)
         tasks.append(asyncio.create_task(scorer.score(rollout)))
     whole = join_rollouts(rollouts, policy.pad_id)

@@ -37,15 +37,21 @@ class ActorSection(Section):
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; also the frozen reference."""
     prompts: Path = Path("data/prompts.jsonl")
-    """JSONL, one {"text": …} a line; other columns travel as metadata."""
+    """JSONL, one {"text": …} or {"messages": [{"role": …, "content": …}, …]} a line; other columns are metadata."""
     validation_prompts: Path | None = None
     """JSONL of held-out prompts, sampled and scored before and after."""
     validation_size: CountOrZero = 256
     """Prompts taken from `validation_prompts`."""
+    validate_every: CountOrZero = 0
+    """Steps between validations; 0: before the first step and after the last only."""
+    validation_greedy: bool = False
+    """Take the likeliest token in validations, instead of sampling."""
     algorithm: Literal["ppo", "reinforce++", "rloo", "grpo"] = "ppo"
     """How advantages are made, see docs/algorithms.md; all but `ppo` do without the critic."""
     steps: Count = 100
     """Steps: a rollout and its update each."""
+    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    """End after the step in which so much time has passed, with a checkpoint; the next start goes on from there."""
     rollout_size: Count = 128
     """Responses of one step."""
     responses_per_prompt: Count = 1
@@ -53,9 +59,17 @@ class ActorSection(Section):
     generation_batch: Count = 32
     """Prompts generated together; scoring of one batch runs while the next is generated."""
     max_prompt_tokens: Count = 512
-    """Longer prompts are an error at start."""
+    """Longest prompt."""
+    long_prompts: Literal["error", "skip", "truncate"] = "error"
+    """What becomes of a longer one: the run does not start, it is left out, or cut to its last tokens."""
     max_new_tokens: Count = 128
     """Longest response."""
+    min_new_tokens: CountOrZero = 0
+    """Responses do not end before so many tokens."""
+    stop_strings: tuple[str, ...] = ()
+    """A response ends with the first of these that it contains, as with an end-of-sequence token."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Logits of tokens that were there already are divided by it (multiplied where negative); no part of log-probs."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; log-probs are taken under it."""
     top_k: CountOrZero = 0
@@ -178,6 +192,12 @@ def check_actor(actor: ActorSection) -> None:
             f"actor.critic_warmup_steps ({actor.critic_warmup_steps}) leaves the policy none of actor.steps "
             f"({actor.steps})"
         )
+    if actor.min_new_tokens > actor.max_new_tokens:
+        raise ValueError(
+            f"actor.min_new_tokens ({actor.min_new_tokens}) is above actor.max_new_tokens ({actor.max_new_tokens})"
+        )
+    if "" in actor.stop_strings:
+        raise ValueError("actor.stop_strings holds an empty string, which every response contains")
     if actor.overlong_tokens >= actor.max_new_tokens:
         raise ValueError(
             f"actor.overlong_tokens ({actor.overlong_tokens}) is not below actor.max_new_tokens "

@@ -60,3 +60,23 @@ def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path)
     one, other = (json.loads(line) for line in lines)
     for key in ("train_rollouts/kl_coef", "train_rollouts/advantages_std", "train_optim/grad_norm", "step"):
         assert one[key] == pytest.approx(other[key], rel=1e-3), key
+
+
+def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
+    """The run ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
+    folder = tmp_path / "run"
+    settings = {"actor.validate_every": 1, "actor.checkpoint_every": 100, "actor.validation_greedy": True}
+    run_actor(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
+    log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
+    assert "are over at step 1 of 3; the next start goes on from here" in log
+    assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
+    assert json.loads((folder / "actor_summary.json").read_text())["ppo_steps"] == 1
+    run_actor(live, folder, "reinforce++", **settings)
+    rows = [json.loads(line) for line in (folder / "validations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    best = json.loads((folder / "best" / "best.json").read_text())
+    assert best["reward"] == max(row["reward"] for row in rows)
+    assert best["step"] == next(row["step"] for row in rows if row["reward"] == best["reward"])
+    AutoModelForCausalLM.from_pretrained(folder / "best")
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]

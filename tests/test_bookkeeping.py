@@ -101,7 +101,7 @@ def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server
 
 async def ends(book: Bookkeeper) -> None:
     await book.resume()
-    await book.finish(scorer=None, version=1, seconds=1.0)  # type: ignore[arg-type]
+    await book.finish(scorer=None, version=1, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
 def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(

@@ -62,9 +62,9 @@ def test_the_limit_takes_the_first_and_does_not_read_on(tmp_path: Path):
     ("lines", "message"),
     [
         (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
-        (["", "[1]"], "prompts.jsonl:2: must be an object with a \"text\", got '[1]'"),
-        (['{"prompt": "a"}'], 'prompts.jsonl:1: must be an object with a "text"'),
-        (['{"text": 3}'], 'prompts.jsonl:1: must be an object with a "text"'),
+        (["", "[1]"], 'prompts.jsonl:2: must be an object with a "text" or "messages", got \'[1]\''),
+        (['{"prompt": "a"}'], 'prompts.jsonl:1: must be an object with a "text" or "messages"'),
+        (['{"text": 3}'], "prompts.jsonl:1: text: 3, must be a string"),
         (['{"text": ""}'], "prompts.jsonl:1: 0 tokens, must be 1 to 5 (actor.max_prompt_tokens)"),
         (['{"text": "abcdef"}'], "prompts.jsonl:1: 6 tokens, must be 1 to 5 (actor.max_prompt_tokens)"),
         ([], "prompts.jsonl holds no prompt"),
@@ -74,6 +74,54 @@ def test_the_limit_takes_the_first_and_does_not_read_on(tmp_path: Path):
 def test_bad_files_are_refused_by_line(tmp_path: Path, lines: list[str], message: str):
     with pytest.raises(PromptError, match=re.escape(message)):
         read(write(tmp_path, *lines), max_tokens=5)
+
+
+class Chat:
+    """A tokenizer with a template that refuses what real ones refuse."""
+
+    chat_template = "roles and contents"
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return bytewise(text, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert (tokenize, add_generation_prompt) == (False, True)
+        return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
+
+
+def test_messages_are_rendered_and_travel_on(tmp_path: Path):
+    messages = [{"role": "user", "content": "hi"}]
+    path = write(tmp_path, {"messages": messages, "topic": "x"}, {"text": "as it is", "messages": messages})
+    one, other = read_prompts(path, Chat(), max_tokens=100)
+    assert (one.text, one.tokens.tolist()) == ("<u>hi<a>", list(b"<u>hi<a>"))
+    assert one.metadata == {"messages": messages, "topic": "x"}
+    assert other.text == "as it is"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "messages", "message"),
+    [
+        (bytewise, [], "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; send a text instead"),
+        (Chat(), [{"content": "x"}], "prompts.jsonl:1: messages cannot be rendered: 'role'"),
+        (Chat(), 3, "prompts.jsonl:1: messages cannot be rendered: 'int' object is not iterable"),
+    ],
+)
+def test_messages_that_cannot_be_rendered(tmp_path: Path, tokenizer: Any, messages: Any, message: str):
+    with pytest.raises(PromptError, match=re.escape(message)):
+        read_prompts(write(tmp_path, {"messages": messages}), tokenizer, max_tokens=100)
+
+
+def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write(tmp_path, {"text": "abcdef"}, {"text": "ab"}, {"text": "uvwxyz!"})
+    assert [prompt.text for prompt in read(path, max_tokens=4, too_long="skip")] == ["ab"]
+    assert caplog.messages == [
+        f"{path}: 2 prompts of more than 4 tokens were left out: line 1 (6 tokens), line 3 (7 tokens)"
+    ]
+    cut = read(path, max_tokens=4, too_long="truncate")
+    assert [bytes(prompt.tokens.tolist()).decode() for prompt in cut] == ["cdef", "ab", "xyz!"]
+    assert "2 prompts of more than 4 tokens were cut to their last tokens" in caplog.messages[-1]
+    with pytest.raises(PromptError, match="holds no prompt of at most 1 tokens"):
+        read(path, max_tokens=1, too_long="skip")
 
 
 def test_unreadable_files_are_named(tmp_path: Path):

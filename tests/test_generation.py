@@ -1,0 +1,139 @@
+"""`Policy.generate`: what ends a response, what it may hold, and what every generated row is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import make_checkpoint, make_tokenizer
+
+from actor.policy import Policy
+from actor.rollout import Prompt, Rollout
+from python_backend.config import ActorSection
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)
+
+
+def make_policy(checkpoint: Path, **settings: Any) -> Policy:
+    return Policy(checkpoint, ActorSection(max_new_tokens=12, **settings))
+
+
+def generate(policy: Policy, *, seed: int = 0, greedy: bool = False) -> Rollout:
+    prompts = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(PROMPTS)]
+    return policy.generate(prompts, seed=seed, greedy=greedy)
+
+
+def responses(rollout: Rollout) -> list[list[int]]:
+    starts = rollout.prompt_lengths.tolist()
+    return [row[start:].tolist() for row, start in zip(rollout.rows(), starts, strict=True)]
+
+
+def check(policy: Policy, rollout: Rollout) -> None:
+    """What holds for every rollout."""
+    assert [row[:n].tolist() for row, n in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True)] == PROMPTS
+    for row, length in zip(rollout.tokens, rollout.lengths.tolist(), strict=True):
+        assert (row[length:] == policy.pad_id).all()
+    for response in responses(rollout):
+        assert 1 <= len(response) <= 12
+        assert not set(response) & set(policy.banned_ids)
+
+
+def test_the_same_seed_writes_the_same_and_another_something_else(checkpoint: Path):
+    policy = make_policy(checkpoint)
+    one, again, other = (generate(policy, seed=seed) for seed in (1, 1, 2))
+    check(policy, one)
+    assert torch.equal(one.tokens, again.tokens)
+    assert responses(one) != responses(other)
+
+
+def test_greedy_takes_the_likeliest_token(checkpoint: Path):
+    policy = make_policy(checkpoint)
+    rollout = generate(policy, greedy=True)
+    check(policy, rollout)
+    assert torch.equal(rollout.tokens, generate(policy, seed=9, greedy=True).tokens)
+    row, start = rollout.rows()[0], len(PROMPTS[0])
+    with torch.no_grad():
+        logits = policy.model(torch.from_numpy(row)[None]).logits[0]
+    logits[:, policy.banned_ids] = -torch.inf
+    assert logits[start - 1 : len(row) - 1].argmax(-1).tolist() == row[start:].tolist()
+
+
+def test_an_end_of_sequence_ends_a_response_and_belongs_to_it(checkpoint: Path):
+    policy = make_policy(checkpoint)
+    with torch.no_grad():
+        policy.model.lm_head.weight[policy.eos_ids[0]] += 0.5  # now and then
+    rollouts = [generate(policy, seed=seed) for seed in range(4)]
+    ended = [(r, e) for rollout in rollouts for r, e in zip(responses(rollout), rollout.is_end.tolist(), strict=True)]
+    assert {end for _, end in ended} == {True, False}
+    for response, end in ended:
+        assert (response[-1] in policy.eos_ids) == end
+        assert not set(response[:-1]) & set(policy.eos_ids)
+
+
+def test_no_response_ends_before_its_least_length(checkpoint: Path):
+    policy = make_policy(checkpoint, min_new_tokens=7)
+    with torch.no_grad():
+        policy.model.lm_head.weight[policy.eos_ids[0]] += 5.0  # at every chance
+    lengths = [len(response) for seed in range(4) for response in responses(generate(policy, seed=seed))]
+    assert min(lengths) >= 7
+
+
+def test_a_stop_string_ends_a_response(checkpoint: Path):
+    free = make_policy(checkpoint)
+    plain = generate(free, seed=3)
+    words = [free.tokenizer.decode(response) for response in responses(plain)]
+    stop = free.tokenizer.decode(responses(plain)[0][2:4])  # what the first row writes third and fourth
+    policy = make_policy(checkpoint, stop_strings=(stop, "never written"))
+    rollout = generate(policy, seed=3)
+    check(policy, rollout)
+    for response, text, end in zip(responses(rollout), words, rollout.is_end.tolist(), strict=True):
+        written = policy.tokenizer.decode(response)
+        assert end == (stop in written or response[-1] in policy.eos_ids)
+        if stop in written:
+            assert stop not in policy.tokenizer.decode(response[:-1])
+        else:
+            assert written == text  # the others write on as they would have
+    assert len(responses(rollout)[0]) <= 4
+    assert bool(rollout.is_end[0])
+
+
+def test_a_repetition_penalty_makes_texts_vary(checkpoint: Path):
+    counts = []
+    for penalty in (1.0, 50.0):
+        policy = make_policy(checkpoint, repetition_penalty=penalty)
+        with torch.no_grad():
+            policy.model.lm_head.weight[20] += 1.0  # a favourite
+        counts.append(
+            sum(response.count(20) for seed in range(3) for response in responses(generate(policy, seed=seed)))
+        )
+    assert counts[1] < counts[0]
+
+
+def test_each_row_is_what_it_would_be_alone(checkpoint: Path):
+    """Padding on the left never matters: greedy, where no draw can hide a difference."""
+    policy = make_policy(checkpoint)
+    together = responses(generate(policy, greedy=True))
+    for tokens, response in zip(PROMPTS, together, strict=True):
+        alone = policy.generate([Prompt("0", "", np.asarray(tokens))], seed=0, greedy=True)
+        assert responses(alone) == [response]
+
+
+def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
+    """Under the temperature and without forbidden tokens, whatever top-k, top-p or a penalty did to the draw."""
+    policy = make_policy(checkpoint, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.3)
+    rollout = generate(policy, seed=1)
+    found = policy.logprobs(rollout)
+    row, start = rollout.rows()[2], len(PROMPTS[2])
+    with torch.no_grad():
+        logits = policy.model(torch.from_numpy(row)[None]).logits[0] / 0.7
+    logits[:, policy.banned_ids] = -torch.inf
+    expected = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0]
+    torch.testing.assert_close(found[2, start - 1 : len(row) - 1], expected[start - 1 :], atol=1e-5, rtol=1e-5)
