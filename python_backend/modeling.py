@@ -88,7 +88,9 @@ class CriticModel:
 
     def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Standardised values `[B, S]` of `ids` `[B, S]` under the mask `attention` `[B, S]`; differentiable."""
-        return standardise(self._token_head(ids, attention).squeeze(-1).float(), self.mean, self.std)
+        values = self._token_head(ids, attention).squeeze(-1)
+        at_least_fp32 = torch.promote_types(values.dtype, torch.float32)
+        return standardise(values.to(at_least_fp32), self.mean, self.std)
 
     def check_finite(self) -> None:
         """Raise CheckpointError naming the first parameter that holds NaN or infinity."""

@@ -258,7 +258,7 @@ class TrainerSection(Section):
     epochs: Count = 1
     """Passes over one payload."""
     token_budget: Count = 4096
-    """Most tokens, padding included, in one forward; never changes the result."""
+    """Most tokens, padding included, in one forward; never changes the result. A CPU is faster with 1024 to 2048."""
     threads: Count = 1
     """Torch threads."""
     device: Device = "cpu"

@@ -76,7 +76,7 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 
 def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     samples = Samples.of(found["samples"])
-    quiet = [(block["begin_s"], block["end_s"]) for block in found["blocks"] if block["kind"] == "quiet"]
+    quiet = [_later_half(block) for block in found["blocks"] if block["kind"] == "quiet"]
     swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
     # The silence is looked for while the version comes into service: writing it takes place elsewhere.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
@@ -92,6 +92,11 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
                        "quiet_median": _median(without), "quiet_longest": max(without, default=None)},
         "pause_ms": max(0.0, max(around) - max(without)) if around and without else None,
     }  # fmt: skip
+
+
+def _later_half(block: dict[str, Any]) -> Window:
+    """The backlog of the reloads before it is gone by then."""
+    return (block["begin_s"] + block["end_s"]) / 2, block["end_s"]
 
 
 def _windows(reloads: Sequence[dict[str, Any]], how: str) -> list[Window]:
