@@ -10,6 +10,7 @@ import sys
 MEASUREMENTS = {
     "scoring": ("tools.bench.scoring", "throughput and latency beside what users have today"),
     "reload": ("tools.bench.reload", "what reloads and updates of the critic cost those who are being served"),
+    "learning": ("tools.bench.learning", "every algorithm on a task whose optimum is known"),
     "update": ("tools.bench.update", "throughput of the critic's update beside the same update padded"),
 }
 

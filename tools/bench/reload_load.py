@@ -20,6 +20,7 @@ WORDS = {"swap": "swaps", "triton": "Triton reloads"}
 MOST_PAUSE_MS = 20.0
 MARGIN_S = 0.05
 SETTLE_S = 1.0
+DRAWS = 40
 
 
 def measure(stage: Stage) -> dict[str, Any]:
@@ -81,7 +82,9 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     # The silence is looked for while the version comes into service: writing it takes place elsewhere.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
     around = samples.longest_silences(serving, margin_s=MARGIN_S)
-    without = samples.longest_silences(quiet_windows(serving, quiet, margin_s=MARGIN_S), margin_s=MARGIN_S)
+    draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
+    without = [samples.longest_silences(windows, margin_s=MARGIN_S) for windows in draws if windows]
+    longest = sorted(map(max, without))  # a maximum is noisy: what it is by chance, in as many moments without a swap
     return {
         "requests": int(samples.start.size),
         "failed_by_clients": len(found["samples"]["failures"]),
@@ -89,8 +92,11 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
         "versions_seen": int(np.unique(samples.version).size),
         **{how: _latencies(samples, _windows(found["reloads"], how), quiet) for how in MOST_P99},
         "silence_ms": {"swap_median": _median(around), "swap_longest": max(around, default=None),
-                       "quiet_median": _median(without), "quiet_longest": max(without, default=None)},
-        "pause_ms": max(0.0, max(around) - max(without)) if around and without else None,
+                       "quiet_median": _median([ms for draw in without for ms in draw]),
+                       "quiet_longest": _median(longest),
+                       "quiet_longest_95": [longest[int(share * (len(longest) - 1))] for share in (0.025, 0.975)]
+                       if longest else None},
+        "pause_ms": max(0.0, max(around) - float(np.median(longest))) if around and longest else None,
     }  # fmt: skip
 
 
@@ -132,7 +138,12 @@ def bars(summary: dict[str, Any]) -> list[Bar]:
             detail = f"{_ms(p99s['p99_ms'])} against {_ms(p99s['quiet_p99_ms'])} without"
             found.append(Bar(f"a, {model}: p99 during {WORDS[how]} / without", p99s["p99_ratio"], None, most, detail))
         silence = of["silence_ms"]
-        detail = f"longest silence {_ms(silence['swap_longest'])}, without a swap {_ms(silence['quiet_longest'])}"
+        low, high = silence["quiet_longest_95"] or (None, None)
+        detail = (
+            f"longest silence {_ms(silence['swap_longest'])}; in as many moments without a swap "
+            f"{_ms(silence['quiet_longest'])}, by chance {_ms(low)} to {_ms(high)}; medians "
+            f"{_ms(silence['swap_median'])} and {_ms(silence['quiet_median'])}"
+        )
         found.append(Bar(f"a, {model}: longest pause by a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
     return found
 
