@@ -15,13 +15,13 @@ from python_backend.config import TrainerSection
 from python_backend.contract import SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.journal import Journal
 from python_backend.training_payload import train_payload
-from tools.bench_reload import main, parse_arguments
-from tools.bench_reload_journal import _one, bare_write_ms, make_arrays
-from tools.bench_reload_locked import LockedCritic
-from tools.bench_reload_report import PARTS
-from tools.bench_reload_stage import RUN_ID, Cores, Settings, on_core
-from tools.bench_reload_training import make_payload
-from tools.bench_trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace
+from tools.bench.reload import main, parse_arguments
+from tools.bench.reload_journal import _one, bare_write_ms, make_arrays
+from tools.bench.reload_locked import LockedCritic
+from tools.bench.reload_report import PARTS
+from tools.bench.reload_stage import RUN_ID, Cores, Settings, on_core
+from tools.bench.reload_training import make_payload
+from tools.bench.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = Limits(VOCAB_SIZE, LONGEST)

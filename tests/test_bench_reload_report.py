@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools import bench_reload_gaps, bench_reload_journal, bench_reload_leak, bench_reload_load, bench_reload_publish
-from tools import bench_reload_training as training
-from tools.bench_reload_load import share_of_cycle
-from tools.bench_reload_report import PARTS, write_report
-from tools.bench_reload_windows import Samples, p99, quiet_windows, ratio
-from tools.bench_report import Bar
+from tools.bench import reload_gaps, reload_journal, reload_leak, reload_load, reload_publish
+from tools.bench import reload_training as training
+from tools.bench.reload_load import share_of_cycle
+from tools.bench.reload_report import PARTS, write_report
+from tools.bench.reload_windows import Samples, p99, quiet_windows, ratio
+from tools.bench.report import Bar
 
 
 def raw(start_s: list[float], latency_ms: list[float], version: int = 0) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def bar(bars: list[Bar], words: str) -> Bar:
 
 
 def load_bars(part: dict[str, Any]) -> list[Bar]:
-    return bench_reload_load.bars(bench_reload_load.summarise({"1m": part}))
+    return reload_load.bars(reload_load.summarise({"1m": part}))
 
 
 def test_load_compares_with_quiet_times():
@@ -134,7 +134,7 @@ def publish_part() -> dict[str, Any]:
 
 
 def test_publish_divides_by_the_sum_of_its_steps():
-    found = bench_reload_publish.bars(bench_reload_publish.summarise(publish_part()))
+    found = reload_publish.bars(reload_publish.summarise(publish_part()))
     assert bar(found, "swap").value == pytest.approx(1.2)
     assert bar(found, "triton").value == pytest.approx(1.5)
     assert [b.verdict for b in found] == ["pass", "miss"]
@@ -166,10 +166,10 @@ def gaps_part() -> dict[str, Any]:
 
 
 def test_gaps_are_those_of_their_own_reloads():
-    summary = bench_reload_gaps.summarise(gaps_part())
+    summary = reload_gaps.summarise(gaps_part())
     assert summary["http"]["longest_silence_ms"] == pytest.approx(2010.0)
     assert summary["grpc"]["longest_silence_ms"] == pytest.approx(10.0)
-    found = bench_reload_gaps.bars(summary)
+    found = reload_gaps.bars(summary)
     assert [b.value for b in found] == pytest.approx([201.0, 404.0])
     assert [b.verdict for b in found] == ["pass", "pass"]
 
@@ -177,7 +177,7 @@ def test_gaps_are_those_of_their_own_reloads():
 def test_one_client_that_is_kept_waiting_among_others_is_seen():
     part = gaps_part()
     part["samples"] = joined(ticking(0, 30, 0.01), raw([20.0], [2000.0]))
-    silence, wait = bench_reload_gaps.bars(bench_reload_gaps.summarise(part))
+    silence, wait = reload_gaps.bars(reload_gaps.summarise(part))
     assert silence.verdict == "miss"
     assert wait.value == pytest.approx(400.0)
 
@@ -201,15 +201,15 @@ def leak_part(**of_swaps: float) -> dict[str, Any]:
 
 
 def test_slopes_begin_after_the_warm_up():
-    summary = bench_reload_leak.summarise(leak_part())
+    summary = reload_leak.summarise(leak_part())
     assert summary["swap"]["server_slope_kb"] == pytest.approx(3.0)
-    assert {b.verdict for b in bench_reload_leak.bars({"swap": summary["swap"]})} == {"pass"}
+    assert {b.verdict for b in reload_leak.bars({"swap": summary["swap"]})} == {"pass"}
 
 
 def test_a_leak_of_memory_or_handles_is_a_miss():
-    memory = bench_reload_leak.bars(bench_reload_leak.summarise(leak_part(slope_kb=21.0)))
+    memory = reload_leak.bars(reload_leak.summarise(leak_part(slope_kb=21.0)))
     assert bar(memory, "swap, memory of the server").verdict == "miss"
-    handles = bench_reload_leak.bars(bench_reload_leak.summarise(leak_part(handles=0.1)))
+    handles = reload_leak.bars(reload_leak.summarise(leak_part(handles=0.1)))
     assert bar(handles, "swap, what grew").verdict == "miss"
 
 
@@ -219,7 +219,7 @@ def journal_part() -> dict[str, Any]:
 
 
 def test_journal_counts_checking_too():
-    found = bench_reload_journal.bars(bench_reload_journal.summarise(journal_part()))
+    found = reload_journal.bars(reload_journal.summarise(journal_part()))
     assert [b.value for b in found] == pytest.approx([1.6, 1.0])
     assert [b.verdict for b in found] == ["miss", "pass"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tools.bench_report import Bar, bars, flatness, power_law, summarise, write_report
-from tools.bench_samples import Rounds, mean_batch, median_of, model_size, padding_share, throughput
-from tools.bench_table import bars_table, full_table, headline_table
+from tools.bench.report import Bar, bars, flatness, power_law, summarise, write_report
+from tools.bench.samples import Rounds, mean_batch, median_of, model_size, padding_share, throughput
+from tools.bench.table import bars_table, full_table, headline_table
 
 
 def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:

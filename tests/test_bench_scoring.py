@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from python_backend.modeling import load_reward
-from tools.bench_children import BenchError
-from tools.bench_contenders import CONTENDERS
-from tools.bench_forward import CountedReward, Counters, read_counters
-from tools.bench_ideal import claim
-from tools.bench_one_forward import pack, unpack
-from tools.bench_plan import Cell, Pace, Settings, cell_seconds, num_requests, plan_cells
-from tools.bench_pytriton import stripped_width
-from tools.bench_rounds import Bench
-from tools.bench_running import Running, Setup, Split
-from tools.bench_scoring import main, parse_arguments
-from tools.bench_snapshot import Watched, cpu_seconds, difference, snapshot
-from tools.bench_trace import (
+from tools.bench.children import BenchError
+from tools.bench.contenders import CONTENDERS
+from tools.bench.forward import CountedReward, Counters, read_counters
+from tools.bench.ideal import claim
+from tools.bench.one_forward import pack, unpack
+from tools.bench.plan import Cell, Pace, Settings, cell_seconds, num_requests, plan_cells
+from tools.bench.pytriton import stripped_width
+from tools.bench.rounds import Bench
+from tools.bench.running import Running, Setup, Split
+from tools.bench.scoring import main, parse_arguments
+from tools.bench.snapshot import Watched, cpu_seconds, difference, snapshot
+from tools.bench.trace import (
     LONGEST,
     SHORTEST,
     SIZES,

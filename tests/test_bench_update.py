@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from python_backend.training_payload import TrainPayload
-from tools.bench_update import computed_tokens, contenders_of, main, make_payload, padded_payload, ratio
+from tools.bench.update import computed_tokens, contenders_of, main, make_payload, padded_payload, ratio
 
 
 def test_padding_lengthens_rows_and_trains_nothing():

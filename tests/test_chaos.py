@@ -16,11 +16,11 @@ from python_backend.config import RunConfig, load_config
 from python_backend.contract import Limits
 from python_backend.journal import Heartbeat, Journal
 from python_backend.training_payload import train_payload
-from tools.chaos import main
-from tools.chaos_points import NOTHING, POINTS, VICTIMS, Points, plan_kills
-from tools.chaos_summary import kills_with_recovery, outages, summary
-from tools.chaos_system import shape_of, write_config
-from tools.chaos_traffic import Record, Shape, batch, probes
+from tools.chaos.command import main
+from tools.chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
+from tools.chaos.summary import kills_with_recovery, outages, summary
+from tools.chaos.system import shape_of, write_config
+from tools.chaos.traffic import Record, Shape, batch, probes
 
 SHAPE = Shape(vocab_size=50, longest=24, rows=9)
 SHORT_FORM_KILLS = 6

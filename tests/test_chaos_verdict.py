@@ -1,4 +1,4 @@
-"""`tools.chaos_verdict`: each promise is kept by a faultless record, and broken by the one fault it is there for."""
+"""`tools.chaos.verdict`: each promise is kept by a faultless record, and broken by the one fault it is there for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from actor.client import TrainAnswer
 from python_backend.journal import Result
 from python_backend.weights import Manifest, WeightsStore
-from tools.chaos_reference import Reference, ReferenceStep
-from tools.chaos_traffic import Record, Served
-from tools.chaos_verdict import (
+from tools.chaos.reference import Reference, ReferenceStep
+from tools.chaos.traffic import Record, Served
+from tools.chaos.verdict import (
     check_checkpoint,
     check_coverage,
     check_freshness,

@@ -16,8 +16,8 @@ COMMANDS = {
     "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),
     "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
     "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
-    "chaos": ("tools.chaos", "the crash test: processes killed at every moment, then every promise checked"),
-    "bench": ("tools.bench", "the measurements behind the README's numbers"),
+    "chaos": ("tools.chaos.command", "the crash test: processes killed at every moment, then every promise checked"),
+    "bench": ("tools.bench.command", "the measurements behind the README's numbers"),
 }
 
 

@@ -1,0 +1,57 @@
+"""The models that the scoring measurement puts into tritonserver: ours, counted; and ours with late answers.
+Given: what `python_backend.reward` is given, and two parameters more. Returns: the same rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from python_backend import reward
+from python_backend.batching import plan_micro_batches
+from python_backend.contract import REWARDS
+from python_backend.serving import Call, Parameters
+from tools.bench.forward import Counters
+
+COUNTERS = "bench_counters"
+
+
+class CountedModel(reward.TritonPythonModel):
+    """The reward model as it is served, plus the count of what its forwards compute."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        self._computed = Counters(Parameters(args).path(COUNTERS))
+        super().initialize(args)
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        self._computed.add([row.size for row in rows], width)
+        return super().forward(model, rows, width)
+
+
+class LateModel(CountedModel):
+    """Answers every request of a merged batch when the whole batch is done, as a plain Triton model does."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        super().initialize(args)
+        parameters = Parameters(args)
+        self._late_budget = parameters.number("token_budget")
+        self._late_rows = parameters.number("micro_batch_rows")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: all answers at the end."""
+        calls = [Call(request) for request in requests]
+        read = [self.read(call).tokens for call in calls]
+        rows = [row for request in read for row in request]
+        lengths = [row.size for row in rows]
+        scores = np.empty((len(rows), 1), np.float32)
+        model = self.current_model()
+        for batch in plan_micro_batches(lengths, token_budget=self._late_budget, max_rows=self._late_rows):
+            width = max(lengths[i] for i in batch)
+            scores[batch] = np.stack(self.forward(model, [rows[i] for i in batch], width))
+        ends = np.cumsum([len(request) for request in read])[:-1]
+        for call, part in zip(calls, np.split(scores, ends), strict=True):
+            call.answer({REWARDS: part})

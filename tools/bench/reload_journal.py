@@ -1,0 +1,139 @@
+"""Part e: accepting a training payload into the journal, beside a bare write and fsync of the same bytes.
+Given: a `Stage`. Returns: milliseconds of checking, of the journal's own part, of the bare write; an update's seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_backend.allocator import use_allocator
+from python_backend.config import TrainerSection
+from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
+from python_backend.durable import sync_directory
+from python_backend.journal import Journal
+from python_backend.training_payload import TrainPayload, sent_payload, train_payload
+from tools.bench.reload_stage import RUN_ID, Stage, on_core
+from tools.bench.reload_windows import ratio
+from tools.bench.report import Bar
+from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint
+
+MOST_TIMES = 1.5
+MOST_SHARE = 0.02
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Interleaved samples, and one critic update with as many tokens."""
+    settings = stage.settings
+    arrays = make_arrays(settings.journal_rows, settings.journal_tokens)
+    limits = Limits(VOCAB_SIZE, settings.journal_tokens)
+    folder = stage.folder / "journal"
+    shutil.rmtree(folder, ignore_errors=True)
+    journal = Journal(folder, RUN_ID)
+    samples = []
+    use_allocator("retain")  # as critic_train does
+    with on_core(*range(os.cpu_count() or 1)):  # critic_train computes the digest in a second thread
+        for step in range(1, settings.journal_repeats + 1):
+            samples.append(_one(journal, arrays, limits, step, folder))
+    stage.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
+    shutil.rmtree(folder)
+    model = settings.under_load[0]
+    update_s = _update_seconds(stage, model, train_payload(arrays, limits))
+    stage.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
+    return {"samples": samples, "rows": settings.journal_rows, "tokens": settings.journal_tokens,
+            "update_s": update_s, "update_model": model}  # fmt: skip
+
+
+def make_arrays(num_rows: int, num_tokens: int) -> dict[str, np.ndarray]:
+    """A padded payload `[num_rows, num_tokens]` as the actor sends it."""
+    generator = np.random.default_rng(0)
+    shape = (num_rows, num_tokens - 1)
+    return {
+        TOKENS: generator.integers(3, VOCAB_SIZE, (num_rows, num_tokens), dtype=np.int64),
+        SEQUENCE_LENGTHS: np.full((num_rows, 1), num_tokens, np.int64),
+        RETURNS: generator.normal(size=shape).astype(np.float32),
+        PREV_VALUES: generator.normal(size=shape).astype(np.float32),
+        MASK: np.ones(shape, np.float32),
+    }
+
+
+def _one(
+    journal: Journal, arrays: Mapping[str, np.ndarray], limits: Limits, step: int, folder: Path
+) -> dict[str, float]:
+    start = time.perf_counter()
+    sent = sent_payload(arrays, limits)  # as critic_train does, which checks the content while it is written
+    checked = time.perf_counter()
+    entry = journal.accept_training(sent.packed(), run_id=RUN_ID, step=step, check=sent.check)
+    accepted = time.perf_counter()
+    (written,) = folder.rglob(entry.name)
+    data = written.read_bytes()
+    bare_ms = bare_write_ms(written.with_name(f".bare-{step}"), data)
+    written.write_bytes(b"")  # its name is enough for the steps that follow
+    sync_directory(written.parent)  # the next one must not pay for the blocks that are freed here
+    return {
+        "check_ms": (checked - start) * 1e3, "journal_ms": (accepted - checked) * 1e3,
+        "accept_ms": (accepted - start) * 1e3, "bare_ms": bare_ms, "bytes": len(data),
+    }  # fmt: skip
+
+
+def bare_write_ms(path: Path, data: bytes) -> float:
+    """How long it takes to write a new file and to have it and its name on the disk; the file is removed again."""
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds * 1e3
+
+
+def _update_seconds(stage: Stage, model: str, payload: TrainPayload) -> float:
+    """One update of the critic with the payload: a PPO step also generates, scores and updates the actor."""
+    import torch
+
+    from python_backend.modeling import load_critic
+    from trainer.critic_update import CriticUpdate
+
+    checkpoint = stage.folder / "journal-checkpoint"
+    make_checkpoint(SIZES[model], checkpoint)
+    torch.set_num_threads(1)
+    try:
+        update = CriticUpdate(load_critic(checkpoint), TrainerSection())
+        return update.train(payload, lambda done: None).seconds
+    finally:
+        shutil.rmtree(checkpoint)
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """Medians, their ratio, and the share of an update."""
+    names = ("check_ms", "journal_ms", "accept_ms", "bare_ms")
+    medians = {name: statistics.median(sample[name] for sample in part["samples"]) for name in names}
+    return {
+        **medians, "n": len(part["samples"]), "bytes": part["samples"][0]["bytes"],
+        "payload": f"{part['rows']} x {part['tokens']:,}", "update_s": part["update_s"], "model": part["update_model"],
+        "ratio": ratio(medians["accept_ms"], medians["bare_ms"]),
+        "share": medians["accept_ms"] / 1e3 / part["update_s"],
+    }  # fmt: skip
+
+
+def bars(summary: dict[str, Any]) -> list[Bar]:
+    """The promises of part e; an update alone is less than a PPO step, so the share is less than what is shown."""
+    detail = (
+        f"form {summary['check_ms']:,.1f} ms + content and journal {summary['journal_ms']:,.1f} ms against "
+        f"{summary['bare_ms']:,.1f} ms for {summary['bytes'] / 1e6:,.1f} MB; n {summary['n']}"
+    )
+    update = f"of a {summary['model']} critic's update with as many tokens, {summary['update_s']:,.1f} s"
+    name = f"e: accepting {summary['payload']} tokens / write + fsync"
+    return [
+        Bar(name, summary["ratio"], None, MOST_TIMES, detail),
+        Bar("e: acceptance as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
+    ]

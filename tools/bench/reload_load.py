@@ -1,0 +1,141 @@
+"""Part a: swaps and Triton reloads while clients go on asking: failures, p99 beside quiet times, longest pause.
+Given: a `Stage`. Returns: every request and every reload of every model, in blocks that follow each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tools.bench.reload_stage import Bed, Settings, Stage, Timed
+from tools.bench.reload_windows import Samples, Window, p99, quiet_windows, ratio
+from tools.bench.report import Bar
+
+MOST_P99 = {"swap": 1.5, "triton": 3.0}
+WORDS = {"swap": "swaps", "triton": "Triton reloads"}
+MOST_PAUSE_MS = 20.0
+MARGIN_S = 0.05
+SETTLE_S = 1.0
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Samples, reloads and blocks by model."""
+    return {model: _measure_model(stage, model) for model in stage.settings.under_load}
+
+
+def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
+    settings = stage.settings
+    reloads: list[Timed] = []
+    blocks: list[dict[str, Any]] = []
+    with Bed(stage, "load", model) as bed:
+        before = bed.failed_requests()
+        stage.clients.start(bed.url, settings.clients)
+        time.sleep(SETTLE_S)
+        for cycle in range(settings.cycles):
+            for kind in ("quiet", "swap", "quiet", "triton"):
+                begin = time.monotonic()
+                reloads += _block(bed, kind, cycle, settings)
+                blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
+            counts = {how: sum(r.reload == how for r in reloads) for how in ("swap", "triton")}
+            stage.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
+        samples = stage.clients.stop()
+        failed = bed.failed_requests() - before
+    return {
+        "samples": samples, "reloads": [dataclasses.asdict(reload) for reload in reloads], "blocks": blocks,
+        "failed_by_server": failed, "clients": settings.clients,
+    }  # fmt: skip
+
+
+def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
+    """How many of `total` fall to cycle number `cycle`, as evenly as can be."""
+    return total * (cycle + 1) // cycles - total * cycle // cycles
+
+
+def _block(bed: Bed, kind: str, cycle: int, settings: Settings) -> list[Timed]:
+    if kind == "quiet":
+        time.sleep(settings.quiet_s)
+        return []
+    if kind == "triton":
+        return [bed.triton_reload() for _ in range(share_of_cycle(settings.triton_reloads, settings.cycles, cycle))]
+    done = []
+    for _ in range(share_of_cycle(settings.swaps, settings.cycles, cycle)):
+        next_at = time.monotonic() + settings.swap_every_s
+        done.append(bed.publish())
+        time.sleep(max(0.0, next_at - time.monotonic()))
+    return done
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """By model: failures, latencies in quiet blocks and during reloads, silences around swaps and without them."""
+    return {model: _summarise_model(found) for model, found in part.items()}
+
+
+def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
+    samples = Samples.of(found["samples"])
+    quiet = [_later_half(block) for block in found["blocks"] if block["kind"] == "quiet"]
+    swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
+    # The silence is looked for while the version comes into service: writing it takes place elsewhere.
+    serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
+    around = samples.longest_silences(serving, margin_s=MARGIN_S)
+    without = samples.longest_silences(quiet_windows(serving, quiet, margin_s=MARGIN_S), margin_s=MARGIN_S)
+    return {
+        "requests": int(samples.start.size),
+        "failed_by_clients": len(found["samples"]["failures"]),
+        "failed_by_server": found["failed_by_server"],
+        "versions_seen": int(np.unique(samples.version).size),
+        **{how: _latencies(samples, _windows(found["reloads"], how), quiet) for how in MOST_P99},
+        "silence_ms": {"swap_median": _median(around), "swap_longest": max(around, default=None),
+                       "quiet_median": _median(without), "quiet_longest": max(without, default=None)},
+        "pause_ms": max(0.0, max(around) - max(without)) if around and without else None,
+    }  # fmt: skip
+
+
+def _later_half(block: dict[str, Any]) -> Window:
+    """The backlog of the reloads before it is gone by then."""
+    return (block["begin_s"] + block["end_s"]) / 2, block["end_s"]
+
+
+def _windows(reloads: Sequence[dict[str, Any]], how: str) -> list[Window]:
+    return [(r["begin_s"], r["end_s"]) for r in reloads if r["reload"] == how]
+
+
+def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
+    """Of requests under way in a reload, and in as many equally long moments of quiet (whole blocks if too short)."""
+    during = samples.under_way(windows)
+    without = samples.under_way(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
+    return {
+        "reloads": len(windows), "requests": int(during.size), "p50_ms": _median(during),
+        "p99_ms": p99(during), "longest_ms": float(during.max()) if during.size else None,
+        "quiet_p50_ms": _median(without), "quiet_p99_ms": p99(without),
+        "p99_ratio": ratio(p99(during), p99(without)),
+        "reload_s": _median([end - begin for begin, end in windows]),
+    }  # fmt: skip
+
+
+def _median(values: Sequence[float] | np.ndarray) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def bars(summary: dict[str, Any]) -> list[Bar]:
+    """The promises of part a, for each model."""
+    found = []
+    for model, of in summary.items():
+        failed = of["failed_by_clients"] + of["failed_by_server"]
+        detail = f"{of['requests']:,} requests, {of['swap']['reloads']} swaps, {of['triton']['reloads']} Triton reloads"
+        found.append(Bar(f"a, {model}: failed requests", failed, None, 0, detail))
+        for how, most in MOST_P99.items():
+            p99s = of[how]
+            detail = f"{_ms(p99s['p99_ms'])} against {_ms(p99s['quiet_p99_ms'])} without"
+            found.append(Bar(f"a, {model}: p99 during {WORDS[how]} / without", p99s["p99_ratio"], None, most, detail))
+        silence = of["silence_ms"]
+        detail = f"longest silence {_ms(silence['swap_longest'])}, without a swap {_ms(silence['quiet_longest'])}"
+        found.append(Bar(f"a, {model}: longest pause by a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
+    return found
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f} ms"

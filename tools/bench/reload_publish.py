@@ -1,0 +1,130 @@
+"""Part b: how long from a written version to a served one, beside what it cannot do without, measured alone.
+Given: a `Stage`. Returns: by model, publishes beside hash, load and canary; Triton reloads beside fresh processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from python_backend.weights import WEIGHTS_FILE, sha256_of
+from tools.bench.children import BenchError
+from tools.bench.reload_stage import MOST_SIZE_UNDER_LOAD, Bed, Stage, on_core
+from tools.bench.reload_windows import ratio
+from tools.bench.report import Bar
+from tools.bench.samples import model_size
+from tools.triton_home import find_tritonserver, server_environment
+
+MOST_SWAP, MOST_TRITON = 1.25, 1.2
+FRESH_TIMEOUT_S = 120.0
+FRESH_PROCESS = (
+    "import sys\n"
+    "from pathlib import Path\n"
+    "import torch, transformers\n"
+    "from python_backend.modeling import load_critic, quiet_transformers\n"
+    "quiet_transformers()\n"
+    "torch.set_num_threads(1)\n"
+    "load_critic(Path(sys.argv[1]))\n"
+    "print('loaded', flush=True)\n"
+)
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Samples by model, on a server that has nothing else to do."""
+    return {model: _measure_model(stage, model) for model in stage.settings.models}
+
+
+def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
+    settings = stage.settings
+    publishes = settings.publishes if model_size(model) <= MOST_SIZE_UNDER_LOAD else settings.loads
+    swaps: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
+    with Bed(stage, "publish", model) as bed:
+        bed.publish()  # the first pays for what is imported late
+        for _ in range(publishes):
+            done = bed.publish()
+            alone = bed.as_publisher(functools.partial(_alone, bed, done.version))
+            swaps.append({**dataclasses.asdict(done), "to_served_ms": done.to_served_ms, **alone})
+        stage.say(f"b, {model}: {publishes} publishes beside hash, load and canary")
+        folder = bed.store.folder(bed.store.current() or 0)
+        for _ in range(settings.loads):
+            with on_core(stage.cores.server):
+                fresh_ms = _fresh_process_ms(folder)
+            loads.append({"fresh_ms": fresh_ms, "reload_ms": bed.triton_reload().reload_ms})
+        stage.say(f"b, {model}: {settings.loads} Triton reloads beside fresh processes")
+        return {"parameters": bed.num_parameters, "swaps": swaps, "loads": loads}
+
+
+def _alone(bed: Bed, version: int) -> dict[str, float]:
+    """Milliseconds of each step by itself."""
+    from trainer.verification import canary_row  # torch: not for --help
+
+    folder = bed.store.folder(version)
+    hash_ms, _ = _timed(lambda: sha256_of(folder / WEIGHTS_FILE))
+    load_ms, critic = _timed(lambda: bed.critic.with_weights(folder))
+    canary_ms, _ = _timed(lambda: critic.values([canary_row(critic)]))
+    return {"hash_ms": hash_ms, "load_ms": load_ms, "canary_ms": canary_ms}
+
+
+def _timed(do: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    done = do()
+    return (time.perf_counter() - start) * 1e3, done
+
+
+def _fresh_process_ms(folder: Path) -> float:
+    """Until a new Python process has imported torch and transformers and loaded the critic in `folder`."""
+    environment = {**os.environ, **server_environment(find_tritonserver())}
+    start = time.perf_counter()
+    command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        seconds = time.perf_counter() - start
+        if line.strip() != b"loaded":
+            raise BenchError(f"the fresh process did not load {folder}: {process.stderr.read()[-400:]!r}")
+        process.wait(FRESH_TIMEOUT_S)
+    return seconds * 1e3
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """Medians and ratios by model."""
+    found = {}
+    for model, of in part.items():
+        swap = _medians(of["swaps"], ("publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms"))
+        load = _medians(of["loads"], ("reload_ms", "fresh_ms"))
+        alone = swap["hash_ms"] + swap["load_ms"] + swap["canary_ms"]
+        found[model] = {
+            "parameters": of["parameters"],
+            "swap": {**swap, "alone_ms": alone, "ratio": ratio(swap["to_served_ms"], alone), "n": len(of["swaps"])},
+            "triton": {**load, "ratio": ratio(load["reload_ms"], load["fresh_ms"]), "n": len(of["loads"])},
+        }
+    return found
+
+
+def _medians(samples: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, float]:
+    return {name: statistics.median(sample[name] for sample in samples) for name in names}
+
+
+def bars(summary: dict[str, Any]) -> list[Bar]:
+    """The promises of part b, for each model."""
+    found = []
+    for model, of in summary.items():
+        swap, load = of["swap"], of["triton"]
+        detail = (
+            f"{swap['to_served_ms']:,.1f} ms; hash {swap['hash_ms']:,.1f}, load {swap['load_ms']:,.1f}, "
+            f"canary {swap['canary_ms']:,.1f} ms; n {swap['n']}"
+        )
+        found.append(Bar(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, detail))
+        detail = f"{load['reload_ms']:,.0f} ms against {load['fresh_ms']:,.0f} ms; n {load['n']}"
+        found.append(Bar(f"b, {model}: triton / fresh process", load["ratio"], None, MOST_TRITON, detail))
+    return found

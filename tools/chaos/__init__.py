@@ -1,0 +1,1 @@
+"""The crash test: processes killed at every moment, then every promise checked."""

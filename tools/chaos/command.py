@@ -1,0 +1,193 @@
+"""`python -m tools chaos --kills N --out DIR`: the crash test of the live critic, on the real server and sidecar.
+Given: how many kills, a folder, a seed, perhaps a YAML. Returns: 0 if every promise was kept, 1 if one was broken or
+the system did not come back, 2 for a wrong call; DIR/result.json and DIR/chaos.png say what happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from python_backend.config import ConfigError
+from python_backend.journal import Entry, Journal, Result
+from tools.bench.machine import describe_machine, describe_versions, now_utc
+from tools.chaos.killer import Killer
+from tools.chaos.picture import draw
+from tools.chaos.points import plan_kills
+from tools.chaos.reference import Reference, run_reference
+from tools.chaos.summary import kills_with_recovery, outages, summary
+from tools.chaos.system import ChaosSystem, shape_of, write_config
+from tools.chaos.traffic import Record, Traffic
+from tools.chaos.verdict import (
+    Verdict,
+    check_checkpoint,
+    check_coverage,
+    check_freshness,
+    check_order,
+    check_repeats,
+    check_scores,
+    check_steps,
+    check_versions,
+    check_whole,
+)
+from tools.triton_home import ServerStartError
+
+LOOK_EVERY_S = 0.05
+STEPS_AFTER = 6
+Log = Callable[[str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the crash test and print its verdicts."""
+    parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill everything; check every promise.")
+    parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, some ten minutes")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder; the run lies there too")
+    parser.add_argument("--seed", type=_count, default=1, help="of batches, victims and moments; default: 1")
+    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic take the place of small ones")
+    args = parser.parse_args(argv)
+    if args.out.exists() and any(args.out.iterdir()):
+        print(f"error: --out {args.out} is not empty", file=sys.stderr)
+        return 2
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: _enough(enough, number, frame))
+    try:
+        verdicts = run_chaos(args.out, args.kills, args.seed, args.config, log=_say, enough=enough)
+    except (ConfigError, ServerStartError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0 if all(item.kept for item in verdicts) else 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
+    """The first signal ends the killing, the second everything."""
+    if event.is_set():
+        signal.default_int_handler(number, frame)
+    event.set()
+
+
+def run_chaos(
+    out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event
+) -> list[Verdict]:
+    """Make the run in `out`, kill, stop, compare; returns the verdicts. Must be called from the main thread.
+
+    Args:
+        num_kills: how many the plan has; `seed` says which.
+        given: a YAML whose reward and critic are used, or None.
+        log: gets the progress.
+        enough: once set, nothing more is killed, and the verdict is about what was.
+
+    Raises:
+        ServerStartError: the server did not start, at first or again and again.
+        ConfigError: `given` is wrong.
+    """
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"date": now_utc(), "seed": seed, "machine": describe_machine(), "versions": describe_versions()}
+    started = time.monotonic()
+    plan = plan_kills(num_kills, seed)
+    path = write_config(out, given)
+    system = ChaosSystem(path, random.Random(seed + 1), log)
+    config = system.config
+    traffic = Traffic(config.server.http_url, config.run.identity, seed, shape_of(config))
+    killer = Killer(system, traffic, plan, random.Random(seed + 2), log)
+    try:
+        log(f"{num_kills} kills, seed {seed}, in {out}")
+        _drive(system, traffic, killer, enough)
+        system.stop_sidecar()
+    finally:
+        killer.give_up()
+        traffic.give_up()
+        system.stop()
+    log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; the same steps without faults …")
+    reference = run_reference(config, seed, shape_of(config), traffic.last_step, out / "reference")
+    verdicts = _verdicts(system, traffic.record, reference, killer)
+    kills = kills_with_recovery(killer.kills, traffic.record)
+    totals = summary(traffic.record, kills) | {"seconds": time.monotonic() - started}
+    _write(out, about, totals, kills, traffic.record, verdicts)
+    draw(out / "chaos.png", traffic.record, kills)
+    for name, value in totals.items():
+        log(f"  {name:<28}{value:.3g}" if isinstance(value, float) else f"  {name:<28}{value}")
+    for item in verdicts:
+        log(item.sentence())
+    return verdicts
+
+
+def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: threading.Event) -> None:
+    """Restart what is killed until all kills and some steps more are done."""
+    traffic.start()
+    killer.start()
+    ending = False
+    while traffic.running:
+        system.look()
+        if enough.is_set() and killer.running:
+            killer.give_up()
+        if not killer.running and not ending:
+            ending = True
+            traffic.finish(STEPS_AFTER)
+        time.sleep(LOOK_EVERY_S)
+    for name, error in (("traffic", traffic.error), ("killer", killer.error)):
+        if error is not None:
+            system.troubles.append(f"the {name} broke off: {error!r}")
+
+
+def _verdicts(system: ChaosSystem, record: Record, reference: Reference, killer: Killer) -> list[Verdict]:
+    store, config = system.store, system.config
+    manifests = [store.manifest(version) for version in store.versions()]
+    last = config.run.dir / "checkpoints" / "critic" / str(len(reference.steps) - 1)
+    return [
+        check_coverage(killer.kills, killer.done),
+        check_steps(record, _results(Journal(config.run.journal_dir, config.run.identity)), reference),
+        check_repeats(record),
+        check_versions(manifests, store.current(), reference),
+        check_whole(store),
+        check_scores(record, {manifest.version: manifest.step for manifest in manifests}, reference),
+        check_freshness(record),
+        check_checkpoint(last, reference),
+        check_order(system.leftovers(), system.troubles),
+    ]
+
+
+def _results(journal: Journal) -> dict[int, Result]:
+    """The journal's result of each training step."""
+    parsed = [(Entry.parse(result.entry), result) for result in journal.results()]
+    return {entry.step: result for entry, result in parsed if entry.kind == "train"}
+
+
+def _write(
+    out: Path, about: dict[str, Any], totals: dict[str, Any], kills: list[dict[str, Any]], record: Record,
+    verdicts: Sequence[Verdict],
+) -> None:  # fmt: skip
+    failures = [{"time_s": when, "who": who, "why": why} for when, who, why in record.failures]
+    result = {
+        **about, "summary": totals, "kills": kills, "outages": outages(record), "failures": failures,
+        "verdicts": [{"promise": v.promise, "checked": v.checked, "violations": v.violations} for v in verdicts],
+    }  # fmt: skip
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}, must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The killer of the crash test: carries out a plan of (victim, moment), one kill after the other.
+Given: the system, its traffic, the plan. Returns: what was killed, when, and what was seen.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from tools.chaos.points import NOTHING, Points
+from tools.chaos.system import ChaosSystem
+from tools.chaos.traffic import Traffic
+from tools.tritonserver import SHARED_MEMORY
+
+RECOVERY_S = 300.0
+MOMENT_S = 60.0
+ATTEMPTS = 3  # a moment may fail to come, and a victim may end just before it is hit
+LOOK_EVERY_S = 0.2
+BREATH_S = 1.0
+HASTE = 0.3  # share of the kills that do not wait for a step to be trained since the last one
+
+
+class GaveUp(Exception):
+    """The run ends before the plan does; no error."""
+
+
+class Killer:
+    """Kills in a thread of its own; `kills` grows."""
+
+    def __init__(
+        self,
+        system: ChaosSystem,
+        traffic: Traffic,
+        plan: Sequence[tuple[str, str]],
+        generator: random.Random,
+        log: Callable[[str], None],
+    ) -> None:
+        self.kills: list[dict[str, Any]] = []
+        self.done: list[tuple[str, str]] = []
+        """The part of the plan that was carried out, or tried in vain."""
+        self.error: BaseException | None = None
+        self._system, self._traffic, self._plan = system, traffic, plan
+        self._random, self._log = generator, log
+        self._points = Points(system.config, SHARED_MEMORY, system.region_prefix, generator)
+        self._give_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+
+    def start(self) -> None:
+        """Begin with the plan."""
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Kill no more."""
+        self._give_up.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether kills are left."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._until(lambda: self._traffic.last_step >= 3, "step 3 was not trained")
+            for victim, point in self._plan:
+                for _ in range(ATTEMPTS):
+                    if self._one(victim, point):
+                        break
+                self.done.append((victim, point))
+            self._until(self._system.is_whole, "the system was not whole again after the last kill")
+        except GaveUp:
+            return
+        except BaseException as error:  # thread edge: the main thread reports it
+            self.error = error
+        finally:
+            self._traffic.hold.clear()
+
+    def _one(self, victim: str, point: str) -> bool:
+        trained = self._traffic.last_step
+        self._until(self._system.is_whole, f"the system was not whole again before killing the {victim}")
+        if self._random.random() > HASTE:
+            self._until(lambda: self._traffic.last_step > trained, f"no step after {trained} was trained")
+        self._give_up.wait(self._random.uniform(0, BREATH_S))
+        if point == "idle":
+            self._traffic.hold.set()
+        if point in ("reload", "checkpoint"):
+            self._traffic.save_now.set()
+        processes = self._processes(victim)
+        seen = self._points.wait(point, MOMENT_S, self._give_up)
+        if self._give_up.is_set():
+            raise GaveUp
+        if point == "reload":  # there may be two by now
+            processes = self._processes(victim)
+        hit = seen != NOTHING and self._system.kill(self._random.choice(processes))
+        kill = {
+            "number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim,
+            "point": point, "seen": seen, "step": self._traffic.last_step, "hit": hit,
+        }  # fmt: skip
+        self._traffic.hold.clear()
+        self.kills.append(kill)
+        self._log(
+            f"{kill['number']:>3}/{len(self._plan)}  {kill['time_s']:>6.1f} s  step {kill['step']:>3}  "
+            f"{victim:<12} at {point:<13} {seen}{'' if hit else '  (missed)'}"
+        )
+        return hit
+
+    def _processes(self, victim: str) -> list[psutil.Process]:
+        self._until(lambda: bool(self._system.processes_of(victim)), f"there is no {victim} to kill")
+        return self._system.processes_of(victim)
+
+    def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + RECOVERY_S
+        while not condition():
+            if self._give_up.is_set() or not self._traffic.running:
+                raise GaveUp
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{otherwise} within {RECOVERY_S:g} s")
+            self._give_up.wait(LOOK_EVERY_S)

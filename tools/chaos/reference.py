@@ -1,0 +1,88 @@
+"""What the crash test is compared with: the same batches in a plain loop, no journal, no server, nobody killed.
+Given: version 0, the trainer's settings, the seed. Returns: loss, weights and values after each step, and the rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from python_backend.config import RunConfig
+from python_backend.weights import WEIGHTS_FILE, WeightsStore, sha256_of
+from tools.chaos.traffic import Shape, batch, probes
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """The critic after so many updates."""
+
+    loss: float | None
+    """Of the update that made it; None for version 0."""
+    sha256: str
+    """Of its model.safetensors."""
+    values: list[np.ndarray]
+    """Of each probe request float32 `[n, S]`, 0 behind each row."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run without faults."""
+
+    steps: list[ReferenceStep]
+    """Index: critic updates."""
+    rewards: list[np.ndarray]
+    """Of each probe request float32 `[n]`."""
+    checkpoint: Path
+    """What the sidecar's checkpoint of the last step must equal."""
+
+
+def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, folder: Path) -> Reference:
+    """Train `num_steps` batches from the store's version 0, in this process."""
+    import torch
+
+    from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
+    from python_backend.sections import constants_of
+    from python_backend.training_payload import train_payload
+    from trainer.checkpoint import CheckpointFolder, CheckpointState
+    from trainer.critic_update import CriticUpdate
+
+    quiet_transformers()
+    torch.set_num_threads(config.trainer.threads)
+    requests = probes(seed, shape)
+    critic = load_critic(WeightsStore(config.run.weights_dir).folder(0))
+    update = CriticUpdate(critic, config.trainer)
+    torch.manual_seed(config.run.seed)  # as a sidecar begins
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = []
+    for step in range(num_steps + 1):
+        loss = None
+        if step:
+            payload = train_payload(dict(batch(seed, step, shape)), critic.limits)
+            loss = update.train(payload, lambda _: None).loss_mean
+        save_critic(critic, folder)
+        steps.append(ReferenceStep(loss, sha256_of(folder / WEIGHTS_FILE), _padded_each(requests, critic.values)))
+    state = CheckpointState("reference", num_steps, update.optimizer_step, -1, 0, True, {}, "", "", [])
+    checkpoint = CheckpointFolder(folder / "checkpoint").save(update, state)
+    section = config.reward
+    reward = load_reward(
+        section.checkpoint, pooling=section.pooling, attribute_weights=section.attribute_weights,
+        standardization=constants_of(section.standardization),
+    )  # fmt: skip
+    rewards = [np.concatenate([reward.score([row]).ravel() for row in rows]) for rows in requests]
+    return Reference(steps, rewards, checkpoint)
+
+
+def _padded_each(
+    requests: list[list[np.ndarray]], values: Callable[[list[np.ndarray]], list[np.ndarray]]
+) -> list[np.ndarray]:
+    """Each row in a forward of its own, then side by side as an answer has them."""
+    answers = []
+    for rows in requests:
+        padded = np.zeros((len(rows), max(row.size for row in rows)), np.float32)
+        for i, row in enumerate(rows):
+            padded[i, : row.size] = values([row])[0]
+        answers.append(padded)
+    return answers
