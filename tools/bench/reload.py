@@ -121,7 +121,7 @@ def measure(arguments: argparse.Namespace, out: Path) -> None:
     with on_core(cores.clients):
         clients = Clients(servers / "clients.log")
     try:
-        with on_core(cores.trainer):
+        with on_core(*cores.trainer):
             stage = Stage(settings, servers, cores, clients, say)
             for name, part in PARTS.items():
                 if part.letter in letters:
@@ -157,7 +157,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 def _describe(cores: Cores) -> str:
     if cores.server == cores.clients:
         return "one core for all: server, clients and trainer disturb each other, and the bars are not meant for this"
-    trainer = "the clients' core, at the lowest priority" if cores.trainer == cores.clients else f"core {cores.trainer}"
+    others = " and ".join(map(str, cores.trainer))
+    trainer = "the clients' core, at the lowest priority" if cores.clients in cores.trainer else f"core {others}"
     return f"the server has core {cores.server}, the clients core {cores.clients}, the trainer {trainer}"
 
 

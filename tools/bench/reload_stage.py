@@ -70,17 +70,17 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """Which core each process has; on two cores trainer and clients share one, on one core all do."""
+    """Which core each process has, the trainer all others; of two cores it shares the clients', of one all share it."""
 
     server: int
     clients: int
-    trainer: int
+    trainer: tuple[int, ...]
 
     @classmethod
     def of_machine(cls) -> Cores:
         """Of the cores that this process may use."""
         cores = sorted(os.sched_getaffinity(0))
-        return cls(cores[0], cores[min(1, len(cores) - 1)], cores[min(2, len(cores) - 1)])
+        return cls(cores[0], cores[min(1, len(cores) - 1)], tuple(cores[2:] or cores[-1:]))
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def _sidecar(stage: Stage, bed: Bed) -> Iterator[None]:
     """The project's sidecar on the trainer's core, behind everything else there."""
     config = bed.folder / "run.yaml"
     write_json(config, bed.config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
-    with on_core(stage.cores.trainer):
+    with on_core(*stage.cores.trainer):
         child = Child("sidecar", ["trainer", "--config", str(config)], bed.folder / "sidecar.log", {})
     psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
     try:
