@@ -77,7 +77,7 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 
 def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     samples = Samples.of(found["samples"])
-    quiet = [_later_half(block) for block in found["blocks"] if block["kind"] == "quiet"]
+    quiet = _quiet(found["blocks"])
     swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
     # The silence is looked for while the version comes into service: writing it takes place elsewhere.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
@@ -100,9 +100,14 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _later_half(block: dict[str, Any]) -> Window:
-    """The backlog of the reloads before it is gone by then."""
-    return (block["begin_s"] + block["end_s"]) / 2, block["end_s"]
+def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
+    """Quiet blocks, but for those after Triton reloads, which begin with the backlog that these leave."""
+    before = ["quiet", *(block["kind"] for block in blocks)]
+    return [
+        (block["begin_s"], block["end_s"])
+        for block, kind in zip(blocks, before, strict=False)
+        if block["kind"] == "quiet" and kind != "triton"
+    ]
 
 
 def _windows(reloads: Sequence[dict[str, Any]], how: str) -> list[Window]:
@@ -112,7 +117,8 @@ def _windows(reloads: Sequence[dict[str, Any]], how: str) -> list[Window]:
 def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
     """Of requests under way in a reload, and in as many equally long moments of quiet (whole blocks if too short)."""
     during = samples.under_way(windows)
-    without = samples.under_way(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
+    # Of those alone that saw nothing else: a request at a block's end may wait for the reload that follows.
+    without = samples.within(quiet).under_way(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
     return {
         "reloads": len(windows), "requests": int(during.size), "p50_ms": _median(during),
         "p99_ms": p99(during), "longest_ms": float(during.max()) if during.size else None,

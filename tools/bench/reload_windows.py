@@ -38,6 +38,13 @@ class Samples:
         """float64 `[n]`."""
         return (self.end - self.start) * 1e3
 
+    def within(self, windows: Sequence[Window]) -> Samples:
+        """Those that began and ended within one window."""
+        chosen = np.zeros(self.start.size, bool)
+        for begin, end in windows:
+            chosen |= (self.start >= begin) & (self.end <= end)
+        return Samples(self.start[chosen], self.end[chosen], self.version[chosen])
+
     def under_way(self, windows: Sequence[Window]) -> np.ndarray:
         """Latencies (ms) of the requests that were under way at some moment of some window, each counted once."""
         chosen = np.zeros(self.start.size, bool)
