@@ -2,7 +2,7 @@
 Given: the checkpoints' folder. Returns: what a resumed run starts from. `critic_step` in state.json names the critic's
 checkpoint that belongs to it: a resumed actor asks for a rewind to that step.
 
-    <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
+    <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}, under LoRA also adapters.safetensors
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from actor.adapters import load_trained, trained_tensors
 from actor.kl_control import KLControl
 from actor.policy import Policy
 from actor.reward_shaping import RewardShaper, RunningMoments
@@ -23,6 +24,7 @@ from python_backend.durable import remove_folder, sweep, sync_directory, sync_fi
 
 STATE_FILE = "state.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+ADAPTERS_FILE = "adapters.safetensors"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ def save_checkpoint(root: Path, run: RunState, state: dict[str, Any], *, keep: i
     staging.mkdir()
     try:
         policy.save(staging)
+        if policy.settings.lora_rank:
+            save_file(trained_tensors(policy.model), staging / ADAPTERS_FILE)
         save_file(_optimizer_tensors(policy), staging / OPTIMIZER_FILE)
         (staging / STATE_FILE).write_text(json.dumps(state))
         for path in staging.iterdir():
@@ -78,11 +82,7 @@ def save_checkpoint(root: Path, run: RunState, state: dict[str, Any], *, keep: i
 def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     """Put what was saved at `step` into `run`; returns the saved state."""
     folder, policy = root / str(step), run.policy
-    weights = load_file(folder / "model.safetensors")
-    missing, unexpected = policy.model.load_state_dict(weights, strict=False)
-    tied = set(policy.model.all_tied_weights_keys)
-    if set(missing) - tied or unexpected:
-        raise ValueError(f"{folder} does not fit the policy: {sorted({*missing, *unexpected} - tied)[:4]}")
+    _load_weights(folder, policy)
     names = dict(policy.model.named_parameters())
     policy.optimizer.state.clear()
     for full_name, tensor in load_file(folder / OPTIMIZER_FILE).items():
@@ -93,6 +93,17 @@ def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])
     return state
+
+
+def _load_weights(folder: Path, policy: Policy) -> None:
+    if policy.settings.lora_rank:
+        load_trained(policy.model, load_file(folder / ADAPTERS_FILE))
+        return
+    weights = load_file(folder / "model.safetensors")
+    missing, unexpected = policy.model.load_state_dict(weights, strict=False)
+    tied = set(policy.model.all_tied_weights_keys)
+    if set(missing) - tied or unexpected:
+        raise ValueError(f"{folder} does not fit the policy: {sorted({*missing, *unexpected} - tied)[:4]}")
 
 
 def _optimizer_tensors(policy: Policy) -> dict[str, Any]:

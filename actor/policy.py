@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from actor.adapters import merged, with_adapters
 from actor.ppo_loss import token_logprobs
 from actor.rollout import Prompt, Rollout
 from python_backend.batching import plan_micro_batches
@@ -39,8 +40,12 @@ class Policy:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
-        self.model = model.to(settings.device).eval()
-        self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        if settings.lora_rank:
+            self.model = with_adapters(model, settings).to(settings.device).eval()
+            self.reference = None  # the policy without its adapters: no second copy
+        else:
+            self.model = model.to(settings.device).eval()
+            self.reference = copy.deepcopy(self.model).requires_grad_(False)
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
         self.eos_ids = _eos_ids(model, self.tokenizer)
@@ -48,8 +53,8 @@ class Policy:
         self.pad_id = pad if pad is not None else self.eos_ids[0]
         bos = self.tokenizer.bos_token_id
         self.banned_ids = sorted({i for i in (self.pad_id, bos) if i is not None} - set(self.eos_ids))
-        matrices = [p for p in self.model.parameters() if p.ndim >= 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=settings.lr,
@@ -77,9 +82,8 @@ class Policy:
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
         """Log-prob `[B, S-1]` of token t+1 at position t, under the policy or its frozen start."""
-        model = self.reference if reference else self.model
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
-        with torch.no_grad():
+        with torch.no_grad(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
                 tokens, lengths = trim(rollout.tokens[rows], rollout.lengths[rows])
                 part = self.token_logprobs(model, tokens, lengths)[0].cpu()
@@ -87,9 +91,21 @@ class Policy:
         return out
 
     def save(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer."""
-        self.model.save_pretrained(folder)
+        """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged in."""
+        model = merged(self.model) if self.settings.lora_rank else self.model
+        model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    @contextlib.contextmanager
+    def _weights_of(self, reference: bool) -> Iterator[Any]:
+        """The model whose log-probs are asked for."""
+        if not reference:
+            yield self.model
+        elif self.reference is not None:
+            yield self.reference
+        else:
+            with self.model.disable_adapter():
+                yield self.model
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
         """Micro-batches within the token budget, as indices of `lengths`."""

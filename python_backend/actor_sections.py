@@ -152,6 +152,10 @@ class ActorSection(Section):
     """Where the policy runs."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What forwards compute in (autocast); weights, log-probs and the optimizer stay in float32."""
+    lora_rank: CountOrZero = 0
+    """Train adapters of this rank on every linear layer, and nothing else; the reference is the policy without them."""
+    lora_alpha: Count = 16
+    """What adapters add is multiplied by `lora_alpha / lora_rank`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time, the same result."""
     client: ClientSection = ClientSection()

@@ -1,0 +1,67 @@
+"""`python -m tools bench learning`: what it makes of its samples, and one short run of the whole. No times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from python_backend.config import load_config
+from python_backend.function_rewards import Sample
+from tools.bench import learning
+from tools.bench.share_reward import share_of_word
+
+
+def run(algorithm: str, seed: int, rewards: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"algorithm": algorithm, "seed": seed, "step": i, "reward": reward, "optimum": 1.0, "kl": 2.0 * i}
+        for i, reward in enumerate(rewards, 1)
+    ]
+
+
+def test_the_reward_is_a_share_of_the_response():
+    assert share_of_word(Sample("w1 w7", metadata={"response": "w7 w2 w7 w3"})) == 0.5
+    assert share_of_word(Sample("w7", metadata={"response": ""})) == 0.0
+    assert share_of_word(Sample("w7")) == 0.0
+
+
+def test_the_worst_seed_decides():
+    good, bad = run("ppo", 0, [0.1, 0.96, 1.0, 1.0, 1.0, 1.0, 1.0]), run("ppo", 1, [0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
+    lines = learning.report([*good, *bad, *run("grpo", 0, [1.0] * 6)]).splitlines()
+    assert lines[1].split() == ["ppo", "0", "1.000", "2", "14.0"]
+    assert lines[2].split() == ["ppo", "1", "0.900", "-", "14.0"]
+    assert "MISS: 0.900" in lines[3]
+    assert "PASS: 1.000" in lines[5]
+
+
+def test_the_picture_has_a_panel_for_each_algorithm(tmp_path: Path):
+    learning.draw([*run("ppo", 0, [0.1, 0.9]), *run("rloo", 0, [0.2, 0.8])], tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("algorithm", sorted(learning.ALGORITHMS))
+def test_every_configuration_is_valid(tmp_path: Path, algorithm: str):
+    arguments = learning.parse_arguments(["--out", str(tmp_path)])
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(learning.configuration(arguments, tmp_path, algorithm, 3)))
+    config = load_config(path)
+    assert (config.actor.algorithm, config.run.seed, config.actor.kl_coef) == (algorithm, 3, 0.0)
+
+
+def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        learning.parse_arguments(["--out", "x", "--algorithms", "ppo,trpo"])
+    assert "unknown algorithm 'trpo'; known: ppo, reinforce++, rloo, grpo" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_short_run(tmp_path: Path):
+    assert learning.main(["--out", str(tmp_path), "--quick"]) == 0
+    samples = json.loads((tmp_path / "result.json").read_text())["samples"]
+    assert [sample["step"] for sample in samples] == [1, 2]
+    assert set(samples[0]) == {"algorithm", "seed", "step", "reward", "optimum", "kl"}
+    assert 0 <= samples[0]["reward"] <= 1
+    assert not list((tmp_path / "runs" / "rloo-0" / "run").glob("journal/*/entries/*"))  # nobody asked for a critic
