@@ -40,10 +40,10 @@ def test_a_core_is_for_what_is_started_within():
 
 
 @pytest.mark.parametrize(
-    ("cores", "expected"), [({5}, (5, 5, 5)), ({2, 3}, (2, 3, 3)), ({0, 1, 2, 3}, (0, 1, 2))]
+    ("cores", "expected"), [({5}, (5, 5, (5,))), ({2, 3}, (2, 3, (3,))), ({0, 1, 2, 3}, (0, 1, (2, 3)))]
 )  # fmt: skip
 def test_cores_are_shared_only_where_they_are_few(
-    cores: set[int], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    cores: set[int], expected: tuple[int, int, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
     found = Cores.of_machine()
