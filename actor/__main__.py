@@ -46,6 +46,7 @@ def _run(config: RunConfig) -> int:
     from actor.only_actor import ActorRuns, only_actor
     from actor.prompts import PromptError
     from actor.scoring import ModelMismatch
+    from actor.trackers import TrackerMissing
     from python_backend.checkpoints import CheckpointError
     from python_backend.contract import REWARD_MODEL
     from python_backend.modeling import quiet_transformers
@@ -65,7 +66,7 @@ def _run(config: RunConfig) -> int:
             asyncio.run(ppo())
     except (
         RequestFailed, TooManyFailed, ModelMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
-        ActorRuns,
+        ActorRuns, TrackerMissing,
     ) as error:  # fmt: skip
         print(f"error: {error}", file=sys.stderr)
         return 2

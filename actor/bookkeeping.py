@@ -17,6 +17,7 @@ from actor.metrics import Metric, MetricsLog, read_jsonl, write_jsonl
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
+from actor.trackers import Trackers
 from actor.validation import Validation, explained, samples
 from python_backend.config import RunConfig
 from python_backend.durable import read_json, remove_folder, write_json
@@ -63,7 +64,8 @@ class Bookkeeper:
         self.version_steps = VersionSteps(
             self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every
         )
-        self._log = MetricsLog(self._dir, first_step=step + 1)
+        trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
+        self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
         return step
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from actor.trackers import Trackers
 from python_backend.durable import replace_file
 
 Metric = float | dict[str, int]  # a number, or how often each whole number occurred
@@ -41,15 +42,16 @@ class Timers:
 
 
 class MetricsLog:
-    """metrics.jsonl and TensorBoard events of one run; a resumed run drops the lines of steps it repeats."""
+    """metrics.jsonl, TensorBoard events and trackers of one run; a resumed run drops the lines of steps it repeats."""
 
-    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+    def __init__(self, run_dir: Path, *, first_step: int, trackers: Trackers | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
         kept = [line for line in read_jsonl(self._path) if line["step"] < first_step]
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self._trackers = trackers
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -59,17 +61,21 @@ class MetricsLog:
         self.chart(metrics, step)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Points for TensorBoard alone; counts become a histogram."""
+        """Points for TensorBoard and the trackers alone; counts become a histogram."""
         for name, value in metrics.items():
             if isinstance(value, dict):
                 self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)
             else:
                 self._board.add_scalar(name, value, step)
         self._board.flush()
+        if self._trackers is not None:
+            self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
     def close(self) -> None:
-        """Finish the event file."""
+        """Finish the event file, and the trackers."""
         self._board.close()
+        if self._trackers is not None:
+            self._trackers.finish()
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

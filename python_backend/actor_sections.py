@@ -158,6 +158,9 @@ class ActorSection(Section):
     """What adapters add is multiplied by `lora_alpha / lora_rank`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time, the same result."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Where metrics go besides metrics.jsonl and TensorBoard; each must be installed, and is set up by its own
+    environment variables."""
     client: ClientSection = ClientSection()
     """Requests to the server."""
 

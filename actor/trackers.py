@@ -1,0 +1,90 @@
+"""Weights & Biases and MLflow, where they are installed and asked for; JSONL and TensorBoard are written in any case.
+Given: names, the run's folder and identity. Returns: trackers that take a step's numbers; trouble with one is logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+PROJECT = "rlhf-on-triton"
+
+
+class TrackerMissing(RuntimeError):
+    """A tracker that was asked for is not installed; the message says what to install."""
+
+
+class WandbTracker:
+    """A run of Weights & Biases with the run's identity, so that a resumed run goes on in it."""
+
+    def __init__(self, wandb: Any, run_dir: Path, run_id: str) -> None:
+        self._run = wandb.init(project=PROJECT, id=run_id, name=run_id, dir=str(run_dir), resume="allow")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point on each curve."""
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class MlflowTracker:
+    """A run of MLflow, wherever its own environment variables point."""
+
+    def __init__(self, mlflow: Any, run_dir: Path, run_id: str) -> None:
+        self._mlflow = mlflow
+        mlflow.set_experiment(PROJECT)
+        mlflow.start_run(run_name=run_id)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point on each curve."""
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        """Close the run."""
+        self._mlflow.end_run()
+
+
+KINDS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
+
+
+class Trackers:
+    """All that were asked for; one that fails is given up, and the run goes on."""
+
+    def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
+        """Raises TrackerMissing if one is not installed."""
+        self._open: dict[str, WandbTracker | MlflowTracker] = {}
+        for name in names:
+            try:
+                module = importlib.import_module(name)
+            except ImportError as error:
+                raise TrackerMissing(
+                    f"actor.trackers: {name} is not installed ({error}); pip install {name}, or leave it out"
+                ) from error
+            self._try(name, functools.partial(self._start, name, module, run_dir, run_id))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A point on each curve, at each tracker."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, functools.partial(tracker.log, metrics, step))
+
+    def finish(self) -> None:
+        """Close them all."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, tracker.finish)
+
+    def _start(self, name: str, module: Any, run_dir: Path, run_id: str) -> None:
+        self._open[name] = KINDS[name](module, run_dir, run_id)
+
+    def _try(self, name: str, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # a dashboard that cannot be reached must not end a run of days
+            self._open.pop(name, None)
+            logger.warning("%s is given up, metrics.jsonl has everything: %s: %s", name, type(error).__name__, error)

@@ -1,0 +1,79 @@
+"""`actor.trackers`: what each tracker is told, in its own words; trouble with one never ends a run.
+
+Neither package is a dependency, so stand-ins with the calls that theirs document take their places.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actor.metrics import MetricsLog
+from actor.trackers import TrackerMissing, Trackers
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Calls of both packages, in order."""
+    calls: list[tuple[str, Any]] = []
+
+    class Run:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            calls.append(("wandb.log", (metrics, step)))
+
+        def finish(self) -> None:
+            calls.append(("wandb.finish", None))
+
+    wandb = types.ModuleType("wandb")
+    wandb.init = lambda **settings: calls.append(("wandb.init", settings)) or Run()  # type: ignore[attr-defined]
+    mlflow = types.ModuleType("mlflow")
+    mlflow.set_experiment = lambda name: calls.append(("mlflow.set_experiment", name))  # type: ignore[attr-defined]
+    mlflow.start_run = lambda run_name: calls.append(("mlflow.start_run", run_name))  # type: ignore[attr-defined]
+    mlflow.log_metrics = lambda metrics, step: calls.append(("mlflow.log", (metrics, step)))  # type: ignore[attr-defined]
+    mlflow.end_run = lambda: calls.append(("mlflow.end_run", None))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    return calls
+
+
+def test_both_are_told_what_the_files_hold(said: list[tuple[str, Any]], tmp_path: Path):
+    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run"))
+    log.write(1, {"train_rollouts/rewards": 0.5, "train_rollouts/staleness_rows": {"0": 3}})
+    log.close()
+    settings = {"project": "rlhf-on-triton", "id": "my-run", "name": "my-run", "dir": str(tmp_path), "resume": "allow"}
+    point = ({"train_rollouts/rewards": 0.5}, 1)  # a histogram is TensorBoard's alone
+    assert said == [
+        ("wandb.init", settings), ("mlflow.set_experiment", "rlhf-on-triton"), ("mlflow.start_run", "my-run"),
+        ("wandb.log", point), ("mlflow.log", point), ("wandb.finish", None), ("mlflow.end_run", None),
+    ]  # fmt: skip
+
+
+def test_one_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrackerMissing, match="actor.trackers: wandb is not installed .*pip install wandb"):
+        Trackers(["wandb"], tmp_path, "run")
+
+
+def test_one_that_fails_is_given_up_and_the_other_goes_on(
+    said: list[tuple[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def refuse(metrics: dict[str, float], step: int) -> None:
+        raise ConnectionError("the tracking server is away")
+
+    trackers = Trackers(["mlflow", "wandb"], tmp_path, "run")
+    sys.modules["mlflow"].log_metrics = refuse  # type: ignore[attr-defined]
+    for step in (1, 2):
+        trackers.log({"x": 1.0}, step)
+    trackers.finish()
+    assert [call for call in said if call[0] == "wandb.log"] == [
+        ("wandb.log", ({"x": 1.0}, 1)),
+        ("wandb.log", ({"x": 1.0}, 2)),
+    ]
+    assert ("mlflow.end_run", None) not in said
+    assert caplog.messages == [
+        "mlflow is given up, metrics.jsonl has everything: ConnectionError: the tracking server is away"
+    ]
