@@ -54,7 +54,7 @@ def test_both_are_told_what_the_files_hold(said: list[tuple[str, Any]], tmp_path
 
 def test_one_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(TrackerMissing, match="actor.trackers: wandb is not installed .*pip install wandb"):
+    with pytest.raises(TrackerMissing, match=r"actor\.trackers: wandb is not installed .*pip install wandb"):
         Trackers(["wandb"], tmp_path, "run")
 
 
