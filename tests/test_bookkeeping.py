@@ -18,13 +18,14 @@ from actor.checkpoint import RunState, critic_steps, saved_steps
 from actor.client import Counters, RequestFailed
 from actor.kl_control import KLControl
 from actor.reward_shaping import RewardShaper
-from python_backend.config import RunConfig
+from python_backend.config import ActorSection, RunConfig
 
 
 class TinyPolicy:
     """What checkpoints are made of, and nothing that generates."""
 
     def __init__(self) -> None:
+        self.settings = ActorSection()
         self.model = torch.nn.Linear(2, 2)
         self.model.all_tied_weights_keys = {}
         self.optimizer = torch.optim.AdamW(self.model.parameters())
