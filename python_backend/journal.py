@@ -90,7 +90,7 @@ class Journal:
         try:
             return self._accept(file, step)
         finally:
-            file.check()  # says more than a step that does not fit
+            file.close()  # what the check says counts more than a step that does not fit
 
     def _accept(self, file: TrainingFile, step: int | None) -> Entry:
         while True:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -33,6 +33,11 @@ class TrainingFile:
     def check(self) -> None:
         """Wait for the check; raises what it raised."""
         self._checked.result()
+
+    def close(self) -> None:
+        """As `check`, and no thread reads the caller's arrays from now on."""
+        wait([self._checked, *self._digests.values()])
+        self.check()
 
     @property
     def digest(self) -> str:

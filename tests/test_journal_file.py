@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from python_backend.contract import ContractError, Limits
+from python_backend import journal_file
+from python_backend.contract import ContractError, Limits, StepConflict
 from python_backend.durable import create_file
 from python_backend.journal import Journal
 from python_backend.journal_file import TrainingFile
@@ -87,3 +89,18 @@ def test_rows_without_padding_are_not_copied_and_mean_the_same():
     assert np.shares_memory(full.returns, targets)
     wide = {name: np.pad(array, ((0, 0), (0, 2))) for name, array in arrays.items()}
     assert sent_payload(wide, Limits(100)).packed().digest() == full.digest()
+
+
+def test_a_refused_step_leaves_no_thread_on_the_callers_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Inside tritonserver they are the request's shared memory, which goes back when the call returns."""
+    finished = []
+
+    def slow(array: np.ndarray) -> bytes:
+        time.sleep(0.05)
+        finished.append(array)
+        return b"digest"
+
+    monkeypatch.setattr(journal_file, "field_digest", slow)
+    with pytest.raises(StepConflict, match="send step 1 first"):
+        Journal(tmp_path, "test").accept_training(payload(4, 4), run_id=None, step=9)
+    assert len(finished) == 5
