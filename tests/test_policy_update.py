@@ -61,6 +61,13 @@ def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[d
     return found, torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
+def assert_same(results: list[tuple[dict[str, float], Tensor]]) -> None:
+    """Statistics and weights of all updates are those of the first."""
+    for stats, weights in results[1:]:
+        assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
+        torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
+
+
 def settings_of(name: str) -> Iterator[dict[str, Any]]:
     """Each algorithm as it is, and with everything that a loss can have."""
     groups = {"responses_per_prompt": 2} if name in ("rloo", "grpo") else {}
@@ -75,9 +82,7 @@ def test_the_plan_of_micro_batches_never_matters(checkpoint: Path, name: str):
         for budget in (8, 25, 1000):
             policy = make_policy(checkpoint, token_budget=budget, ppo_epochs=2, minibatch_size=4, **settings)
             results.append(updated(policy, make_batch(policy)))
-        for stats, weights in results[1:]:
-            assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
-            torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
+        assert_same(results)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,9 +96,7 @@ def test_padding_never_matters(checkpoint: Path, name: str):
                 behind = torch.arange(width)[None] >= batch.lengths[:, None]
                 batch = dataclasses.replace(batch, tokens=batch.tokens.masked_fill(behind, junk))
             results.append(updated(policy, batch))
-        for stats, weights in results[1:]:
-            assert stats == pytest.approx(results[0][0], rel=1e-7, abs=1e-9)
-            torch.testing.assert_close(weights, results[0][1], rtol=0, atol=1e-9)
+        assert_same(results)
 
 
 @pytest.mark.parametrize("name", NAMES)
