@@ -36,7 +36,7 @@ class TrainingFile:
 
     def close(self) -> None:
         """As `check`, and no thread reads the caller's arrays from now on."""
-        wait([self._checked, *self._digests.values()])
+        wait(self._digests.values())
         self.check()
 
     @property
