@@ -4,18 +4,18 @@ Given: prompts, rollouts. Returns: rollouts, log-probs `[B, S-1]`.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from actor.adapters import merged, with_adapters
+from actor.generation import Generation
 from actor.ppo_loss import token_logprobs
 from actor.rollout import Prompt, Rollout
 from python_backend.batching import plan_micro_batches
@@ -24,6 +24,7 @@ from python_backend.config import ActorSection
 from python_backend.tokenization import load_tokenizer
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
+FinishedRow = Callable[[int, Rollout], None]
 
 
 class Policy:
@@ -53,6 +54,10 @@ class Policy:
         self.pad_id = pad if pad is not None else self.eos_ids[0]
         bos = self.tokenizer.bos_token_id
         self.banned_ids = sorted({i for i in (self.pad_id, bos) if i is not None} - set(self.eos_ids))
+        written_by = self.model.get_base_model() if settings.lora_rank else self.model  # adapters act within its layers
+        self.generation = Generation(
+            written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
+        )
         trained = [p for p in self.model.parameters() if p.requires_grad]
         matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -63,22 +68,26 @@ class Policy:
         self.optimizer_step = 0
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False) -> Rollout:
-        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses."""
-        lengths = [prompt.tokens.size for prompt in prompts]
-        width = max(lengths)
-        ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - lengths[i] :] = torch.from_numpy(prompt.tokens)
-        attention = (torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]).long()
-        torch.manual_seed(seed)
-        device = self.model.device
+    def generate(
+        self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: FinishedRow = lambda *_: None
+    ) -> Rollout:
+        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses.
+
+        `finished` is given the index of a prompt and a rollout of that row alone, as soon as its response has ended.
+        """
+        rows: list[Rollout | None] = [None] * len(prompts)
+
+        def keep(index: int, response: list[int], by_itself: bool) -> None:
+            prompt = prompts[index]
+            tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response, dtype=torch.int64)])
+            length = torch.tensor([tokens.numel()])
+            row = Rollout([prompt], tokens[None], length, torch.tensor([prompt.tokens.size]), torch.tensor([by_itself]))
+            rows[index] = row
+            finished(index, row)
+
         with self.computing():
-            output = self.model.generate(
-                ids.to(device), attention_mask=attention.to(device), generation_config=self._generation_config(greedy),
-                tokenizer=self.tokenizer,
-            ).cpu()  # fmt: skip
-        return self._unpad(list(prompts), output, lengths, width)
+            self.generation.run([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
+        return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
         """Log-prob `[B, S-1]` of token t+1 at position t, under the policy or its frozen start."""
@@ -141,51 +150,6 @@ class Policy:
         if self.settings.precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
-
-    def _generation_config(self, greedy: bool) -> GenerationConfig:
-        s = self.settings
-        sampling = {} if greedy else {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
-        return GenerationConfig(
-            do_sample=not greedy,
-            max_new_tokens=s.max_new_tokens,
-            min_new_tokens=s.min_new_tokens or None,
-            repetition_penalty=s.repetition_penalty,
-            stop_strings=list(s.stop_strings) or None,
-            pad_token_id=self.pad_id,
-            eos_token_id=self.eos_ids,
-            suppress_tokens=self.banned_ids or None,
-            **sampling,
-        )
-
-    def _unpad(self, prompts: list[Prompt], output: Tensor, lengths: list[int], width: int) -> Rollout:
-        responses, ended = [], []
-        for row in output[:, width:]:
-            end = self._end_of(row)
-            ended.append(end is not None)
-            responses.append(row[:end])
-        total = [length + response.numel() for length, response in zip(lengths, responses, strict=True)]
-        tokens = torch.full((len(prompts), max(total)), self.pad_id, dtype=torch.int64)
-        for i, (length, response) in enumerate(zip(lengths, responses, strict=True)):
-            tokens[i, :length] = output[i, width - length : width]
-            tokens[i, length : total[i]] = response
-        return Rollout(prompts, tokens, torch.tensor(total), torch.tensor(lengths), torch.tensor(ended))
-
-    def _end_of(self, row: Tensor) -> int | None:
-        """Tokens of the response in `row`, up to the end of sequence or of a stop string; None if there is neither."""
-        ends = torch.isin(row, torch.tensor(self.eos_ids)).nonzero().flatten()
-        end = int(ends[0]) + 1 if ends.numel() else None
-        stops = self.settings.stop_strings
-        if not stops:
-            return end
-
-        def stopped(count: int) -> bool:
-            text = self.tokenizer.decode(row[:count].tolist(), skip_special_tokens=False)
-            return any(stop in text for stop in stops)
-
-        longest = row.numel() if end is None else end
-        if not stopped(longest):
-            return end
-        return bisect.bisect_left(range(longest + 1), True, key=stopped)
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:

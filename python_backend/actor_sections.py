@@ -57,7 +57,10 @@ class ActorSection(Section):
     responses_per_prompt: Count = 1
     """Responses to each prompt, which are compared with each other; `rloo` and `grpo` need two or more."""
     generation_batch: Count = 32
-    """Prompts generated together; scoring of one batch runs while the next is generated."""
+    """Responses written at the same time; when one ends the next prompt takes its place, and its scoring begins."""
+    decoding: Literal["slots", "transformers"] = "slots"
+    """Who writes them: our own loop over slots, or plain `generate()` for `generation_batch` prompts at a time, which
+    is slower. Models that keep more than keys and values (recurrent ones) are always written by the latter."""
     max_prompt_tokens: Count = 512
     """Longest prompt."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
