@@ -1,4 +1,4 @@
-"""Writing responses: as many rows at once as there are slots; one that ends leaves, and the next prompt takes its place.
+"""Writing responses, as many rows at once as there are slots; one that ends leaves, the next prompt takes its place.
 Given: a causal LM, prompts, what may be written. Returns: each response as soon as it ends.
 
 `transformers` has two ways that this replaces. `generate` holds every row until the longest has ended, and grows its
@@ -99,7 +99,13 @@ class Decoder:
             self._let_go(cache, rows, end, finished)
 
     def _take_in(
-        self, cache: SlotCache, prompts: list[np.ndarray], indices: list[int], first: int, end: int, draws: Tensor | None
+        self,
+        cache: SlotCache,
+        prompts: list[np.ndarray],
+        indices: list[int],
+        first: int,
+        end: int,
+        draws: Tensor | None,
     ) -> list[_Row]:
         """One forward over new prompts, into the columns up to `end`; writes their first tokens."""
         width = len(prompts[0])
@@ -171,9 +177,7 @@ class Decoder:
 
     def _ends_by_itself(self, row: _Row) -> bool:
         stops = self._rules.stops
-        return row.tokens[-1] in self._rules.eos_ids or (
-            stops is not None and stops(row.tokens[row.prompt_length :])
-        )
+        return row.tokens[-1] in self._rules.eos_ids or (stops is not None and stops(row.tokens[row.prompt_length :]))
 
     def _make_room(self, cache: SlotCache, rows: list[_Row], end: int) -> int:
         begin = min(row.start for row in rows)

@@ -47,6 +47,8 @@ class Policy:
         else:
             self.model = model.to(settings.device).eval()
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
+        self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
         self.eos_ids = _eos_ids(model, self.tokenizer)
@@ -54,7 +56,7 @@ class Policy:
         self.pad_id = pad if pad is not None else self.eos_ids[0]
         bos = self.tokenizer.bos_token_id
         self.banned_ids = sorted({i for i in (self.pad_id, bos) if i is not None} - set(self.eos_ids))
-        written_by = self.model.get_base_model() if settings.lora_rank else self.model  # adapters act within its layers
+        written_by = self.sampler.get_base_model() if settings.lora_rank else self.sampler  # adapters are in its layers
         self.generation = Generation(
             written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
         )
@@ -90,7 +92,7 @@ class Policy:
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
-        """Log-prob `[B, S-1]` of token t+1 at position t, under the policy or its frozen start."""
+        """Log-prob `[B, S-1]` of token t+1 at position t, under the policy that writes or its frozen start."""
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         with torch.no_grad(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
@@ -98,6 +100,13 @@ class Policy:
                 part = self.token_logprobs(model, tokens, lengths)[0].cpu()
                 out[rows, : part.shape[1]] = part
         return out
+
+    @torch.no_grad()
+    def renew_sampler(self) -> None:
+        """Let responses be written by the policy as it is now. Not while either of them is at work."""
+        if self.sampler is not self.model:
+            for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
+                mine.copy_(current)
 
     def save(self, folder: Path) -> None:
         """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged in."""
@@ -109,12 +118,12 @@ class Policy:
     def _weights_of(self, reference: bool) -> Iterator[Any]:
         """The model whose log-probs are asked for."""
         if not reference:
-            yield self.model
+            yield self.sampler
         elif self.reference is not None:
             yield self.reference
         else:
-            with self.model.disable_adapter():
-                yield self.model
+            with self.sampler.disable_adapter():
+                yield self.sampler
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
         """Micro-batches within the token budget, as indices of `lengths`."""

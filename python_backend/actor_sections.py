@@ -143,6 +143,9 @@ class ActorSection(Section):
     max_staleness: CountOrZero = 1
     """Most critic updates that were sent before a row is scored and are not in the weights that score it; 0 where
     `run.deterministic` is set."""
+    one_step_off_policy: bool = False
+    """Write the responses of the next step while the policy is updated: they come from the policy before that update,
+    never from an older one. Takes a second copy of the policy."""
     max_failed_fraction: Fraction = 0.1
     """Largest share of a rollout whose reward may be missing (masked) before the run stops."""
     checkpoint_every: Count = 50

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from actor.decoding import Decoder, Rules, draw
 from actor.generation import Generation
