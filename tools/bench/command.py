@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "reload": ("tools.bench.reload", "what reloads and updates of the critic cost those who are being served"),
     "learning": ("tools.bench.learning", "every algorithm on a task whose optimum is known"),
     "generation": ("tools.bench.generation", "writing responses beside what transformers offers"),
+    "step": ("tools.bench.step", "a PPO step by phase, overlapped beside serial"),
     "update": ("tools.bench.update", "throughput of the critic's update beside the same update padded"),
 }
 

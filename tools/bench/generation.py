@@ -190,8 +190,9 @@ def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dic
 
 def identical(model: Any, prompts: list[np.ndarray], arguments: argparse.Namespace) -> float:
     """Share of prompts to which both write the same, greedily, to an end of sequence or the longest length."""
-    from actor.decoding import Decoder, Rules
     from transformers import GenerationConfig
+
+    from actor.decoding import Decoder, Rules
 
     written: dict[int, list[int]] = {}
     slots = int(arguments.slots.split(",")[0])
