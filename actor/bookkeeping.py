@@ -12,8 +12,8 @@ from typing import Any
 
 from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps
 from actor.client import RequestFailed, TritonClient
-from actor.experience import rollout_metrics
-from actor.metrics import Metric, MetricsLog, read_jsonl, write_jsonl
+from actor.experience import rollout_metrics, text_metrics
+from actor.metrics import Metric, MetricsLog, Text, read_jsonl, write_jsonl
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
@@ -88,6 +88,7 @@ class Bookkeeper:
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
         }
         self._log.write(step, {**line, **measured})
+        self._log.add_texts(self._texts(step, scored))
         logger.info(
             "step %d/%d: reward %.3f, KL %.2f nats%s, %.1f s",
             step, self._settings.steps, metrics["train_rollouts/rewards"],
@@ -100,6 +101,15 @@ class Bookkeeper:
                 "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
                 "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,
             )  # fmt: skip
+
+    def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
+        rows, scores = scored.rollout.rows(), scored.scores
+        texts = []
+        for i in range(min(self._settings.logged_texts, len(rows))):
+            prompt = scored.rollout.prompts[i]
+            response = self._policy.tokenizer.decode(rows[i][prompt.tokens.size :].tolist(), skip_special_tokens=True)
+            texts.append(Text(step, prompt.text, response, float(scores.rewards[i]) if scores.scored[i] else None))
+        return texts
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
         """When each phase of a step began and ended, in `TIMELINE_FILE`; `spans`: seconds since the epoch."""
@@ -127,7 +137,8 @@ class Bookkeeper:
         path = self._dir / "validations.jsonl"
         earlier = [row for row in read_jsonl(path) if row["step"] < step]  # a resumed run repeats some
         write_jsonl(path, [*earlier, {"step": step, "timers/validation_time": seconds, **line}])
-        charted = {f"val_rollouts/{name}": value for name, value in line.items() if value is not None}
+        described = {**text_metrics(result.rollout, result.scores), **line}
+        charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
         self._log.chart(charted, step)
         logger.info("validation at step %d: reward %.3f, KL %.2f nats per sequence", step, result.reward, result.kl)
 

@@ -83,29 +83,16 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
 
 def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
     """`train_rollouts/…` of one step; means over scored rows and response tokens."""
-    rollout, scores = scored.rollout, scored.scores
+    scores = scored.scores
     rewards = scores.rewards[scores.scored]
     kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
-    response_lengths = (rollout.lengths - rollout.prompt_lengths).float()
     metrics = {
-        "rollout_size": float(len(scores.scored)),
-        "response_lengths": float(rollout.lengths.float().mean()),
-        "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
-        "generation_length": float(response_lengths.mean()),
-        "rewards": float(rewards.mean()),
-        "rewards_std": float(rewards.std(correction=0)),
-        "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
+        **text_metrics(scored.rollout, scores),
         "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
         "init_policy_kl_per_sequence": sequence_kl(scored, batch.mask),
         "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
         "kl_coef": kl_coef,
-        "masked_samples": float((~scores.scored).sum()),
-        "distinct2": distinct_bigrams(rollout),
     }
-    for name, component in scores.components.items():
-        finite = component[torch.isfinite(component)]
-        if finite.numel():  # a reward that failed on every row has no mean
-            metrics[f"reward_{name}"] = float(finite.mean())
     charted = {"advantages": batch.advantages, "returns": batch.returns}
     if scores.has_values:
         charted["values"] = batch.prev_values
@@ -119,6 +106,27 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
         metrics[f"{name}_mean"] = float(mean)
         metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, batch.mask).sqrt())
     return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
+    """What a rollout is like, whether trained on or not: sizes, rewards of scored rows, how varied it is."""
+    rewards = scores.rewards[scores.scored]
+    metrics = {
+        "rollout_size": float(len(scores.scored)),
+        "response_lengths": float(rollout.lengths.float().mean()),
+        "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
+        "generation_length": float((rollout.lengths - rollout.prompt_lengths).float().mean()),
+        "rewards": float(rewards.mean()),
+        "rewards_std": float(rewards.std(correction=0)),
+        "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
+        "masked_samples": float((~scores.scored).sum()),
+        "distinct2": distinct_bigrams(rollout),
+    }
+    for name, component in scores.components.items():
+        finite = component[torch.isfinite(component)]
+        if finite.numel():  # a reward that failed on every row has no mean
+            metrics[f"reward_{name}"] = float(finite.mean())
+    return metrics
 
 
 def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float:

@@ -55,6 +55,7 @@ class PPORun:
         self.client = client
         self.method = Method.of(self.settings)
         self.has_critic = self.settings.uses_critic
+        torch.manual_seed(self.seed)  # adapters begin with random weights
         self.policy = Policy(self.settings.checkpoint, self.settings)
         self.policy_update = PolicyUpdate(self.policy, self.method)
         self.shaper = RewardShaper(self.settings)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from actor.trackers import Trackers
 from python_backend.durable import replace_file
 
 Metric = float | dict[str, int]  # a number, or how often each whole number occurred
+
+
+@dataclass(frozen=True)
+class Text:
+    """A row of the table that people read to see what the rewards mean."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float | None  # None: it could not be had
 
 
 class Timers:
@@ -65,6 +76,8 @@ class MetricsLog:
         kept = [line for line in read_jsonl(self._path) if line["step"] < first_step]
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._trackers = trackers
+        self._texts_path = run_dir / "rollouts.jsonl"
+        write_jsonl(self._texts_path, [line for line in read_jsonl(self._texts_path) if line["step"] < first_step])
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -83,6 +96,17 @@ class MetricsLog:
         self._board.flush()
         if self._trackers is not None:
             self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
+
+    def add_texts(self, texts: Sequence[Text]) -> None:
+        """Rows of rollouts.jsonl, of TensorBoard's texts and of the trackers' tables."""
+        with self._texts_path.open("a", encoding="utf-8") as file:
+            for text in texts:
+                file.write(json.dumps(asdict(text), ensure_ascii=False) + "\n")
+        for i, text in enumerate(texts):
+            shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
+            self._board.add_text(f"train_rollouts/text_{i}", shown, text.step)
+        if self._trackers is not None and texts:
+            self._trackers.add_texts([asdict(text) for text in texts])
 
     def close(self) -> None:
         """Finish the event file, and the trackers."""

@@ -13,6 +13,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
+TABLE = "train_rollouts/table"
 
 
 class TrackerMissing(RuntimeError):
@@ -23,11 +24,18 @@ class WandbTracker:
     """A run of Weights & Biases with the run's identity, so that a resumed run goes on in it."""
 
     def __init__(self, wandb: Any, run_dir: Path, run_id: str) -> None:
+        self._table = wandb.Table
         self._run = wandb.init(project=PROJECT, id=run_id, name=run_id, dir=str(run_dir), resume="allow")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """A point on each curve."""
         self._run.log(dict(metrics), step=step)
+
+    def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """A table of these rows; W&B joins the tables of all steps under one name."""
+        columns = list(rows[0])
+        table = self._table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self._run.log({TABLE: table}, step=rows[0]["step"])
 
     def finish(self) -> None:
         """Send what is left."""
@@ -45,6 +53,10 @@ class MlflowTracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """A point on each curve."""
         self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """More rows of the run's table."""
+        self._mlflow.log_table({name: [row[name] for row in rows] for name in rows[0]}, f"{TABLE}.json")
 
     def finish(self) -> None:
         """Close the run."""
@@ -73,6 +85,11 @@ class Trackers:
         """A point on each curve, at each tracker."""
         for name, tracker in list(self._open.items()):
             self._try(name, functools.partial(tracker.log, metrics, step))
+
+    def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of the table of (step, prompt, response, reward), at each tracker."""
+        for name, tracker in list(self._open.items()):
+            self._try(name, functools.partial(tracker.add_texts, rows))
 
     def finish(self) -> None:
         """Close them all."""

@@ -164,6 +164,8 @@ class ActorSection(Section):
     """What adapters add is multiplied by `lora_alpha / lora_rank`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time, the same result."""
+    logged_texts: CountOrZero = 1
+    """Responses of each step in rollouts.jsonl and in the trackers' table of (step, prompt, response, reward)."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Where metrics go besides metrics.jsonl and TensorBoard; each must be installed, and is set up by its own
     environment variables."""

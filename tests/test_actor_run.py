@@ -88,6 +88,11 @@ def test_a_short_run_writes_what_people_chart(finished: FinishedRun) -> None:
         assert all(np.isfinite(line[name]) for name in CHARTED)
     assert [line["train_rollouts/consumed_samples"] for line in lines] == [8, 16, 24]
     assert list((finished.run.config.run.dir / "tensorboard").glob("events.*"))
+    texts = read_jsonl(finished.run.config.run.dir / "rollouts.jsonl")
+    assert [text["step"] for text in texts] == [1, 2, 3]
+    assert all({"prompt", "response", "reward"} <= text.keys() for text in texts)
+    phases = {line["phase"] for line in read_jsonl(finished.run.config.run.dir / "timeline.jsonl")}
+    assert {"generate", "scoring", "logprobs", "init_logprobs", "critic_update", "train_time"} <= phases
 
 
 def test_a_short_run_keeps_its_texts_in_pairs(finished: FinishedRun) -> None:

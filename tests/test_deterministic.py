@@ -58,6 +58,8 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
         actor={
             "steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "rollout_size": 12, "generation_batch": 6,
             "max_new_tokens": 24, "token_budget": 128, "ppo_epochs": 2, "client": client,
+            "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "reward_normalization": "running", "reward_clip": 2,
+            "missing_eos_penalty": 0.5, "entropy_bonus": 0.01, "clip_ratio_high": 0.28, "max_update_kl": 0.5,
         },
     )  # fmt: skip
 
@@ -129,6 +131,35 @@ def test_a_killed_actor_changes_no_bit(calm: Outcome, system: System) -> None:
         assert outcome(run) == calm
     finally:
         stop_process(actor)
+
+
+def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path: Path) -> None:
+    """Adapters, groups and a coefficient that follows: all of it goes on from the checkpoint."""
+
+    def start(folder: str) -> Child:
+        settings = {
+            "run.dir": tmp_path / folder, "actor.algorithm": "grpo", "actor.responses_per_prompt": 2,
+            "actor.lora_rank": 2, "actor.max_staleness": 0,
+        }  # fmt: skip
+        return system.run.start(f"actor-{folder}", *(f"{k}={v}" for k, v in settings.items()), module="actor")
+
+    def bits(folder: str) -> list[Any]:
+        checkpoint = tmp_path / folder / "checkpoints" / "actor" / str(STEPS)
+        lines = [
+            {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
+            for line in read_jsonl(tmp_path / folder / "metrics.jsonl")
+        ]
+        return [*(sha256_of(checkpoint / f"{name}.safetensors") for name in ("model", "adapters", "optimizer")), lines]
+
+    finish(start("whole"))
+    killed = start("killed")
+    wait_for(lambda: len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) >= KILLED_AT - 1, killed)
+    killed.process.kill()
+    killed.process.wait()
+    assert max(saved_steps(tmp_path / "killed" / "checkpoints" / "actor")) == CHECKPOINT_EVERY
+    finish(start("killed"))
+    assert len(bits("killed")[-1]) == STEPS
+    assert bits("killed") == bits("whole")
 
 
 def test_killing_all_three_changes_no_bit(calm: Outcome, system: System) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actor.metrics import MetricsLog
+from actor.metrics import MetricsLog, Text, read_jsonl
 from actor.trackers import TrackerMissing, Trackers
 
 
@@ -29,11 +29,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
             calls.append(("wandb.finish", None))
 
     wandb = types.ModuleType("wandb")
+    wandb.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     wandb.init = lambda **settings: calls.append(("wandb.init", settings)) or Run()  # type: ignore[attr-defined]
     mlflow = types.ModuleType("mlflow")
     mlflow.set_experiment = lambda name: calls.append(("mlflow.set_experiment", name))  # type: ignore[attr-defined]
     mlflow.start_run = lambda run_name: calls.append(("mlflow.start_run", run_name))  # type: ignore[attr-defined]
     mlflow.log_metrics = lambda metrics, step: calls.append(("mlflow.log", (metrics, step)))  # type: ignore[attr-defined]
+    mlflow.log_table = lambda data, name: calls.append(("mlflow.table", (data, name)))  # type: ignore[attr-defined]
     mlflow.end_run = lambda: calls.append(("mlflow.end_run", None))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -50,6 +52,21 @@ def test_both_are_told_what_the_files_hold(said: list[tuple[str, Any]], tmp_path
         ("wandb.init", settings), ("mlflow.set_experiment", "rlhf-on-triton"), ("mlflow.start_run", "my-run"),
         ("wandb.log", point), ("mlflow.log", point), ("wandb.finish", None), ("mlflow.end_run", None),
     ]  # fmt: skip
+
+
+def test_texts_are_a_table_everywhere(said: list[tuple[str, Any]], tmp_path: Path):
+    log = MetricsLog(tmp_path, first_step=1, trackers=Trackers(["wandb", "mlflow"], tmp_path, "my-run"))
+    log.add_texts([Text(1, "Once", " upon a time", 0.5), Text(1, "Twice", "…", None)])
+    log.add_texts([])
+    log.close()
+    rows = [[1, "Once", " upon a time", 0.5], [1, "Twice", "…", None]]
+    columns = ["step", "prompt", "response", "reward"]
+    table = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+    assert ("wandb.log", ({"train_rollouts/table": (columns, rows)}, 1)) in said
+    assert ("mlflow.table", (table, "train_rollouts/table.json")) in said
+    assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == rows
+    MetricsLog(tmp_path, first_step=1).close()  # a run that repeats step 1
+    assert read_jsonl(tmp_path / "rollouts.jsonl") == []
 
 
 def test_one_that_is_not_installed_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

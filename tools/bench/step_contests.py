@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import signal
 import time
@@ -18,7 +19,7 @@ import numpy as np
 
 from actor.client import TritonClient
 from python_backend.batching import plan_micro_batches
-from python_backend.config import ClientSection, RunConfig, TrainerSection, load_config
+from python_backend.config import ClientSection, RunConfig, ServerSection, TrainerSection, load_config
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
 from python_backend.training_payload import TrainPayload
 from python_backend.weights import WeightsStore
@@ -54,11 +55,9 @@ def contests(arguments: argparse.Namespace, out: Path, note: Note, result: dict[
             if contest == COMPUTED:
                 modes, padded = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
                 pids = [*pids, *padded[1]]
-            samples = measure(
-                config, modes, pids, arguments.steps, arguments.rounds, padded_urls=padded[0] if padded else None
-            )
-            for sample in samples:
-                note({"contest": contest, "rollout": size, "longest": longest, **sample})
+            told = functools.partial(_told, note, contest, size, longest)
+            urls = padded[0] if padded else None
+            measure(config, modes, pids, arguments.steps, arguments.rounds, told, padded_urls=urls)
     grow(arguments, out, note)
 
 
@@ -72,8 +71,8 @@ def grow(arguments: argparse.Namespace, out: Path, note: Note) -> None:
     with services(base, None) as pids:
         for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
             config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, server=base)
-            for sample in measure(config, [OVERLAPPED, SERIAL], pids, 2, max(1, arguments.rounds - 1)):
-                note({"contest": "scaling", "rollout": size, "longest": longest, **sample})
+            told = functools.partial(_told, note, "scaling", size, longest)
+            measure(config, [OVERLAPPED, SERIAL], pids, 2, max(1, arguments.rounds - 1), told)
 
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
@@ -99,7 +98,9 @@ def configuration(
 ) -> RunConfig:
     """The run's YAML, written to `folder`; `server`: of the run whose services it uses."""
     folder.mkdir(parents=True, exist_ok=True)
-    ports = with_free_ports(RunConfig().server) if server is None else server.server
+    ports = (
+        with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0)) if server is None else server.server
+    )
     sections = {
         "run": {"dir": str(folder / "run"), "run_id": "bench"},
         "server": {name: getattr(ports, name) for name in ("http_port", "grpc_port", "metrics_port")},
@@ -182,16 +183,15 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[tuple[list[str], 
 
 
 def measure(
-    config: RunConfig, modes: Sequence[str], pids: Sequence[int], steps: int, rounds: int, *,
+    config: RunConfig, modes: Sequence[str], pids: Sequence[int], steps: int, rounds: int, note: Note, *,
     padded_urls: Sequence[str] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Samples of the blocks."""
+) -> None:  # fmt: skip
+    """One run of blocks; `note` gets a sample of each."""
     import os
 
     import torch
 
     torch.set_num_threads(1)
-    samples: list[dict[str, Any]] = []
     client = ClientSection(train_deadline_s=3600, deadline_s=3600)
 
     async def main() -> None:
@@ -202,10 +202,13 @@ def measure(
             if padded_urls is not None:
                 reward, critic = [await stack.enter_async_context(TritonClient(url, client)) for url in padded_urls]
                 run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + config.actor.max_new_tokens)
-            await run.blocks(modes, steps=steps, rounds=rounds, note=samples.append)
+            await run.blocks(modes, steps=steps, rounds=rounds, note=note)
 
     asyncio.run(main())
-    return samples
+
+
+def _told(note: Note, contest: str, size: int, longest: int, sample: dict[str, Any]) -> None:
+    note({"contest": contest, "rollout": size, "longest": longest, **sample})
 
 
 def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
