@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from actor.adapters import merged, with_adapters
-from actor.ppo_loss import token_logprobs
 from actor.rollout import Prompt, Rollout
 from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ActorSection
-from python_backend.tokenization import load_tokenizer
+from python_backend.logprobs import token_logprobs
+from python_backend.tokenization import load_tokenizer, special_tokens
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
 
@@ -45,14 +45,15 @@ class Policy:
             self.reference = None  # the policy without its adapters: no second copy
         else:
             self.model = model.to(settings.device).eval()
-            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            in_actor = settings.reference == "actor"
+            self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
-        self.eos_ids = _eos_ids(model, self.tokenizer)
-        pad = self.tokenizer.pad_token_id
-        self.pad_id = pad if pad is not None else self.eos_ids[0]
-        bos = self.tokenizer.bos_token_id
-        self.banned_ids = sorted({i for i in (self.pad_id, bos) if i is not None} - set(self.eos_ids))
+        try:
+            special = special_tokens(self.tokenizer, model.generation_config.eos_token_id)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         trained = [p for p in self.model.parameters() if p.requires_grad]
         matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -104,6 +105,7 @@ class Policy:
         elif self.reference is not None:
             yield self.reference
         else:
+            assert self.settings.lora_rank, "the reference is on the server"
             with self.model.disable_adapter():
                 yield self.model
 
@@ -204,15 +206,6 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
 def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """`tokens` `[B, S]` without the columns that no row reaches, and `lengths` as they are."""
     return tokens[:, : int(lengths.max())], lengths
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    ids = eos if isinstance(eos, list) else [eos]
-    found = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
-    if not found:
-        raise CheckpointError("the policy's tokenizer and generation config name no end-of-sequence token")
-    return found
 
 
 def _checkpoint_gradients(model: Any) -> None:
