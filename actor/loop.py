@@ -26,6 +26,7 @@ from actor.metrics import Timers
 from actor.policy import Policy, join_rollouts
 from actor.policy_update import PolicyUpdate
 from actor.prompts import read_prompts, take
+from actor.reference import make_reference, only_known
 from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, ScoredRollout
 from actor.scoring import Scorer, join_scores
@@ -53,6 +54,7 @@ class PPORun:
             client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request,
             with_critic=self.has_critic,
         )  # fmt: skip
+        self.reference = make_reference(config, client, self.policy, self.in_thread)
         limits: dict[str, Any] = {
             "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts
         }  # fmt: skip
@@ -78,6 +80,7 @@ class PPORun:
         """The run."""
         started = time.monotonic()
         await self.scorer.compare_tokenizers()
+        await self.reference.compare()
         self.scorer.mixture.check_prompts([*self.prompts, *self.held_out])
         done = await self.books.resume()
         if done == 0:
@@ -131,22 +134,24 @@ class PPORun:
         prompts = [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
         with timers.phase("critic_wait"):
             await self.await_updates(self.wait_for(step))
-        rollouts, scoring = [], []
+        rollouts, scoring, asked = [], [], []
         with timers.phase("rollout_time"):
             for i in range(0, len(prompts), s.generation_batch):
                 with timers.phase("generate"):
                     part = prompts[i : i + s.generation_batch]
                     rollouts.append(await self.in_thread(self.policy.generate, part, seed=self.seed_of(step) + i))
                 scoring.append(asyncio.create_task(self.scorer.score(rollouts[-1])))
+                asked.append(self.reference.ask(rollouts[-1]))
             whole = join_rollouts(rollouts, self.policy.pad_id)
             with timers.phase("logprobs"):
                 logprobs = await self.in_thread(self.policy.logprobs, whole)
             with timers.phase("init_logprobs"):
-                ref_logprobs = await self.in_thread(self.policy.logprobs, whole, reference=True)
+                reference = await self.reference.logprobs(whole, asked)
             with timers.phase("score_wait"):
                 scores = join_scores(await asyncio.gather(*scoring), whole.tokens.shape[1])
+        scores = only_known(scores, reference)
         check_failures(scores, s.max_failed_fraction)
-        return ScoredRollout(whole, scores, logprobs, ref_logprobs)
+        return ScoredRollout(whole, scores, logprobs, reference.logprobs)
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
         """Advantages and returns of a rollout."""
@@ -178,7 +183,7 @@ class PPORun:
         if self.held_out:
             s, start = self.settings, time.monotonic()
             result = await validate(
-                self.policy, self.scorer, self.held_out, batch=s.generation_batch, seed=self.seed,
+                self.policy, self.scorer, self.reference, self.held_out, batch=s.generation_batch, seed=self.seed,
                 greedy=s.validation_greedy, in_thread=self.in_thread,
             )  # fmt: skip
             self.books.log_validation(when, step, result, seconds=time.monotonic() - start)

@@ -14,6 +14,7 @@ import torch
 from actor.advantages import explained_variance, response_mask
 from actor.experience import score_returns
 from actor.policy import Policy, join_rollouts
+from actor.reference import OwnReference, ServedReference, only_known
 from actor.rollout import Prompt, Rollout, Scores
 from actor.scoring import Scorer, join_scores
 
@@ -36,22 +37,23 @@ class Validation:
 
 
 async def validate(
-    policy: Policy, scorer: Scorer, prompts: list[Prompt], *, batch: int, seed: int, greedy: bool = False,
-    in_thread: Callable[..., Any],
+    policy: Policy, scorer: Scorer, reference: OwnReference | ServedReference, prompts: list[Prompt], *, batch: int,
+    seed: int, greedy: bool = False, in_thread: Callable[..., Any],
 ) -> Validation:  # fmt: skip
     """Sample one response per prompt, or take the likeliest, and score it; batch i draws from seed + i."""
-    rollouts, tasks = [], []
+    rollouts, tasks, asked = [], [], []
     for i in range(0, len(prompts), batch):
         part = prompts[i : i + batch]
         rollout = await in_thread(policy.generate, part, seed=seed + SEED_OFFSET + i, greedy=greedy)
         rollouts.append(rollout)
         tasks.append(asyncio.create_task(scorer.score(rollout)))
+        asked.append(reference.ask(rollout))
     whole = join_rollouts(rollouts, policy.pad_id)
     logprobs = await in_thread(policy.logprobs, whole)
-    ref_logprobs = await in_thread(policy.logprobs, whole, reference=True)
-    scores = join_scores(await asyncio.gather(*tasks), whole.tokens.shape[1])
+    start = await reference.logprobs(whole, asked)
+    scores = only_known(join_scores(await asyncio.gather(*tasks), whole.tokens.shape[1]), start)
     mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
-    kl = float(torch.where(mask > 0, logprobs - ref_logprobs, 0.0).sum(-1).mean())
+    kl = float(torch.where(mask > 0, logprobs - start.logprobs, 0.0).sum(-1)[start.known].mean())
     return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
 
 
