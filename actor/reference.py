@@ -81,15 +81,17 @@ class ServedReference:
                 "a checkpoint with the same vocabulary"
             )
         expected = {TEMPERATURE: repr(settings.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
-        if self._checkpoint.is_dir():
-            expected[CHECKPOINT_FINGERPRINT] = fingerprint_weights(self._checkpoint)
         for name, ours in expected.items():
             if served.get(name) != ours:
                 raise ModelMismatch(
-                    f"the server's {REFERENCE} ({served.get('checkpoint')}) was rendered with {name} "
-                    f"{served.get(name)}, and the actor needs {ours} (of {self._checkpoint}): its log-probs would not "
-                    "be those of the policy's frozen start; start the server with the actor's configuration"
+                    f"the server's {REFERENCE} was rendered with {name} {served.get(name)}, the actor has {ours}: its "
+                    "log-probs would be those of another distribution; start the server with the actor's configuration"
                 )
+        if self._checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self._checkpoint):
+            raise ModelMismatch(
+                f"the server's {REFERENCE} is {served.get('checkpoint')}, whose weights are not those of "
+                f"reference.checkpoint ({self._checkpoint}); start the server with the actor's configuration"
+            )
 
     def ask(self, rollout: Rollout) -> Asked:
         """Send the rows of one batch; the answers are under way."""
