@@ -229,7 +229,7 @@ class ReferenceSection(ModelSection):
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; default: `actor.checkpoint`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the forward; log-probs are made of its logits in float32."""
+    """Type of the weights in the forward, whatever `actor.precision` is; log-probs are made in float32."""
 
 
 class PublishSection(Section):

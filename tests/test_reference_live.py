@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from bare_client import Refused, ask, ask_all
@@ -36,6 +38,7 @@ from actor.rollout import Prompt, ReferenceLogprobs, Rollout
 from actor.scoring import ModelMismatch
 from python_backend.config import load_config
 from python_backend.contract import REFERENCE, REWARD_MODEL
+from python_backend.durable import read_json
 from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5
@@ -247,6 +250,19 @@ def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, finished: 
 # ---- the last tests change the model ----
 
 
+def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun) -> None:
+    rollout = rollout_of(random_rows([5, 50], seed=7))
+    stub = process_of(served.run, REFERENCE)
+    stub.kill()
+    found = with_reference(
+        served.run, lambda reference: all_of(reference, [rollout], rollout), "actor.client.retries=60"
+    )  # fmt: skip
+    assert found.known.all()
+    assert process_of(served.run, REFERENCE).pid != stub.pid
+    rows = [np.append(row, np.float32(0)) for row in found.logprobs.numpy()]
+    assert_logprobs(policy_of(served.run), rollout.rows(), rows)
+
+
 def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: FinishedRun) -> None:
     """The reference takes shorter rows only, so the longer ones of a further step have no log-probs."""
     run = served.run
@@ -286,6 +302,14 @@ def test_temperature_and_int32_tokens(served: FinishedRun) -> None:
     assert_logprobs(policy_of(served.run, temperature=0.7), rows, list(found))
     with pytest.raises(ModelMismatch, match=r"rendered with temperature 0\.7, the actor has 1\.0"):
         compare(served.run)
+
+
+def process_of(run: LiveRun, model: str) -> psutil.Process:
+    """The process that runs the model."""
+    server = psutil.Process(read_json(run.config.run.dir / "server.json")["pid"])
+    alive = [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
+    (found,) = [child for child in alive if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline())]
+    return found
 
 
 def set_parameters(run: LiveRun, **values: str) -> None:
