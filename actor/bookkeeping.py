@@ -23,6 +23,7 @@ from python_backend.config import RunConfig
 from python_backend.durable import read_json, remove_folder, write_json
 
 logger = logging.getLogger(__name__)
+TIMELINE_FILE = "timeline.jsonl"
 
 
 class Bookkeeper:
@@ -66,6 +67,8 @@ class Bookkeeper:
         )
         trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
         self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
+        kept = [line for line in read_jsonl(self._dir / TIMELINE_FILE) if line["step"] <= step]
+        write_jsonl(self._dir / TIMELINE_FILE, kept)
         return step
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
@@ -97,6 +100,12 @@ class Bookkeeper:
                 "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
                 "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,
             )  # fmt: skip
+
+    def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
+        """When each phase of a step began and ended, in `TIMELINE_FILE`; `spans`: seconds since the epoch."""
+        with (self._dir / TIMELINE_FILE).open("a") as file:
+            for phase, start, end in spans:
+                file.write(json.dumps({"step": step, "phase": phase, "start": start, "end": end}) + "\n")
 
     def _staleness(self, scores: Scores, step: int) -> dict[str, Metric]:
         if not self._has_critic:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +21,32 @@ from actor.algorithms import Method
 from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState
 from actor.client import TrainAnswer, TritonClient
+from actor.collecting import collect
 from actor.experience import check_failures, make_batch, sequence_kl
 from actor.kl_control import KLControl
 from actor.metrics import Timers
-from actor.policy import Policy, join_rollouts
+from actor.policy import Policy
 from actor.policy_update import PolicyUpdate
 from actor.prompts import read_prompts, take
-from actor.reference import make_reference, only_known
+from actor.reference import make_reference
 from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, ScoredRollout
-from actor.scoring import Scorer, join_scores
+from actor.scoring import Scorer
 from actor.staleness import needed_update
 from actor.validation import validate
 from python_backend.config import RunConfig
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A step's rollout."""
+
+    scored: ScoredRollout
+    timers: Timers
+    updated: int  # the step up to which the policy that wrote it was updated
 
 
 class PPORun:
@@ -54,7 +65,7 @@ class PPORun:
             client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request,
             with_critic=self.has_critic,
         )  # fmt: skip
-        self.reference = make_reference(config, client, self.policy, self.in_thread)
+        self.reference = make_reference(config, client, self.policy)
         limits: dict[str, Any] = {
             "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts
         }  # fmt: skip
@@ -68,13 +79,15 @@ class PPORun:
             needed_update, max_staleness=self.settings.max_staleness, every=config.trainer.publish.every
         )
         self.compute = make_compute(self.settings.threads)  # keeps the event loop free for answers
+        self.update_compute = make_compute(self.settings.threads) if self.settings.one_step_off_policy else self.compute
+        self.ahead: asyncio.Task[Collected] | None = None  # the next step's rollout, with `one_step_off_policy`
 
     async def run(self) -> dict[str, Any]:
         """All steps, from the newest checkpoint on. Raises RequestFailed, TooManyFailed, FloatingPointError."""
         try:
             return await self.all_steps()
         finally:  # after an error only: the first one is told, what is still under way would follow with tracebacks
-            await cancelled([*self.updates.values(), *self.books.saves])
+            await cancelled([*self.rollouts_ahead(), *self.updates.values(), *self.books.saves])
 
     async def all_steps(self) -> dict[str, Any]:
         """The run."""
@@ -87,7 +100,7 @@ class PPORun:
             await self.validate("before", step=0)
         while done < self.settings.steps:
             done += 1
-            await self.one_step(done)
+            await self.one_step(done, is_last=done == self.settings.steps)
             is_last = done == self.settings.steps or self.is_out_of_time(started, done)
             if is_last or done % self.settings.checkpoint_every == 0:
                 self.books.checkpoint(done)
@@ -95,24 +108,36 @@ class PPORun:
                 break
             if self.settings.validate_every and done % self.settings.validate_every == 0:
                 await self.validate("between", step=done)
+        await cancelled(self.rollouts_ahead())
         version = await self.await_updates(done)
         await self.validate("after", step=done)
         return await self.books.finish(self.scorer, version, time.monotonic() - started, steps=done)
 
-    async def one_step(self, step: int) -> None:
+    async def one_step(self, step: int, *, is_last: bool) -> None:
         """A rollout, and both updates from it; the critic's is awaited when its weights are needed."""
         timers = Timers()
-        scored = await self.collect(step, timers)
+        with timers.phase("rollout_wait"):
+            rollout = await (self.ahead or self.begin_rollout(step, updated=step - 1))
+        self.ahead = None
+        timers.include(rollout.timers)
+        scored = rollout.scored
+        check_failures(scored.scores, self.settings.max_failed_fraction)
         batch = await self.in_thread(self.make_batch, scored)
         if self.has_critic:
             self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
+        if self.settings.one_step_off_policy and not is_last:
+            await self.in_thread(self.policy.renew_sampler)
+            self.ahead = self.begin_rollout(step + 1, updated=step - 1)
         update: dict[str, float] = {}
         if step > self.settings.critic_warmup_steps:
             with timers.phase("train_time"):
-                update = await self.in_thread(
+                update = await self.in_update_thread(
                     self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef
                 )
+        if self.settings.one_step_off_policy:
+            update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
         self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
+        self.books.log_timeline(step, timers.spans)
         self.kl.update(sequence_kl(scored, batch.mask), len(batch.lengths))
 
     def is_out_of_time(self, started: float, step: int) -> bool:
@@ -126,32 +151,34 @@ class PPORun:
         )  # fmt: skip
         return True
 
-    async def collect(self, step: int, timers: Timers) -> ScoredRollout:
-        """Generate batch by batch; each is scored while the next is generated."""
+    def begin_rollout(self, step: int, *, updated: int) -> asyncio.Task[Collected]:
+        """Write and score the responses of `step`, with the policy as of step `updated`.
+
+        Generation begins at once; scoring when the critic's weights are as new as `actor.max_staleness` asks.
+        """
         s = self.settings
         count = s.rollout_size // s.responses_per_prompt
         taken = take(self.prompts, start=(step - 1) * count, count=count, seed=self.seed)
         prompts = [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
-        with timers.phase("critic_wait"):
-            await self.await_updates(self.wait_for(step))
-        rollouts, scoring, asked = [], [], []
-        with timers.phase("rollout_time"):
-            for i in range(0, len(prompts), s.generation_batch):
-                with timers.phase("generate"):
-                    part = prompts[i : i + s.generation_batch]
-                    rollouts.append(await self.in_thread(self.policy.generate, part, seed=self.seed_of(step) + i))
-                scoring.append(asyncio.create_task(self.scorer.score(rollouts[-1])))
-                asked.append(self.reference.ask(rollouts[-1]))
-            whole = join_rollouts(rollouts, self.policy.pad_id)
-            with timers.phase("logprobs"):
-                logprobs = await self.in_thread(self.policy.logprobs, whole)
-            with timers.phase("init_logprobs"):
-                reference = await self.reference.logprobs(whole, asked)
-            with timers.phase("score_wait"):
-                scores = join_scores(await asyncio.gather(*scoring), whole.tokens.shape[1])
-        scores = only_known(scores, reference)
-        check_failures(scores, s.max_failed_fraction)
-        return ScoredRollout(whole, scores, logprobs, reference.logprobs)
+
+        async def collected() -> Collected:
+            timers = Timers()
+            ready = asyncio.create_task(self.await_updates(self.wait_for(step)))
+            try:
+                with timers.phase("rollout_time"):
+                    scored = await collect(
+                        self.policy, self.scorer, self.reference, prompts, seed=self.seed_of(step), ready=ready,
+                        in_thread=self.in_thread, timers=timers,
+                    )  # fmt: skip
+            finally:
+                await cancelled([ready])
+            return Collected(scored, timers, updated)
+
+        return asyncio.create_task(collected())
+
+    def rollouts_ahead(self) -> list[asyncio.Task[Any]]:
+        """The next step's rollout, if it is under way."""
+        return [self.ahead] if self.ahead else []
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
         """Advantages and returns of a rollout."""
@@ -167,7 +194,10 @@ class PPORun:
             TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
             RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
         }  # fmt: skip
-        answer = await self.client.train(payload, run_id=self.run_id, step=step)
+        timers = Timers()
+        with timers.phase("critic_update"):
+            answer = await self.client.train(payload, run_id=self.run_id, step=step)
+        self.books.log_timeline(step, timers.spans)
         self.books.version_steps.learn(answer.weights_version, step)
         return answer
 
@@ -182,9 +212,12 @@ class PPORun:
         """Generate for the held-out prompts and score what came of it."""
         if self.held_out:
             s, start = self.settings, time.monotonic()
+            if self.ahead:
+                await asyncio.wait([self.ahead])  # what writes is busy
+            await self.in_thread(self.policy.renew_sampler)
             result = await validate(
-                self.policy, self.scorer, self.reference, self.held_out, batch=s.generation_batch, seed=self.seed,
-                greedy=s.validation_greedy, in_thread=self.in_thread,
+                self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,
+                in_thread=self.in_thread,
             )  # fmt: skip
             self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
 
@@ -194,9 +227,16 @@ class PPORun:
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run torch work off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self.compute, functools.partial(function, *args, **kwargs)
-        )
+        return await in_executor(self.compute, function, *args, **kwargs)
+
+    async def in_update_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The same, beside a rollout where one is under way."""
+        return await in_executor(self.update_compute, function, *args, **kwargs)
+
+
+async def in_executor(executor: ThreadPoolExecutor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function's result."""
+    return await asyncio.get_running_loop().run_in_executor(executor, functools.partial(function, *args, **kwargs))
 
 
 def make_compute(threads: int) -> ThreadPoolExecutor:

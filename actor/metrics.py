@@ -20,11 +20,13 @@ Metric = float | dict[str, int]  # a number, or how often each whole number occu
 
 
 class Timers:
-    """Seconds per phase of one step, as `timers/<name>`; phases may overlap."""
+    """Seconds per phase of one step, as `timers/<name>`; phases may overlap. When each began and ended goes along."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []  # phase, begin, end; seconds since the epoch
         self._start = time.monotonic()
+        self._epoch = time.time() - self._start
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -33,7 +35,18 @@ class Timers:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+            self.note(name, start, time.monotonic())
+
+    def note(self, name: str, start: float, end: float) -> None:
+        """Add what was measured elsewhere, by `time.monotonic`."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+        self.spans.append((name, self._epoch + start, self._epoch + end))
+
+    def include(self, other: Timers) -> None:
+        """Take in the phases of another part of the step."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.spans += other.spans
 
     def metrics(self) -> dict[str, float]:
         """All phases, and the whole step as `timers/step_time`."""

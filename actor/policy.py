@@ -4,18 +4,18 @@ Given: prompts, rollouts. Returns: rollouts, log-probs `[B, S-1]`.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from actor.adapters import merged, with_adapters
+from actor.generation import Generation
 from actor.rollout import Prompt, Rollout
 from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint
@@ -24,6 +24,7 @@ from python_backend.logprobs import token_logprobs
 from python_backend.tokenization import load_tokenizer, special_tokens
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
+FinishedRow = Callable[[int, Rollout], None]
 
 
 class Policy:
@@ -47,6 +48,8 @@ class Policy:
             self.model = model.to(settings.device).eval()
             in_actor = settings.reference == "actor"
             self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
+        # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
+        self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
         try:
@@ -54,6 +57,10 @@ class Policy:
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        written_by = self.sampler.get_base_model() if settings.lora_rank else self.sampler  # adapters are in its layers
+        self.generation = Generation(
+            written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
+        )
         trained = [p for p in self.model.parameters() if p.requires_grad]
         matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -64,25 +71,29 @@ class Policy:
         self.optimizer_step = 0
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False) -> Rollout:
-        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses."""
-        lengths = [prompt.tokens.size for prompt in prompts]
-        width = max(lengths)
-        ids = torch.full((len(prompts), width), self.pad_id, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - lengths[i] :] = torch.from_numpy(prompt.tokens)
-        attention = (torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]).long()
-        torch.manual_seed(seed)
-        device = self.model.device
+    def generate(
+        self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: FinishedRow = lambda *_: None
+    ) -> Rollout:
+        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses.
+
+        `finished` is given the index of a prompt and a rollout of that row alone, as soon as its response has ended.
+        """
+        rows: list[Rollout | None] = [None] * len(prompts)
+
+        def keep(index: int, response: list[int], by_itself: bool) -> None:
+            prompt = prompts[index]
+            tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response, dtype=torch.int64)])
+            length = torch.tensor([tokens.numel()])
+            row = Rollout([prompt], tokens[None], length, torch.tensor([prompt.tokens.size]), torch.tensor([by_itself]))
+            rows[index] = row
+            finished(index, row)
+
         with self.computing():
-            output = self.model.generate(
-                ids.to(device), attention_mask=attention.to(device), generation_config=self._generation_config(greedy),
-                tokenizer=self.tokenizer,
-            ).cpu()  # fmt: skip
-        return self._unpad(list(prompts), output, lengths, width)
+            self.generation.run([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
+        return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
-        """Log-prob `[B, S-1]` of token t+1 at position t, under the policy or its frozen start."""
+        """Log-prob `[B, S-1]` of token t+1 at position t, under the policy that writes or its frozen start."""
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         with torch.no_grad(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
@@ -90,6 +101,13 @@ class Policy:
                 part = self.token_logprobs(model, tokens, lengths)[0].cpu()
                 out[rows, : part.shape[1]] = part
         return out
+
+    @torch.no_grad()
+    def renew_sampler(self) -> None:
+        """Let responses be written by the policy as it is now. Not while either of them is at work."""
+        if self.sampler is not self.model:
+            for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
+                mine.copy_(current)
 
     def save(self, folder: Path) -> None:
         """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged in."""
@@ -101,13 +119,13 @@ class Policy:
     def _weights_of(self, reference: bool) -> Iterator[Any]:
         """The model whose log-probs are asked for."""
         if not reference:
-            yield self.model
+            yield self.sampler
         elif self.reference is not None:
             yield self.reference
         else:
             assert self.settings.lora_rank, "the reference is on the server"
-            with self.model.disable_adapter():
-                yield self.model
+            with self.sampler.disable_adapter():
+                yield self.sampler
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
         """Micro-batches within the token budget, as indices of `lengths`."""
@@ -143,51 +161,6 @@ class Policy:
         if self.settings.precision == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
-
-    def _generation_config(self, greedy: bool) -> GenerationConfig:
-        s = self.settings
-        sampling = {} if greedy else {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
-        return GenerationConfig(
-            do_sample=not greedy,
-            max_new_tokens=s.max_new_tokens,
-            min_new_tokens=s.min_new_tokens or None,
-            repetition_penalty=s.repetition_penalty,
-            stop_strings=list(s.stop_strings) or None,
-            pad_token_id=self.pad_id,
-            eos_token_id=self.eos_ids,
-            suppress_tokens=self.banned_ids or None,
-            **sampling,
-        )
-
-    def _unpad(self, prompts: list[Prompt], output: Tensor, lengths: list[int], width: int) -> Rollout:
-        responses, ended = [], []
-        for row in output[:, width:]:
-            end = self._end_of(row)
-            ended.append(end is not None)
-            responses.append(row[:end])
-        total = [length + response.numel() for length, response in zip(lengths, responses, strict=True)]
-        tokens = torch.full((len(prompts), max(total)), self.pad_id, dtype=torch.int64)
-        for i, (length, response) in enumerate(zip(lengths, responses, strict=True)):
-            tokens[i, :length] = output[i, width - length : width]
-            tokens[i, length : total[i]] = response
-        return Rollout(prompts, tokens, torch.tensor(total), torch.tensor(lengths), torch.tensor(ended))
-
-    def _end_of(self, row: Tensor) -> int | None:
-        """Tokens of the response in `row`, up to the end of sequence or of a stop string; None if there is neither."""
-        ends = torch.isin(row, torch.tensor(self.eos_ids)).nonzero().flatten()
-        end = int(ends[0]) + 1 if ends.numel() else None
-        stops = self.settings.stop_strings
-        if not stops:
-            return end
-
-        def stopped(count: int) -> bool:
-            text = self.tokenizer.decode(row[:count].tolist(), skip_special_tokens=False)
-            return any(stop in text for stop in stops)
-
-        longest = row.numel() if end is None else end
-        if not stopped(longest):
-            return end
-        return bisect.bisect_left(range(longest + 1), True, key=stopped)
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:

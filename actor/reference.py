@@ -1,53 +1,65 @@
 """Log-probs of rollouts under the policy as it was before training: from the actor's own copy, or from tritonserver.
-Given: rollouts, batch by batch, and all of them as one. Returns: `ReferenceLogprobs`.
-Both kinds have the same three methods, so the loop reads the same for both.
+Given: rows as they end, and all of them as one. Returns: `ReferenceLogprobs`.
+Both kinds have the same methods, so collecting reads the same for both.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
+from actor.advantages import response_mask
 from actor.client import RequestFailed, TritonClient
 from actor.policy import Policy
 from actor.rollout import ReferenceLogprobs, Rollout, Scores
 from actor.scoring import ModelMismatch
+from actor.streaming import RowStream
 from python_backend.checkpoints import fingerprint_weights
 from python_backend.config import RunConfig
 from python_backend.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE
 from python_backend.tokenization import fingerprint
 
-Answer: TypeAlias = "np.ndarray | str"  # of one row: log-probs [length - 1], or why there are none
-Asked: TypeAlias = "asyncio.Task[list[Answer]] | None"
+InThread = Callable[..., Awaitable[Any]]
 
 
 class OwnReference:
     """The actor's copy, or under LoRA the policy without its adapters."""
 
-    def __init__(self, policy: Policy, in_thread: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._in_thread = in_thread
 
     async def compare(self) -> None:
         """Nothing to compare."""
 
-    def ask(self, rollout: Rollout) -> Asked:
-        """Nothing to ask anybody for: `logprobs` has it all computed at once, when generation is over."""
+    def stream(self, in_thread: InThread) -> OwnStream:
+        """For one rollout; `in_thread` runs torch work off the event loop."""
+        return OwnStream(self._policy, in_thread)
 
-    async def logprobs(self, whole: Rollout, asked: Sequence[Asked]) -> ReferenceLogprobs:
+
+class OwnStream:
+    """Computes all rows at once when generation is over."""
+
+    def __init__(self, policy: Policy, in_thread: InThread) -> None:
+        self._policy, self._in_thread = policy, in_thread
+
+    def take(self, index: int, row: Rollout) -> None:
+        """Nobody needs to be asked."""
+
+    async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
         """Of every row."""
         logprobs = await self._in_thread(self._policy.logprobs, whole, reference=True)
         return ReferenceLogprobs(logprobs, torch.ones(len(whole.prompts), dtype=torch.bool), [])
 
+    async def close(self) -> None:
+        """Nothing is under way."""
+
 
 class ServedReference:
-    """The `reference` model in tritonserver, asked for each batch as soon as that is generated."""
+    """The `reference` model in tritonserver, asked for each row as soon as that has ended."""
 
     def __init__(self, client: TritonClient, policy: Policy, config: RunConfig) -> None:
         self._client = client
@@ -93,46 +105,44 @@ class ServedReference:
                 f"reference.checkpoint ({self._checkpoint}); start the server with the actor's configuration"
             )
 
-    def ask(self, rollout: Rollout) -> Asked:
-        """Send the rows of one batch; the answers are under way."""
-        return asyncio.create_task(self._ask(rollout.rows()))
+    def stream(self, in_thread: InThread) -> ServedStream:
+        """For one rollout; nothing is computed here."""
+        return ServedStream(self.ask, rows_per_request=self._settings.client.rows_per_request)
 
-    async def logprobs(self, whole: Rollout, asked: Sequence[Asked]) -> ReferenceLogprobs:
-        """Of the rows of `whole`, which are those of `asked` in this order."""
-        answers = [answer for part in asked if part is not None for answer in await part]
-        found = torch.zeros(len(answers), whole.tokens.shape[1] - 1)
-        known = torch.zeros(len(answers), dtype=torch.bool)
-        failures = set()
-        for i, (answer, prompt_length) in enumerate(zip(answers, whole.prompt_lengths.tolist(), strict=True)):
-            if isinstance(answer, str):
-                failures.add(answer)
-            elif not np.isfinite(answer[prompt_length - 1 :]).all():
-                failures.add(f"{REFERENCE} gave a response log-probs that are not finite")
-            else:
-                found[i, : answer.size] = torch.tensor(answer)
-                known[i] = True
-        return ReferenceLogprobs(found, known, sorted(failures))
-
-    async def _ask(self, rows: list[np.ndarray]) -> list[Answer]:
-        step = self._settings.client.rows_per_request
-        chunks = [rows[i : i + step] for i in range(0, len(rows), step)]
-        return [answer for part in await asyncio.gather(*map(self._ask_chunk, chunks)) for answer in part]
-
-    async def _ask_chunk(self, rows: list[np.ndarray]) -> list[Answer]:
+    async def ask(self, rollout: Rollout) -> ReferenceLogprobs:
+        """Of the rows of `rollout`, by one request; rows are not known where it fails."""
+        count, width = rollout.tokens.shape
         try:
-            logprobs = await self._client.logprobs(rows)
+            logprobs = torch.tensor(await self._client.logprobs(rollout.rows()))[:, :-1]
         except RequestFailed as error:  # counted and masked by the caller
-            return [str(error)] * len(rows)
-        return [logprobs[i, : row.size - 1] for i, row in enumerate(rows)]
+            return ReferenceLogprobs(torch.zeros(count, width - 1), torch.zeros(count, dtype=torch.bool), [str(error)])
+        mask = response_mask(rollout.prompt_lengths, rollout.lengths, width)
+        known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # in a prompt -inf is a banned token
+        failures = [] if known.all() else [f"{REFERENCE} gave a response log-probs that are not finite"]
+        return ReferenceLogprobs(torch.where(known[:, None], logprobs, 0.0), known, failures)
 
 
-def make_reference(
-    config: RunConfig, client: TritonClient, policy: Policy, in_thread: Callable[..., Awaitable[Any]]
-) -> OwnReference | ServedReference:
-    """The one that `actor.reference` names; `in_thread` runs torch work off the event loop."""
-    if config.actor.reference == "triton":
-        return ServedReference(client, policy, config)
-    return OwnReference(policy, in_thread)
+class ServedStream(RowStream[ReferenceLogprobs]):
+    """Has each row's log-probs under way while others are written on; they do not wait for the critic."""
+
+    async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
+        """Of all rows taken in, which are those of `whole`."""
+        parts, order = await self.answers()
+        width = whole.tokens.shape[1] - 1
+        padded = [torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])) for part in parts]
+        return ReferenceLogprobs(
+            torch.cat(padded)[order],
+            torch.cat([part.known for part in parts])[order],
+            sorted({failure for part in parts for failure in part.failures}),
+        )
+
+
+Reference: TypeAlias = OwnReference | ServedReference
+
+
+def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> Reference:
+    """The one that `actor.reference` names."""
+    return ServedReference(client, policy, config) if config.actor.reference == "triton" else OwnReference(policy)
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:

@@ -54,6 +54,13 @@ class Scores:
         """Whether a critic was asked."""
         return bool((self.versions >= 0).any())
 
+    def select(self, rows: Tensor) -> Scores:
+        """The scores of `rows`, int64 `[n]`, in that order."""
+        components = {name: values[rows] for name, values in self.components.items()}
+        return Scores(
+            self.rewards[rows], self.values[rows], self.versions[rows], self.scored[rows], self.failures, components
+        )
+
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:

@@ -5,18 +5,19 @@ Given: policy, scorer, prompts. Returns: rewards, KL, texts, and how well the se
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from actor.advantages import explained_variance, response_mask
-from actor.experience import score_returns
-from actor.policy import Policy, join_rollouts
-from actor.reference import OwnReference, ServedReference, only_known
+from actor.collecting import InThread, collect
+from actor.experience import score_returns, sequence_kl
+from actor.metrics import Timers
+from actor.policy import Policy
+from actor.reference import Reference
 from actor.rollout import Prompt, Rollout, Scores
-from actor.scoring import Scorer, join_scores
+from actor.scoring import Scorer
 
 SEED_OFFSET = 1_000_000  # apart from the seeds of the training rollouts
 
@@ -27,7 +28,7 @@ class Validation:
 
     rollout: Rollout
     scores: Scores
-    kl: float  # nats per sequence against the reference, k1
+    kl: float  # nats per sequence against the reference, k1, over scored rows
     explained_variance: float | None  # of the score's Monte-Carlo returns, by the critic version that served
 
     @property
@@ -37,23 +38,19 @@ class Validation:
 
 
 async def validate(
-    policy: Policy, scorer: Scorer, reference: OwnReference | ServedReference, prompts: list[Prompt], *, batch: int,
-    seed: int, greedy: bool = False, in_thread: Callable[..., Any],
+    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int, greedy: bool = False,
+    in_thread: InThread,
 ) -> Validation:  # fmt: skip
-    """Sample one response per prompt, or take the likeliest, and score it; batch i draws from seed + i."""
-    rollouts, tasks, asked = [], [], []
-    for i in range(0, len(prompts), batch):
-        part = prompts[i : i + batch]
-        rollout = await in_thread(policy.generate, part, seed=seed + SEED_OFFSET + i, greedy=greedy)
-        rollouts.append(rollout)
-        tasks.append(asyncio.create_task(scorer.score(rollout)))
-        asked.append(reference.ask(rollout))
-    whole = join_rollouts(rollouts, policy.pad_id)
-    logprobs = await in_thread(policy.logprobs, whole)
-    start = await reference.logprobs(whole, asked)
-    scores = only_known(join_scores(await asyncio.gather(*tasks), whole.tokens.shape[1]), start)
+    """Sample one response per prompt, or take the likeliest, and score it. Raises RequestFailed."""
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ready.set_result(None)
+    scored = await collect(
+        policy, scorer, reference, prompts, seed=seed + SEED_OFFSET, greedy=greedy, ready=ready, in_thread=in_thread,
+        timers=Timers(),
+    )  # fmt: skip
+    whole, scores = scored.rollout, scored.scores
     mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
-    kl = float(torch.where(mask > 0, logprobs - start.logprobs, 0.0).sum(-1)[start.known].mean())
+    kl = sequence_kl(scored, mask)
     return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
 
 

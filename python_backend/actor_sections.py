@@ -60,7 +60,10 @@ class ActorSection(Section):
     responses_per_prompt: Count = 1
     """Responses to each prompt, which are compared with each other; `rloo` and `grpo` need two or more."""
     generation_batch: Count = 32
-    """Prompts generated together; scoring of one batch runs while the next is generated."""
+    """Responses written at the same time; when one ends the next prompt takes its place, and its scoring begins."""
+    decoding: Literal["slots", "transformers"] = "slots"
+    """Who writes them: our own loop over slots, or plain `generate()` for `generation_batch` prompts at a time, which
+    is slower. Models that keep more than keys and values (recurrent ones) are always written by the latter."""
     max_prompt_tokens: Count = 512
     """Longest prompt."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
@@ -143,6 +146,9 @@ class ActorSection(Section):
     max_staleness: CountOrZero = 1
     """Most critic updates that were sent before a row is scored and are not in the weights that score it; 0 where
     `run.deterministic` is set."""
+    one_step_off_policy: bool = False
+    """Write the responses of the next step while the policy is updated: they come from the policy before that update,
+    never from an older one. Takes a second copy of the policy."""
     max_failed_fraction: Fraction = 0.1
     """Largest share of a rollout whose reward or reference log-probs may be missing (masked) before the run stops."""
     checkpoint_every: Count = 50

@@ -17,6 +17,7 @@ MODELS = ("reward", "critic", "reference")
 FIXED: dict[str, Any] = {
     "actor.max_staleness": 0,  # otherwise the server's speed decides which version scores a row
     "actor.max_failed_fraction": 0.0,  # a row that is left out changes what is learnt
+    "actor.one_step_off_policy": False,  # a run that resumes has no rollout of the policy before
     "trainer.publish.every": 1,  # without it there is no staleness 0
     **{
         f"{role}.{name}": value

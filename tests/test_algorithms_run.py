@@ -47,6 +47,27 @@ def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+def test_one_step_off_policy(live: System, tmp_path: Path) -> None:
+    """The next rollout is written beside the update, by the policy before it and by no older one; it resumes."""
+    folder = tmp_path / "run"
+    settings = {"actor.one_step_off_policy": True, "actor.validate_every": 2}
+    run_actor(live, folder, "grpo", **settings, **{"actor.steps": 3})
+    run_actor(live, folder, "grpo", **settings, **{"actor.steps": 6})
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["train_rollouts/policy_staleness"] for line in lines] == [0, 1, 1, 0, 1, 1]
+    spans = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    begins = {span["step"]: span["start"] for span in spans if span["phase"] == "generate"}
+    ends = {span["step"]: span["end"] for span in spans if span["phase"] == "train_time"}
+    assert {step: begins[step + 1] < ends[step] for step in range(1, 6)} == {
+        1: True,
+        2: True,
+        3: False,
+        4: True,
+        5: True,
+    }
+
+
 def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path) -> None:
     """Coefficient and running statistics go on from the checkpoint, as if the run had not ended."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -137,3 +137,18 @@ def test_log_probs_are_those_of_the_sampling_distribution(checkpoint: Path):
     logits[:, policy.banned_ids] = -torch.inf
     expected = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(row[1:])[:, None])[:, 0]
     torch.testing.assert_close(found[2, start - 1 : len(row) - 1], expected[start - 1 :], atol=1e-5, rtol=1e-5)
+
+
+def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
+    """One step off-policy: until it is renewed, texts and log-probs are those of the policy that began the rollout."""
+    policy = make_policy(checkpoint, one_step_off_policy=True)
+    before = generate(policy)
+    logprobs, ref_logprobs = policy.logprobs(before), policy.logprobs(before, reference=True)
+    with torch.no_grad():
+        policy.model.lm_head.weight[20] += 5.0
+    assert torch.equal(generate(policy).tokens, before.tokens)
+    assert torch.equal(policy.logprobs(before), logprobs)
+    policy.renew_sampler()
+    assert not torch.equal(generate(policy).tokens, before.tokens)
+    assert not torch.equal(policy.logprobs(before), logprobs)
+    assert torch.equal(policy.logprobs(before, reference=True), ref_logprobs)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from live_system import Checkpoints, make_run
 
-from actor.client import Counters, RequestFailed
+from actor.client import Counters, RequestFailed, TrainAnswer
+from actor.experience import TooManyFailed, check_failures, sequence_kl
 from actor.loop import PPORun
-from actor.metrics import Timers
 from actor.reference import ServedReference, only_known
 from actor.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from python_backend.contract import REWARDS
@@ -31,8 +31,10 @@ class Server:
         self.answer = answer
         self.rows: list[np.ndarray] = []
         self.sizes: list[int] = []
+        self.rewarded = 0
 
     async def rewards(self, rows: list[np.ndarray], *_: object) -> dict[str, np.ndarray]:
+        self.rewarded += len(rows)
         return {REWARDS: np.ones((len(rows), 1), np.float32)}
 
     async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
@@ -50,41 +52,48 @@ def by_first_token(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def make_ppo(folder: Path, checkpoints: Checkpoints, server: Server, **settings: Any) -> PPORun:
-    """A run without critic: eight responses in two batches."""
+    """A run without critic: eight responses, four at a time."""
     actor = {"reference": "triton", "algorithm": "reinforce++", **settings}
     return PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
 
 
 def collect(run: PPORun) -> ScoredRollout:
-    return asyncio.run(asyncio.wait_for(run.collect(1, Timers()), PATIENCE_S))
+    """The rollout of step 1."""
+
+    async def rollout() -> ScoredRollout:
+        return (await run.begin_rollout(1, updated=0)).scored
+
+    return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
 
 
 @pytest.mark.parametrize("rows_per_request", [1, 3])
-def test_each_batch_is_asked_for_while_the_next_is_generated(
+def test_rows_are_asked_for_while_others_are_written(
     tmp_path: Path, checkpoints: Checkpoints, rows_per_request: int
 ) -> None:
     asked = threading.Event()
 
     def answer(rows: list[np.ndarray]) -> np.ndarray:
-        if len(server.rows) >= 4:
-            asked.set()
+        asked.set()
         return by_first_token(rows)
 
     server = Server(answer)
     run = make_ppo(tmp_path, checkpoints, server, client={"rows_per_request": rows_per_request})
-    generate, batches = run.policy.generate, []
+    generate, ended = run.policy.generate, []
 
-    def watched(*args: Any, **kwargs: Any) -> Rollout:
-        if batches:  # the second batch does not end before the first has been asked for
-            assert asked.wait(PATIENCE_S / 3), "the reference waits for the end of generation"
-        batches.append(generate(*args, **kwargs))
-        return batches[-1]
+    def watched(*args: Any, finished: Callable[[int, Rollout], None], **kwargs: Any) -> Rollout:
+        def hold(index: int, row: Rollout) -> None:
+            finished(index, row)
+            ended.append(index)
+            if len(ended) == rows_per_request:  # no further row is written before these have been asked for
+                assert asked.wait(PATIENCE_S / 3), "the reference waits for the end of generation"
+
+        return generate(*args, finished=hold, **kwargs)
 
     run.policy.generate = watched  # type: ignore[method-assign]
     scored = collect(run)
-    assert len(batches) == 2
+    assert len(ended) == 8
     assert run.policy.reference is None
-    assert server.sizes == {1: [1] * 8, 3: [3, 1, 3, 1]}[rows_per_request]
+    assert server.sizes == {1: [1] * 8, 3: [3, 3, 2]}[rows_per_request]
     rollout = scored.rollout
     assert scored.scores.scored.all()
     for i, (row, length) in enumerate(zip(rollout.tokens, rollout.lengths.tolist(), strict=True)):
@@ -92,23 +101,47 @@ def test_each_batch_is_asked_for_while_the_next_is_generated(
         assert not scored.ref_logprobs[i, length - 1 :].any()
 
 
+def test_the_reference_does_not_wait_for_the_critic(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """Its log-probs are the same whatever the critic learns."""
+    server = Server(by_first_token)
+    run = make_ppo(tmp_path, checkpoints, server, max_staleness=0)
+
+    async def main() -> None:
+        update: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        run.updates[0] = update  # type: ignore[assignment]
+        rollout = run.begin_rollout(1, updated=0)
+        while len(server.rows) < 8:
+            await asyncio.sleep(0.005)
+        assert server.rewarded == 0
+        update.set_result(TrainAnswer(0.0, 1))
+        assert (await rollout).scored.scores.scored.all()
+        assert server.rewarded == 8
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
 def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """The third is refused, the sixth has an answer that is no number; the others are untouched."""
+    """One is refused, one has an answer that is no number; the others are untouched."""
+    without: set[bytes] = set()
 
     def answer(rows: list[np.ndarray]) -> np.ndarray:
+        (row,) = rows
         number = len(server.rows)
+        if number in (3, 6):
+            without.add(row.tobytes())
         if number == 3:
             raise RequestFailed("reference at host refused: too late")
         found = by_first_token(rows)
         found[0, 0] = -np.inf  # of a prompt's token that sampling never draws
         if number == 6:
-            found[0, rows[0].size - 2] = np.nan
+            found[0, row.size - 2] = np.nan
         return found
 
     server = Server(answer)
-    run = make_ppo(tmp_path, checkpoints, server, max_failed_fraction=0.5)
+    run = make_ppo(tmp_path, checkpoints, server)
     scored = collect(run)
-    assert scored.scores.scored.tolist() == [True, True, False, True, True, False, True, True]
+    assert scored.scores.scored.tolist() == [row.tobytes() not in without for row in scored.rollout.rows()]
+    assert scored.scores.scored.sum() == 6
     assert scored.scores.failures == [
         "reference at host refused: too late", "reference gave a response log-probs that are not finite",
     ]  # fmt: skip
@@ -120,17 +153,10 @@ def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpo
     assert batch.mask[~masked].any(-1).all()
     for tensor in (batch.kl, batch.advantages, batch.returns):
         assert torch.isfinite(tensor).all()
-
-
-def test_too_many_rows_without_reference_stop_the_run(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    from actor.experience import TooManyFailed
-
-    def answer(rows: list[np.ndarray]) -> np.ndarray:
-        raise RequestFailed("reference at host gave no answer within 20 s after 3 attempts")
-
-    run = make_ppo(tmp_path, checkpoints, Server(answer))
-    with pytest.raises(TooManyFailed, match=r"8 of 8 .*: reference at host gave no answer"):
-        collect(run)
+    assert np.isfinite(sequence_kl(scored, batch.mask))
+    check_failures(scored.scores, 0.25)
+    with pytest.raises(TooManyFailed, match=r"2 of 8 .*: reference at host refused: too late; reference gave"):
+        check_failures(scored.scores, 0.2)
 
 
 def test_a_row_needs_both_score_and_reference() -> None:
@@ -172,9 +198,7 @@ def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints) -> No
     tokens = torch.tensor([[5, 0, 0], [5, 6, 7]])
     rollout = Rollout(prompts, tokens, torch.tensor([1, 3]), torch.tensor([1, 1]), torch.tensor([True, True]))
 
-    async def ask() -> ReferenceLogprobs:
-        return await run.reference.logprobs(rollout, [run.reference.ask(rollout)])
-
-    found = asyncio.run(ask())
+    assert isinstance(run.reference, ServedReference)
+    found = asyncio.run(run.reference.ask(rollout))
     assert found.known.all()
     torch.testing.assert_close(found.logprobs, torch.tensor([[0.0, 0.0], [-0.06, -0.07]]))

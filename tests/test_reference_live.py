@@ -100,10 +100,16 @@ def with_reference(run: LiveRun, ask: Callable[[ServedReference], Any], *overrid
     return asyncio.run(use())
 
 
-async def all_of(reference: ServedReference, rollouts: list[Rollout], whole: Rollout) -> ReferenceLogprobs:
-    """As the loop asks: batch by batch."""
+async def all_of(reference: ServedReference, whole: Rollout) -> ReferenceLogprobs:
+    """As collecting asks: row by row, as they happen to end."""
     await reference.compare()
-    return await reference.logprobs(whole, [reference.ask(rollout) for rollout in rollouts])
+    stream = reference.stream(asyncio.to_thread)
+    for i in np.random.default_rng(0).permutation(len(whole.prompts)).tolist():
+        length = int(whole.lengths[i])
+        rest = (whole.lengths[i : i + 1], whole.prompt_lengths[i : i + 1], whole.is_end[i : i + 1])
+        stream.take(i, Rollout([whole.prompts[i]], whole.tokens[i : i + 1, :length], *rest))
+    await asyncio.sleep(0)  # what was taken is on its way now
+    return await stream.logprobs(whole)
 
 
 # ---- a whole run ----
@@ -181,15 +187,14 @@ def test_wrong_requests_fail_alone(served: FinishedRun) -> None:
 
 
 def test_an_actor_gets_what_its_copy_would_say(served: FinishedRun) -> None:
-    """Several batches of other widths, several rows a request, and a policy with adapters that has moved."""
-    parts = [rollout_of(random_rows(lengths, seed=4)) for lengths in ([3, 9, 40], [120, 2], [1, 1, 17])]
-    whole = rollout_of([row for part in parts for row in part.rows()])
+    """Rows in another order than the prompts', several in a request, and a policy with adapters that has moved."""
+    whole = rollout_of(random_rows([3, 9, 40, 120, 2, 1, 1, 17], seed=4))
     policy = policy_of(served.run, lora_rank=4, lr=1e-2)
     for name, parameter in policy.model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.1)
-    overrides = ("actor.client.rows_per_request=2", "actor.lora_rank=4")
-    found = with_reference(served.run, lambda reference: all_of(reference, parts, whole), *overrides)
+    overrides = ("actor.client.rows_per_request=3", "actor.lora_rank=4")
+    found = with_reference(served.run, lambda reference: all_of(reference, whole), *overrides)
     assert found.known.all()
     assert not found.failures
     assert_logprobs(policy, whole.rows(), [np.append(row, np.float32(0)) for row in found.logprobs.numpy()])
@@ -255,7 +260,7 @@ def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun)
     stub = process_of(served.run, REFERENCE)
     stub.kill()
     found = with_reference(
-        served.run, lambda reference: all_of(reference, [rollout], rollout), "actor.client.retries=60"
+        served.run, lambda reference: all_of(reference, rollout), "actor.client.retries=60"
     )  # fmt: skip
     assert found.known.all()
     assert process_of(served.run, REFERENCE).pid != stub.pid

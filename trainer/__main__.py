@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from python_backend.config import ConfigError, RunConfig, TrainerSection, load_config
+from python_backend.stop_signal import stop_event
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_event(signal.SIGINT, signal.SIGTERM)
     return _run(config, stop, init_only=args.init_only)
 
 

@@ -1,0 +1,94 @@
+"""A key-value cache whose rows come and go: allocated once, no column is ever copied to make room for a token.
+Given: how many rows and columns. Returns: a transformers `Cache` for a window of them.
+
+All rows end in the same column, so a row that comes later begins later: what is left of its begin is masked. Keys hold
+their rotation by position within the row, so the column a row lies in never shows in a result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class SlotCache(Cache):
+    """Keys and values `[rows, heads, columns, size]` of every layer; forwards see the window that is looked at."""
+
+    def __init__(self, rows: int, columns: int, layers: int) -> None:
+        self.columns = columns
+        super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
+
+    def look_at(self, first: int, last: int, begin: int, end: int) -> None:
+        """Let the next forward see rows `first:last` and their columns `begin:end`; it appends at `end`."""
+        for layer in self.layers:
+            layer.window = (first, last, begin, end)
+
+    def move_row(self, source: int, target: int, begin: int, end: int) -> None:
+        """Put row `source` where `target` is."""
+        for layer in self.layers:
+            for whole in layer.tensors():
+                whole[target, :, begin:end] = whole[source, :, begin:end]
+
+    def shift(self, rows: int, begin: int, end: int) -> None:
+        """Move the columns `begin:end` of the first `rows` to the left edge."""
+        for layer in self.layers:
+            for whole in layer.tensors():
+                whole[:rows, :, : end - begin] = whole[:rows, :, begin:end].clone()
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One layer of it."""
+
+    is_sliding = False
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self._shape = (rows, columns)
+        self.window = (0, rows, 0, 0)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for tensors like these."""
+        rows, columns = self._shape
+        self.keys, self.values = (
+            torch.zeros(rows, like.shape[1], columns, like.shape[3], dtype=like.dtype, device=like.device)
+            for like in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Keys and values, once there are any."""
+        return (self.keys, self.values) if self.is_initialized else ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append to the window; returns it whole."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        first, last, begin, end = self.window
+        after = end + key_states.shape[2]
+        self.keys[first:last, :, end:after] = key_states
+        self.values[first:last, :, end:after] = value_states
+        return self.keys[first:last, :, begin:after], self.values[first:last, :, begin:after]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns after the forward, and where the first of them lies."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns before the forward."""
+        return self.window[3] - self.window[2]
+
+    def get_max_length(self) -> int:
+        """Columns there are."""
+        return self._shape[1]
+
+
+def cache_layers(model: Any) -> int:
+    """How many layers of `model` keep keys and values; 0 if it keeps anything else, such as a recurrent state."""
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    return len(layers) if plain else 0

@@ -1,0 +1,215 @@
+"""Our own decoding: the same texts as `generate` writes, whatever the model, the slots and the order rows end in."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from actor.decoding import Decoder, Rules, draw
+from actor.generation import Generation
+from actor.slot_cache import SlotCache, cache_layers
+from python_backend.config import ActorSection
+
+VOCAB, EOS = 64, 2
+SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE: dict[str, Any] = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 256}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", WIDE),
+    "grouped heads": ("Qwen2Config", {**WIDE, "num_key_value_heads": 2}),
+    "learned positions": (
+        "GPT2Config", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    ),
+    "offset positions": (
+        "OPTConfig",
+        {**SMALL, "ffn_dim": 64, "max_position_embeddings": 256, "word_embed_proj_dim": 32},
+    ),
+    "distances in the mask": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "half rotated": ("GPTNeoXConfig", WIDE),
+    "sliding window": ("MistralConfig", {**WIDE, "num_key_value_heads": 2, "sliding_window": 8}),
+    "every other layer slides": (
+        "Gemma2Config", {**WIDE, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
+    ),
+}  # fmt: skip
+
+
+def make_model(family: str, *, eos_bias: float = 0.0) -> Any:
+    """Random weights, large enough that logits differ; `eos_bias` makes responses end."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(5)
+    settings = {**settings, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": EOS, "initializer_range": 0.3}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**settings)).eval()
+    if eos_bias:
+        model.lm_head.register_forward_hook(lambda _, __, logits: biased(logits, eos_bias))
+    return model
+
+
+def biased(logits: torch.Tensor, by: float) -> torch.Tensor:
+    logits[..., EOS] += by
+    return logits
+
+
+def make_prompts(count: int, *, longest: int = 20) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, VOCAB, rng.integers(1, longest + 1)) for _ in range(count)]
+
+
+def generation(model: Any, **settings: Any) -> Generation:
+    given = {"max_new_tokens": 16, "generation_batch": 4, **settings}
+    return Generation(model, None, ActorSection(**given), eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
+
+
+def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    written_by.run(prompts, lambda i, response, _: found.update({i: response}), seed=seed, greedy=greedy)
+    assert len(found) == len(prompts)
+    return [found[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_texts_are_those_of_generate(family: str) -> None:
+    model, prompts = make_model(family, eos_bias=2.0), make_prompts(11)
+    ours = generation(model)
+    written = texts(ours, prompts, greedy=True)
+    assert ours._decodes, "it was not our decoding that wrote them"
+    assert written == texts(generation(model, decoding="transformers"), prompts, greedy=True)
+
+
+def test_responses_end_at_different_times_there() -> None:
+    """What the tests here mean: rows leave and others come in while some are written on."""
+    lengths = {len(text) for text in texts(generation(make_model("llama", eos_bias=2.0)), make_prompts(11))}
+    assert len(lengths) > 4
+    assert 16 in lengths
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5, 11, 40])
+def test_a_response_does_not_depend_on_the_rows_beside_it(slots: int) -> None:
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    alone = texts(generation(model, generation_batch=3), prompts, seed=7)
+    assert texts(generation(model, generation_batch=slots), prompts, seed=7) == alone
+    assert texts(generation(model, generation_batch=slots), prompts, seed=8) != alone
+
+
+def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows() -> None:
+    """Rows that go on for long: the columns are used up again and again."""
+    model = make_model("llama", eos_bias=1.0)
+    sizes, shifts = set(), []
+    shift = SlotCache.shift
+
+    class Watched(Decoder):
+        def _write_on(self, cache: SlotCache, *args: Any) -> None:
+            sizes.add(tuple(tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors()))
+            super()._write_on(cache, *args)
+
+    prompts = make_prompts(60, longest=4)
+    found: dict[int, list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
+        Watched(model, Rules(24, [EOS], [0, 1]), slots=4).run(
+            prompts, None, lambda i, response, _: found.update({i: response})
+        )
+    assert len(sizes) == 1
+    assert len(shifts) > 3
+    plain = generation(model, decoding="transformers", max_new_tokens=24, generation_batch=60)
+    assert [found[i] for i in range(60)] == texts(plain, prompts, greedy=True)
+
+
+def test_a_row_is_reported_when_it_ends_not_when_all_have() -> None:
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    order: list[int] = []
+    generation(model, generation_batch=11).run(prompts, lambda i, *_: order.append(i), seed=0)
+    lengths = [len(text) for text in texts(generation(model, generation_batch=11), prompts)]
+    assert [lengths[i] for i in order] == sorted(lengths)
+
+
+def test_what_ends_a_response_is_what_is_said() -> None:
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
+    endings: dict[int, tuple[list[int], bool]] = {}
+    generation(model).run(prompts, lambda i, text, ended: endings.update({i: (text, ended)}), seed=0)
+    assert {ended for _, ended in endings.values()} == {True, False}
+    for text, ended in endings.values():
+        assert (text[-1] == EOS) == ended
+        assert EOS not in text[:-1]
+        assert ended or len(text) == 16
+        assert not {0, 1} & set(text)
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """20,000 draws of five tokens: each share within four standard deviations of its probability."""
+    torch.manual_seed(0)
+    probabilities = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    count = 20_000
+    uniform = torch.rand(count, dtype=torch.float64)
+    drawn = draw(probabilities.log().expand(count, -1), uniform)
+    for token, probability in enumerate(probabilities.tolist()):
+        share = float((drawn == token).float().mean())
+        assert abs(share - probability) <= 4 * math.sqrt(probability * (1 - probability) / count)
+    edges = torch.tensor([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 1 - 2**-53], dtype=torch.float64)
+    assert draw(probabilities.log().expand(4, -1), edges).tolist() == [0, 0, 2, 4]
+
+
+def test_a_draw_never_takes_what_has_no_probability() -> None:
+    logits = torch.full((3, 6), -torch.inf)
+    logits[:, 2] = 0.0
+    assert draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 2.0, "top_k": 10, "top_p": 0.8}],
+    ids=str,
+)  # fmt: skip
+def test_first_tokens_have_the_distribution_of_generate(settings: dict[str, Any]) -> None:
+    """One prompt 3,000 times: the shares of its first token, by both, within five standard deviations."""
+    model = make_model("llama")
+    prompts = [np.asarray([5, 9, 11])] * 3000
+    shares = []
+    for decoding in ("slots", "transformers"):
+        written = texts(
+            generation(model, decoding=decoding, max_new_tokens=1, generation_batch=3000, **settings), prompts
+        )
+        shares.append(torch.bincount(torch.tensor(written)[:, 0], minlength=VOCAB) / 3000)
+    both = (shares[0] + shares[1]) / 2
+    assert ((shares[0] - shares[1]).abs() <= 5 * (2 * both * (1 - both) / 3000).sqrt() + 1e-9).all()
+
+
+def test_a_penalty_counts_each_token_once_and_no_padding() -> None:
+    """Against the published rule: logits of seen tokens are divided by it where positive, multiplied where not."""
+    model, prompts = make_model("llama"), make_prompts(5)
+    written = texts(generation(model, max_new_tokens=1, repetition_penalty=3.0), prompts, greedy=True)
+    for prompt, response in zip(prompts, written, strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(prompt)[None]).logits[0, -1]
+        for token in set(prompt.tolist()):
+            logits[token] = logits[token] * 3.0 if logits[token] < 0 else logits[token] / 3.0
+        logits[[0, 1]] = -torch.inf
+        assert response == [int(logits.argmax())]
+
+
+def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0, eos_token_id=EOS
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert cache_layers(model) == 0
+    written_by = generation(model, max_new_tokens=3)
+    assert all(1 <= len(text) <= 3 for text in texts(written_by, make_prompts(3)))
+    assert "keeps more than keys and values" in caplog.text
+    assert not written_by._decodes
+
+
+def test_a_model_that_our_decoding_would_misread_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    """One that takes its positions from the number of columns, as none should: padding would shift them."""
+    model = make_model("learned positions")
+    forward = model.transformer.wpe.forward
+    model.transformer.wpe.forward = lambda ids: forward(torch.arange(ids.shape[-1]).expand_as(ids) * 5 % 256)
+    written_by = generation(model)
+    texts(written_by, make_prompts(4))
+    assert not written_by._decodes
+    assert "other tokens than in plain forwards" in caplog.text
