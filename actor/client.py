@@ -88,8 +88,9 @@ class TritonClient:
         return await self._attempts(model, ask, self._settings.deadline_s, retries=min(1, self._settings.retries))
 
     async def score(
-        self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
-    ) -> dict[str, np.ndarray]:
+        self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
+        width: int = 0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """Outputs of critic_infer for n token rows, padded to their longest S.
 
         Args:
@@ -97,11 +98,12 @@ class TritonClient:
             outputs: of `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1]; where several rewards are
                 served, of `reward_components` [n, C] and `reward_errors` [n, 1] too.
             metadata: what reward functions are told about each row; None: nothing is sent.
+            width: pad to at least so many tokens, for servers that batch requests of one length only.
 
         Raises:
             RequestFailed: no answer within the retries, or the request itself is wrong.
         """
-        inputs = {**_padded(rows), **_metadata(metadata)}
+        inputs = {**_padded(rows, width), **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs, self._settings.deadline_s)
 
     async def rewards(
@@ -113,8 +115,6 @@ class TritonClient:
         width: int = 0,
     ) -> dict[str, np.ndarray]:
         """Outputs of the reward model alone for n token rows; otherwise as `score`.
-
-        `width`: pad to at least so many tokens, for servers that batch requests of one length only.
 
         Raises RequestFailed.
         """

@@ -4,6 +4,7 @@ Given: a `ScoredRollout`. Returns: a `PPOBatch`; metrics by the reference's name
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from actor.advantages import (
 )
 from actor.algorithms import Episodes, Method
 from actor.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
 
 class TooManyFailed(RuntimeError):
@@ -59,6 +61,14 @@ def make_batch(
         prev_values,
         kl,
     )
+
+
+def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
+    """What critic_train is sent, padded as the batch is."""
+    return {
+        TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
+        RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
+    }  # fmt: skip
 
 
 def check_failures(scores: Scores, max_failed_fraction: float) -> None:

@@ -22,7 +22,7 @@ from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState
 from actor.client import TrainAnswer, TritonClient
 from actor.collecting import collect
-from actor.experience import check_failures, make_batch, sequence_kl
+from actor.experience import check_failures, critic_payload, make_batch, sequence_kl
 from actor.kl_control import KLControl
 from actor.metrics import Timers
 from actor.policy import Policy
@@ -30,12 +30,11 @@ from actor.policy_update import PolicyUpdate
 from actor.prompts import read_prompts, take
 from actor.reference import make_reference
 from actor.reward_shaping import RewardShaper
-from actor.rollout import PPOBatch, ScoredRollout
+from actor.rollout import PPOBatch, Prompt, ScoredRollout
 from actor.scoring import Scorer
 from actor.staleness import needed_update
 from actor.validation import validate
 from python_backend.config import RunConfig
-from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -156,10 +155,6 @@ class PPORun:
 
         Generation begins at once; scoring when the critic's weights are as new as `actor.max_staleness` asks.
         """
-        s = self.settings
-        count = s.rollout_size // s.responses_per_prompt
-        taken = take(self.prompts, start=(step - 1) * count, count=count, seed=self.seed)
-        prompts = [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
 
         async def collected() -> Collected:
             timers = Timers()
@@ -167,14 +162,21 @@ class PPORun:
             try:
                 with timers.phase("rollout_time"):
                     scored = await collect(
-                        self.policy, self.scorer, self.reference, prompts, seed=self.seed_of(step), ready=ready,
-                        in_thread=self.in_thread, timers=timers,
+                        self.policy, self.scorer, self.reference, self.prompts_of(step), seed=self.seed_of(step),
+                        ready=ready, in_thread=self.in_thread, timers=timers,
                     )  # fmt: skip
             finally:
                 await cancelled([ready])
             return Collected(scored, timers, updated)
 
         return asyncio.create_task(collected())
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """What the responses of `step` answer, one each."""
+        s = self.settings
+        count = s.rollout_size // s.responses_per_prompt
+        taken = take(self.prompts, start=(step - 1) * count, count=count, seed=self.seed)
+        return [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
 
     def rollouts_ahead(self) -> list[asyncio.Task[Any]]:
         """The next step's rollout, if it is under way."""
@@ -190,13 +192,9 @@ class PPORun:
 
     async def train_critic(self, step: int, batch: PPOBatch) -> TrainAnswer:
         """Send the critic its update; the answer comes when the new weights are served."""
-        payload = {
-            TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
-            RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
-        }  # fmt: skip
         timers = Timers()
         with timers.phase("critic_update"):
-            answer = await self.client.train(payload, run_id=self.run_id, step=step)
+            answer = await self.client.train(critic_payload(batch), run_id=self.run_id, step=step)
         self.books.log_timeline(step, timers.spans)
         self.books.version_steps.learn(answer.weights_version, step)
         return answer

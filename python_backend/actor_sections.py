@@ -59,7 +59,7 @@ class ActorSection(Section):
     """Responses of one step."""
     responses_per_prompt: Count = 1
     """Responses to each prompt, which are compared with each other; `rloo` and `grpo` need two or more."""
-    generation_batch: Count = 32
+    generation_batch: Count = 64
     """Responses written at the same time; when one ends the next prompt takes its place, and its scoring begins."""
     decoding: Literal["slots", "transformers"] = "slots"
     """Who writes them: our own loop over slots, or plain `generate()` for `generation_batch` prompts at a time, which

@@ -11,6 +11,8 @@ MEASUREMENTS = {
     "scoring": ("tools.bench.scoring", "throughput and latency beside what users have today"),
     "reload": ("tools.bench.reload", "what reloads and updates of the critic cost those who are being served"),
     "learning": ("tools.bench.learning", "every algorithm on a task whose optimum is known"),
+    "generation": ("tools.bench.generation", "writing responses beside what transformers offers"),
+    "step": ("tools.bench.step", "a PPO step by phase, overlapped beside serial"),
     "update": ("tools.bench.update", "throughput of the critic's update beside the same update padded"),
 }
 
@@ -24,7 +26,7 @@ def main() -> int:
         return int(importlib.import_module(MEASUREMENTS[name][0]).main() or 0)
     if name in ("-h", "--help"):
         print("usage: python -m tools bench <what> --out DIR [--help]\n\nmeasurements:")
-        print("\n".join(f"  {key:<9}{what}" for key, (_, what) in MEASUREMENTS.items()))
+        print("\n".join(f"  {key:<11}{what}" for key, (_, what) in MEASUREMENTS.items()))
         return 0 if arguments else 2
     print(f"error: unknown measurement {name!r}; known: {', '.join(MEASUREMENTS)}", file=sys.stderr)
     return 2

@@ -1,0 +1,161 @@
+"""PPO steps in blocks: the same rollouts, overlapped as they are in a run, or one thing after the other.
+Given: a run's configuration, a live server, the blocks. Returns: a sample for each block, its phases with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+from actor.client import TrainAnswer, TritonClient
+from actor.experience import critic_payload
+from actor.generation import Generation
+from actor.loop import PPORun
+from actor.metrics import Timers
+from actor.rollout import Prompt, Rollout, ScoredRollout, Scores
+from python_backend.config import RunConfig
+from python_backend.contract import VALUES, WEIGHTS_VERSION
+from tools.bench.generation import response_lengths
+
+OVERLAPPED, SERIAL, PADDED = "overlapped", "serial", "padded"
+
+
+class GivenLengths(Generation):
+    """Writes as many tokens for each prompt as it is told, so that every block does the same work."""
+
+    lengths: Sequence[int]
+
+    def run(self, prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
+        """As the parent, but for what ends a response."""
+        import torch
+
+        from actor.decoding import Decoder
+
+        lengths = self.lengths
+
+        class Given(Decoder):
+            def _ends_by_itself(self, row: Any) -> bool:
+                return bool(row.written >= lengths[row.index])
+
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.rand(len(prompts), self._settings.max_new_tokens, dtype=torch.float64, generator=generator)
+        Given(self._model, self._rules(), slots=self._settings.generation_batch).run(prompts, draws, finished)
+
+
+class PaddedServices:
+    """Reward and critic behind PyTriton, asked as their users ask them: every row padded to one common length."""
+
+    def __init__(self, reward: TritonClient, critic: TritonClient, width: int) -> None:
+        self._reward, self._critic, self._width = reward, critic, width
+
+    async def score(self, rollout: Rollout) -> Scores:
+        """Rewards and values of every row."""
+        import torch
+
+        async def one(row: Any) -> tuple[Any, Any]:
+            return await asyncio.gather(
+                self._reward.rewards([row], width=self._width),
+                self._critic.score([row], (VALUES, WEIGHTS_VERSION), width=self._width),
+            )
+
+        answers = await asyncio.gather(*(one(row) for row in rollout.rows()))
+        count, width = rollout.tokens.shape
+        values = torch.stack([torch.tensor(critic[VALUES][0, :width]) for _, critic in answers])
+        rewards = torch.tensor([float(reward["rewards"][0, 0]) for reward, _ in answers])
+        return Scores(rewards, values, torch.zeros(count).long(), torch.ones(count).bool(), [])
+
+    async def train(self, payload: dict[str, Any], *, run_id: str, step: int) -> TrainAnswer:
+        """One update on the padded batch: the server is told that every row is as long as the longest."""
+        import numpy as np
+
+        count, width = payload["tokens"].shape
+        packed = {name: array.reshape(1, -1) for name, array in payload.items()}
+        padded = {**packed, "sequence_lengths": np.full((count, 1), width, np.int64)}
+        return await self._critic.train(padded, run_id=run_id, step=step)
+
+
+class MeasuredRun(PPORun):
+    """A run whose blocks all have the same prompts, draws and lengths; its policy barely moves."""
+
+    def __init__(self, config: RunConfig, client: TritonClient, watched: Sequence[int]) -> None:
+        super().__init__(config, client)
+        self.watched = watched  # processes whose time counts, with their children
+        self.padded: PaddedServices | None = None
+        self.done = 0  # steps so far
+        self.place = 0  # within the block
+        self.spans: list[tuple[str, float, float]] = []  # of the block
+        self.books.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
+        given = GivenLengths.__new__(GivenLengths)
+        given.__dict__ = self.policy.generation.__dict__
+        given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.max_new_tokens)
+        self.policy.generation = given
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """The same in each block."""
+        return super().prompts_of(self.place)
+
+    def seed_of(self, step: int) -> int:
+        """The same in each block."""
+        return super().seed_of(self.place)
+
+    async def blocks(
+        self, modes: Sequence[str], *, steps: int, rounds: int, note: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Measure each mode in each round, in changing order; a block's time ends when its last update is answered."""
+        await self.books.resume()
+        for mode in modes:  # whatever happens once happens here
+            await self.block(mode, 1)
+        for number in range(rounds):
+            for mode in [*modes[number % len(modes) :], *modes[: number % len(modes)]]:
+                note({"mode": mode, "round": number, **await self.block(mode, steps)})
+
+    async def block(self, mode: str, steps: int) -> dict[str, Any]:
+        """Some steps, until their last update is answered."""
+        self.spans.clear()
+        cpu, start = cpu_seconds(self.watched), time.time()
+        for self.place in range(1, steps + 1):
+            if mode == PADDED:  # its servers count nothing
+                await self.serial_step(0, self.padded)
+                continue
+            self.done += 1
+            await (self.one_step(self.done, is_last=False) if mode == OVERLAPPED else self.serial_step(self.done, None))
+        await self.await_updates(self.done)
+        seconds, cpu = time.time() - start, cpu_seconds(self.watched) - cpu
+        spans = [[phase, begin - start, end - start] for phase, begin, end in self.spans]
+        return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
+
+    async def serial_step(self, step: int, padded: PaddedServices | None) -> None:
+        """The work of `one_step`, each part begun when the one before has ended."""
+        timers = Timers()
+        with timers.phase("generate"):
+            rollout = await self.in_thread(self.policy.generate, self.prompts_of(step), seed=self.seed_of(step))
+        with timers.phase("scoring"):
+            scores = await (padded or self.scorer).score(rollout)
+        with timers.phase("logprobs"):
+            logprobs = await self.in_thread(self.policy.logprobs, rollout)
+        with timers.phase("init_logprobs"):
+            ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)
+        batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
+        if padded is None:
+            await self.train_critic(step, batch)
+        else:
+            with timers.phase("critic_update"):
+                await padded.train(critic_payload(batch), run_id=self.run_id, step=step)
+        with timers.phase("train_time"):
+            await self.in_thread(self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef)
+        self.books.log_timeline(step, timers.spans)
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Processor time of these processes and their children so far."""
+    total = 0.0
+    for pid in pids:
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
