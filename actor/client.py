@@ -131,6 +131,14 @@ class TritonClient:
         inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
         return await self._infer(contract.REWARD_MODEL, inputs, outputs, self._settings.deadline_s)
 
+    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
+        """Log-probs float32 `[n, S]` of n token rows by the reference model: index t of token t+1, see `LOGPROBS`.
+
+        Raises RequestFailed.
+        """
+        answer = await self._infer(contract.REFERENCE, _padded(rows), (contract.LOGPROBS,), self._settings.deadline_s)
+        return answer[contract.LOGPROBS]
+
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
         """Train the critic on `payload` as step `step`; repeats are recognised, so retrying is safe.
 

@@ -5,40 +5,46 @@ Given: prompts, and when the critic may be asked. Returns: a `ScoredRollout`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from actor.metrics import Timers
 from actor.policy import Policy
-from actor.rollout import Prompt, ScoredRollout
+from actor.reference import InThread, Reference, only_known
+from actor.rollout import Prompt, Rollout, ScoredRollout
 from actor.scoring import Scorer
 from actor.streaming import ScoringStream
 
-InThread = Callable[..., Awaitable[Any]]
-
 
 async def collect(
-    policy: Policy, scorer: Scorer, prompts: list[Prompt], *, seed: int, ready: asyncio.Future[Any],
-    in_thread: InThread, timers: Timers, greedy: bool = False,
+    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int,
+    ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False,
 ) -> ScoredRollout:  # fmt: skip
     """Write responses; each is scored as soon as it ends and `ready` is done, and the log-probs are taken meanwhile.
+
+    A served reference is asked for each as soon as it ends. A row that it has no log-probs for has no score either.
 
     Raises:
         RequestFailed, or what `ready` raises.
     """
     stream = ScoringStream(scorer, ready=ready, rows_per_request=policy.settings.client.rows_per_request)
+    asked = reference.stream(in_thread)
+
+    def finished(index: int, row: Rollout) -> None:
+        stream.take(index, row)
+        asked.take(index, row)
+
     try:
         with timers.phase("generate"):
-            rollout = await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=stream.take)
+            rollout = await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
         with timers.phase("logprobs"):
             logprobs = await in_thread(policy.logprobs, rollout)
         with timers.phase("init_logprobs"):
-            ref_logprobs = await in_thread(policy.logprobs, rollout, reference=True)
+            start = await asked.logprobs(rollout)
         with timers.phase("critic_wait"):
             await ready
         with timers.phase("score_wait"):
-            scores = await stream.scores(rollout.tokens.shape[1])
+            scores = only_known(await stream.scores(rollout.tokens.shape[1]), start)
         timers.note("scoring", *stream.span)
     finally:
-        await stream.close()
-    return ScoredRollout(rollout, scores, logprobs, ref_logprobs)
+        await asyncio.gather(stream.close(), asked.close())
+    return ScoredRollout(rollout, scores, logprobs, start.logprobs)

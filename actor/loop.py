@@ -28,6 +28,7 @@ from actor.metrics import Timers
 from actor.policy import Policy
 from actor.policy_update import PolicyUpdate
 from actor.prompts import read_prompts, take
+from actor.reference import make_reference
 from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, Prompt, ScoredRollout
 from actor.scoring import Scorer
@@ -64,6 +65,7 @@ class PPORun:
             client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request,
             with_critic=self.has_critic,
         )  # fmt: skip
+        self.reference = make_reference(config, client, self.policy)
         limits: dict[str, Any] = {
             "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts
         }  # fmt: skip
@@ -91,6 +93,7 @@ class PPORun:
         """The run."""
         started = time.monotonic()
         await self.scorer.compare_tokenizers()
+        await self.reference.compare()
         self.scorer.mixture.check_prompts([*self.prompts, *self.held_out])
         done = await self.books.resume()
         if done == 0:
@@ -160,8 +163,8 @@ class PPORun:
             try:
                 with timers.phase("rollout_time"):
                     scored = await collect(
-                        self.policy, self.scorer, self.prompts_of(step), seed=self.seed_of(step), ready=ready,
-                        in_thread=self.in_thread, timers=timers,
+                        self.policy, self.scorer, self.reference, self.prompts_of(step), seed=self.seed_of(step),
+                        ready=ready, in_thread=self.in_thread, timers=timers,
                     )  # fmt: skip
             finally:
                 await cancelled([ready])
@@ -212,7 +215,7 @@ class PPORun:
                 await asyncio.wait([self.ahead])  # what writes is busy
             await self.in_thread(self.policy.renew_sampler)
             result = await validate(
-                self.policy, self.scorer, self.held_out, seed=self.seed, greedy=s.validation_greedy,
+                self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,
                 in_thread=self.in_thread,
             )  # fmt: skip
             self.books.log_validation(when, step, result, seconds=time.monotonic() - start)

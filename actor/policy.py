@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from actor.adapters import merged, with_adapters
 from actor.generation import Generation
-from actor.ppo_loss import token_logprobs
 from actor.rollout import Prompt, Rollout
 from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ActorSection
-from python_backend.tokenization import load_tokenizer
+from python_backend.logprobs import token_logprobs
+from python_backend.tokenization import load_tokenizer, special_tokens
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
 FinishedRow = Callable[[int, Rollout], None]
@@ -46,16 +46,17 @@ class Policy:
             self.reference = None  # the policy without its adapters: no second copy
         else:
             self.model = model.to(settings.device).eval()
-            self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            in_actor = settings.reference == "actor"
+            self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
         # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
         self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
-        self.eos_ids = _eos_ids(model, self.tokenizer)
-        pad = self.tokenizer.pad_token_id
-        self.pad_id = pad if pad is not None else self.eos_ids[0]
-        bos = self.tokenizer.bos_token_id
-        self.banned_ids = sorted({i for i in (self.pad_id, bos) if i is not None} - set(self.eos_ids))
+        try:
+            special = special_tokens(self.tokenizer, model.generation_config.eos_token_id)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         written_by = self.sampler.get_base_model() if settings.lora_rank else self.sampler  # adapters are in its layers
         self.generation = Generation(
             written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
@@ -122,6 +123,7 @@ class Policy:
         elif self.reference is not None:
             yield self.reference
         else:
+            assert self.settings.lora_rank, "the reference is on the server"
             with self.sampler.disable_adapter():
                 yield self.sampler
 
@@ -177,15 +179,6 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
 def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """`tokens` `[B, S]` without the columns that no row reaches, and `lengths` as they are."""
     return tokens[:, : int(lengths.max())], lengths
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> list[int]:
-    eos = model.generation_config.eos_token_id
-    ids = eos if isinstance(eos, list) else [eos]
-    found = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
-    if not found:
-        raise CheckpointError("the policy's tokenizer and generation config name no end-of-sequence token")
-    return found
 
 
 def _checkpoint_gradients(model: Any) -> None:

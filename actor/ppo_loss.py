@@ -1,4 +1,4 @@
-"""The actor's loss: log-probs of the sampled tokens, entropy, and the clipped surrogate of PPO.
+"""The actor's loss: entropy and the clipped surrogate of PPO; log-probs come from `python_backend.logprobs`.
 Given logits `[B, S, V]`, or per-token tensors `[B, S-1]` in which position t scores token t+1.
 Returns sums over a micro-batch divided by the tokens of the whole minibatch: no split changes the loss.
 """
@@ -10,36 +10,7 @@ import torch
 from torch import Tensor
 
 from actor.advantages import masked_sum, require_same_shape
-
-
-def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()
-) -> Tensor:
-    """Log-prob of token t+1 at position t, under the distribution that it was sampled from.
-
-        z_t = logits_t / temperature, z_t[banned] = -inf
-        logprob_t = z_t[tokens_{t+1}] - logsumexp(z_t)
-
-    Equals log_softmax and gather, without the `[B, S, V]` result of log_softmax; half precision is computed
-    in float32. Where token t+1 is banned the result is -inf: sampling cannot have drawn it, so it belongs to a
-    prompt or to padding, outside the mask, and everything in `actor.advantages` and here accepts it there.
-
-    Args:
-        logits: `[B, S, V]`; position t predicts token t+1, the last position is unused.
-        tokens: `[B, S]`, integer ids in [0, V), padding included.
-        temperature: the sampling temperature, > 0.
-        banned_token_ids: ids that sampling never draws, at any position.
-
-    Returns: `[B, S-1]` in nats.
-    Raises: ValueError if temperature <= 0, a banned id is not in [0, V), all are banned, or a shape is wrong.
-    Source: reference section 6.
-    """
-    if logits.ndim != 3 or tokens.shape != logits.shape[:2]:
-        shapes = f"{tuple(logits.shape)} and {tuple(tokens.shape)}"
-        raise ValueError(f"expected logits [B, S, V] and tokens [B, S], got {shapes}")
-    scaled = _sampling_logits(logits, temperature, banned_token_ids)
-    target = scaled.gather(-1, tokens[:, 1:, None].long()).squeeze(-1)
-    return target - scaled.logsumexp(-1)
+from python_backend.logprobs import sampling_logits
 
 
 def entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()) -> Tensor:
@@ -59,7 +30,7 @@ def entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[in
     """
     if logits.ndim != 3:
         raise ValueError(f"expected logits [B, S, V], got {tuple(logits.shape)}")
-    logp = _sampling_logits(logits, temperature, banned_token_ids).log_softmax(-1)
+    logp = sampling_logits(logits[:, :-1], temperature, banned_token_ids).log_softmax(-1)
     # p log p is 0 at p = 0, where the plain product would be 0 * -inf.
     return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
 
@@ -133,21 +104,3 @@ def policy_stats(log_ratio: Tensor, clamped: Tensor, is_clipped: Tensor, mask: T
         "ppo_ratio": masked_sum(log_ratio.exp(), mask),
         "ppo_ratio_clamped": masked_sum(clamped, mask),
     }
-
-
-def _sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequence[int]) -> Tensor:
-    """`[B, S-1, V]` logits of the tokens 1..S-1 under the sampling distribution, not normalised."""
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be a positive number, got {temperature}")
-    num_symbols = logits.shape[-1]
-    banned = sorted(set(banned_token_ids))
-    if banned and not (banned[0] >= 0 and banned[-1] < num_symbols and len(banned) < num_symbols):
-        raise ValueError(f"banned_token_ids must be some, not all, of [0, {num_symbols}), got {banned}")
-    scaled = logits[:, :-1]
-    if scaled.dtype in (torch.float16, torch.bfloat16):
-        scaled = scaled.float()
-    if temperature != 1:
-        scaled = scaled / temperature
-    if banned:
-        scaled = scaled.index_fill(-1, torch.tensor(banned, device=logits.device), -math.inf)
-    return scaled

@@ -63,13 +63,22 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class ReferenceLogprobs:
+    """What the policy's frozen start says of a rollout."""
+
+    logprobs: Tensor  # float32 [B, S-1]; 0 where not known
+    known: Tensor  # bool [B]
+    failures: list[str]  # the distinct causes
+
+
+@dataclass(frozen=True)
 class ScoredRollout:
     """A rollout with everything that the advantages need."""
 
     rollout: Rollout
     scores: Scores
     logprobs: Tensor  # float32 [B, S-1], under the policy that sampled
-    ref_logprobs: Tensor  # float32 [B, S-1], under the frozen initial policy
+    ref_logprobs: Tensor  # float32 [B, S-1], under the frozen initial policy; never used where not scored
 
 
 @dataclass(frozen=True)

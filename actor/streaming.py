@@ -1,5 +1,5 @@
 """Rows go to the server as they are written: a response that has ended is scored while others are written on.
-Given: rows of a rollout, in the order in which they end. Returns: `Scores` in the order of the prompts.
+Given: rows of a rollout, in the order in which they end. Returns: answers in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 import torch
 
@@ -15,38 +16,41 @@ from actor.policy import join_rollouts
 from actor.rollout import Rollout, Scores
 from actor.scoring import Scorer, join_scores
 
+T = TypeVar("T")
 
-class ScoringStream:
-    """Scores the rows of one rollout; made on the event loop."""
 
-    def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int) -> None:
-        """`ready`: nothing is sent before it is done, and if it fails so do the scores."""
-        self._scorer, self._ready, self._rows_per_request = scorer, ready, rows_per_request
+class RowStream(Generic[T]):
+    """Asks about the rows of one rollout; made on the event loop."""
+
+    def __init__(
+        self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None
+    ) -> None:
+        """`ready`: nothing is sent before it is done, and if it fails so do the answers."""
+        self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[int, Rollout]] = []
         self._order: list[int] = []
-        self._requests: list[asyncio.Task[Scores]] = []
+        self._requests: list[asyncio.Task[T]] = []
         self._is_closed = False
         self.span = (math.inf, 0.0)  # of `time.monotonic`: when the first row was sent, and the last answered
 
     def take(self, index: int, row: Rollout) -> None:
-        """Have a rollout of one row scored, that of prompt `index`. From any thread.
+        """Ask about a rollout of one row, that of prompt `index`. From any thread.
 
         Raises:
-            asyncio.CancelledError: nobody wants the scores any more; whoever writes rows may stop.
+            asyncio.CancelledError: nobody wants the answers any more; whoever writes rows may stop.
         """
         if self._is_closed:
             raise asyncio.CancelledError
         self._loop.call_soon_threadsafe(self._add, index, row)
 
-    async def scores(self, width: int) -> Scores:
-        """Of all rows taken in, ordered by index; values padded to `width` tokens."""
+    async def answers(self) -> tuple[list[T], torch.Tensor]:
+        """Of each request, in the order of sending; and int64 `[B]`, which of their rows is that of each prompt."""
         self._send()
-        joined = join_scores(await asyncio.gather(*self._requests), width)
-        return joined.select(torch.tensor(self._order).argsort())
+        return await asyncio.gather(*self._requests), torch.tensor(self._order).argsort()
 
     async def close(self) -> None:
-        """Cancel what is under way; does nothing after `scores`."""
+        """Cancel what is under way; does nothing after `answers`."""
         self._is_closed = True
         for request in self._requests:
             request.cancel()
@@ -61,11 +65,24 @@ class ScoringStream:
         if self._waiting and not self._is_closed:
             rows, self._waiting = self._waiting, []
             self._order += [index for index, _ in rows]
-            self._requests.append(asyncio.create_task(self._score(join_rollouts([row for _, row in rows], pad_id=0))))
+            self._requests.append(asyncio.create_task(self._request(join_rollouts([row for _, row in rows], pad_id=0))))
 
-    async def _score(self, rows: Rollout) -> Scores:
-        await asyncio.shield(self._ready)  # it is not ours to cancel
+    async def _request(self, rows: Rollout) -> T:
+        if self._ready is not None:
+            await asyncio.shield(self._ready)  # it is not ours to cancel
         start = time.monotonic()
-        scores = await self._scorer.score(rows)
+        answer = await self._ask(rows)
         self.span = min(self.span[0], start), time.monotonic()
-        return scores
+        return answer
+
+
+class ScoringStream(RowStream[Scores]):
+    """Scores the rows of one rollout."""
+
+    def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int) -> None:
+        super().__init__(scorer.score, ready=ready, rows_per_request=rows_per_request)
+
+    async def scores(self, width: int) -> Scores:
+        """Of all rows taken in, ordered by index; values padded to `width` tokens."""
+        parts, order = await self.answers()
+        return join_scores(parts, width).select(order)

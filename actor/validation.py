@@ -12,9 +12,10 @@ import torch
 
 from actor.advantages import explained_variance, response_mask
 from actor.collecting import InThread, collect
-from actor.experience import score_returns
+from actor.experience import score_returns, sequence_kl
 from actor.metrics import Timers
 from actor.policy import Policy
+from actor.reference import Reference
 from actor.rollout import Prompt, Rollout, Scores
 from actor.scoring import Scorer
 
@@ -27,7 +28,7 @@ class Validation:
 
     rollout: Rollout
     scores: Scores
-    kl: float  # nats per sequence against the reference, k1
+    kl: float  # nats per sequence against the reference, k1, over scored rows
     explained_variance: float | None  # of the score's Monte-Carlo returns, by the critic version that served
 
     @property
@@ -37,18 +38,19 @@ class Validation:
 
 
 async def validate(
-    policy: Policy, scorer: Scorer, prompts: list[Prompt], *, seed: int, greedy: bool = False, in_thread: InThread
-) -> Validation:
+    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int, greedy: bool = False,
+    in_thread: InThread,
+) -> Validation:  # fmt: skip
     """Sample one response per prompt, or take the likeliest, and score it. Raises RequestFailed."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     ready.set_result(None)
     scored = await collect(
-        policy, scorer, prompts, seed=seed + SEED_OFFSET, greedy=greedy, ready=ready, in_thread=in_thread,
+        policy, scorer, reference, prompts, seed=seed + SEED_OFFSET, greedy=greedy, ready=ready, in_thread=in_thread,
         timers=Timers(),
     )  # fmt: skip
     whole, scores = scored.rollout, scored.scores
     mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
-    kl = float(torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1).mean())
+    kl = sequence_kl(scored, mask)
     return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
 
 

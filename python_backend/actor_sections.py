@@ -36,6 +36,9 @@ class ActorSection(Section):
 
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; also the frozen reference."""
+    reference: Literal["actor", "triton"] = "actor"
+    """Who gives the log-probs of the frozen start: the actor, from a second copy of the policy (under LoRA from the
+    policy without its adapters), or the model of the `reference` section in tritonserver, without a copy here."""
     prompts: Path = Path("data/prompts.jsonl")
     """JSONL, one {"text": …} or {"messages": [{"role": …, "content": …}, …]} a line; other columns are metadata."""
     validation_prompts: Path | None = None
@@ -147,7 +150,7 @@ class ActorSection(Section):
     """Write the responses of the next step while the policy is updated: they come from the policy before that update,
     never from an older one. Takes a second copy of the policy."""
     max_failed_fraction: Fraction = 0.1
-    """Largest share of a rollout whose reward may be missing (masked) before the run stops."""
+    """Largest share of a rollout whose reward or reference log-probs may be missing (masked) before the run stops."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     keep_checkpoints: Count = 2
@@ -159,7 +162,7 @@ class ActorSection(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """What forwards compute in (autocast); weights, log-probs and the optimizer stay in float32."""
     lora_rank: CountOrZero = 0
-    """Train adapters of this rank on every linear layer, and nothing else; the reference is the policy without them."""
+    """Train adapters of this rank on every linear layer, and nothing else."""
     lora_alpha: Count = 16
     """What adapters add is multiplied by `lora_alpha / lora_rank`."""
     gradient_checkpointing: bool = False

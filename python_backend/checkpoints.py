@@ -5,6 +5,7 @@ Holds neither torch nor transformers, and never opens a pickled file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -33,6 +34,8 @@ TOKENIZERS = {
     "vocab.txt": "WordPiece (vocab.txt)",
     "vocab.json": "BPE (vocab.json)",
 }
+
+NUM_PIECES, PIECE_BYTES = 256, 4096  # of a weights file, looked at for its fingerprint
 
 HeadKind = Literal["sequence", "token", "value"]
 
@@ -154,6 +157,26 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
         constants=_constants(folder, config),
     )
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """Hash of pieces all over the weights files and of their sizes: milliseconds, whatever the size.
+
+    Training changes every piece, so it tells a model from any other, and from itself in another dtype. It does not
+    prove that a copy is whole.
+
+    Raises:
+        CheckpointError: no checkpoint, pickled weights only, or a damaged file.
+    """
+    digest = hashlib.sha256()
+    for file in inspect_checkpoint(folder).files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for i in range(NUM_PIECES):
+                stream.seek(max(0, size - PIECE_BYTES) * i // (NUM_PIECES - 1))
+                digest.update(stream.read(PIECE_BYTES))
+    return digest.hexdigest()
 
 
 def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:

@@ -20,6 +20,7 @@ from python_backend.sections import (
     CriticSection,
     DemoSection,
     ModelSection,
+    ReferenceSection,
     RewardSection,
     RunSection,
     Section,
@@ -34,6 +35,7 @@ __all__ = [
     "CriticSection",
     "DemoSection",
     "ModelSection",
+    "ReferenceSection",
     "RewardSection",
     "RewardTerm",
     "RunConfig",
@@ -61,6 +63,8 @@ class RunConfig(Section):
     """Names and terms of a weighted sum of rewards; default: the reward model alone."""
     critic: CriticSection = CriticSection()
     """The critic model."""
+    reference: ReferenceSection = ReferenceSection()
+    """The reference model, where `actor.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()
     """The critic sidecar."""
     actor: ActorSection = ActorSection()
@@ -90,6 +94,12 @@ class RunConfig(Section):
         """The rewards that are Python functions."""
         return function_terms(self.rewards or {})
 
+    @property
+    def served_sections(self) -> dict[str, ModelSection]:
+        """Sections of the models that tritonserver loads from checkpoints, by their names in the YAML."""
+        sections: dict[str, ModelSection] = {"reward": self.reward, "critic": self.critic}
+        return {**sections, "reference": self.reference} if self.actor.reference == "triton" else sections
+
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.
@@ -112,12 +122,20 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(data, override)
     try:
-        config = RunConfig.model_validate(data)
+        config = _with_reference(RunConfig.model_validate(data))
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
         raise ConfigError("\n".join(f"{path}: {_describe(item)}" for item in error.errors())) from error
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _with_reference(config: RunConfig) -> RunConfig:
+    """The configuration with the policy's checkpoint for the reference, unless that has one of its own."""
+    if "checkpoint" in config.reference.model_fields_set:
+        return config
+    reference = config.reference.model_copy(update={"checkpoint": config.actor.checkpoint})
+    return config.model_copy(update={"reference": reference})
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

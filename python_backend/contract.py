@@ -19,6 +19,7 @@ CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
+REFERENCE = "reference"  # only where `actor.reference` is `triton`
 # Only where the YAML has `rewards`: reward_model is then an ensemble of these.
 REWARD_CHECKPOINT = "reward_checkpoint"
 REWARD_MIXTURE = "reward_mixture"
@@ -36,6 +37,11 @@ REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every compon
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 VALUES = "values"  # FP32 [B, S]
 RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; values of the states that its tokens follow
+# FP32 [B, S]: index t is of token t+1, -inf where that token is never sampled; 0 at a row's last token and behind it.
+LOGPROBS = "logprobs"
+TEMPERATURE = "temperature"  # parameter: log-probs are taken under it
+BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON: ids that sampling never draws
+CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: of the weights that log-probs are taken under
 WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
 
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]

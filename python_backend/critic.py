@@ -24,7 +24,7 @@ from python_backend.contract import (
 from python_backend.follower import Follower, Version
 from python_backend.modeling import CriticModel, load_critic, quiet_transformers
 from python_backend.reading import RowReader, read_limits
-from python_backend.scoring import Scoring, ScoringModel
+from python_backend.scoring import Scoring, ScoringModel, padded_rows
 from python_backend.serving import Call, Counters, Gauge, Parameters, log, log_error, refuse_numpy_2
 from python_backend.weights import WeightsStore
 
@@ -92,10 +92,10 @@ class TritonPythonModel(ScoringModel):
         versions = np.full((len(outputs), 1), scoring.model.number, np.int64)
         answer = {WEIGHTS_VERSION: versions, AFTER_CRITIC: versions}
         if VALUES in wanted:
-            answer[VALUES] = _padded(outputs, rows.width)
+            answer[VALUES] = padded_rows(outputs, rows.width)
         if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:
             parts = [output[p - 1 : -1] for output, p in zip(outputs, rows.prompt_lengths.tolist(), strict=True)]
-            answer[RESPONSE_VALUES] = _padded(parts, max(1, *(part.size for part in parts)))
+            answer[RESPONSE_VALUES] = padded_rows(parts, max(1, *(part.size for part in parts)))
         return answer
 
     def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
@@ -119,11 +119,3 @@ class TritonPythonModel(ScoringModel):
         self._versions.add((not rejected, rejected))
         self._versions.publish()
         self._served.show(self._follower.version.number)
-
-
-def _padded(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """Float32 `[B, width]` with 0 behind each row."""
-    array = np.zeros((len(rows), width), np.float32)
-    for i, row in enumerate(rows):
-        array[i, : row.size] = row
-    return array

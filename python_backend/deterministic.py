@@ -13,6 +13,7 @@ from python_backend.sections import UNMEASURED
 
 AnySection = TypeVar("AnySection", bound=BaseModel)
 
+MODELS = ("reward", "critic", "reference")
 FIXED: dict[str, Any] = {
     "actor.max_staleness": 0,  # otherwise the server's speed decides which version scores a row
     "actor.max_failed_fraction": 0.0,  # a row that is left out changes what is learnt
@@ -20,13 +21,13 @@ FIXED: dict[str, Any] = {
     "trainer.publish.every": 1,  # without it there is no staleness 0
     **{
         f"{role}.{name}": value
-        for role in ("reward", "critic")
+        for role in MODELS
         for name, value in {
             "micro_batch_rows": 1,  # a row's last bits depend on the rows beside it
             "compile": False,  # compiled for the shapes that happen to come first
         }.items()
     },
-    **{f"{room}.device": "cpu" for room in ("reward", "critic", "trainer", "actor")},
+    **{f"{room}.device": "cpu" for room in (*MODELS, "trainer", "actor")},
 }
 
 
@@ -38,7 +39,7 @@ def with_fixed_values(config: AnySection) -> AnySection:
     """
     for key, value in FIXED.items():
         config = _put(config, key.split("."), value, key)
-    for role in ("reward", "critic"):
+    for role in MODELS:
         section = getattr(config, role)
         settled = {name: section.settled(name) for name in UNMEASURED}
         config = config.model_copy(update={role: section.model_copy(update=settled)})

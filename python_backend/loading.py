@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
@@ -88,6 +89,15 @@ def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
     model = _load(info, kind, config, dtype, with_head=True)
     put_head(head_of(model), read_head(info, head))
     return model
+
+
+def load_causal_model(info: CheckpointInfo, dtype: str) -> Any:
+    """A causal language model, whose logits are of the next token."""
+    config = _config(info, 1)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise CheckpointError(f"{info.folder}: transformers has no causal language model for {info.model_type} models")
+    return _load(info, kind, config, dtype, with_head=True)
 
 
 def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:

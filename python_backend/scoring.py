@@ -1,4 +1,4 @@
-"""What reward and critic share inside tritonserver: ragged requests join a running line of forwards.
+"""What reward, critic and reference share inside tritonserver: ragged requests join a running line of forwards.
 Given: Triton's requests. Returns: nothing; a request is answered as soon as its last row is done.
 `execute` only reads requests and lines up their rows; worker threads run the forwards. Imports no torch.
 """
@@ -46,7 +46,7 @@ class Scoring:
 
 
 class ScoringModel:
-    """Base of reward and critic.
+    """Base of reward, critic and reference.
 
     A subclass sets `limits` and defines `current_model`, `read`, `forward` and `reply`; its `initialize` begins with
     `set_up` and ends with `start`.
@@ -212,3 +212,11 @@ class ScoringModel:
             for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
                 self._pool.discard(scoring)
                 scoring.call.fail(error)
+
+
+def padded_rows(rows: list[np.ndarray], width: int) -> np.ndarray:
+    """Float32 `[B, width]` with 0 behind each row."""
+    array = np.zeros((len(rows), width), np.float32)
+    for i, row in enumerate(rows):
+        array[i, : row.size] = row
+    return array

@@ -223,6 +223,15 @@ class CriticSection(ModelSection):
     """How often an instance looks whether CURRENT has moved."""
 
 
+class ReferenceSection(ModelSection):
+    """The frozen policy that the KL is measured against; served only where `actor.reference` is `triton`."""
+
+    checkpoint: Path = Path("checkpoints/policy")
+    """Hugging Face causal LM folder; default: `actor.checkpoint`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in the forward, whatever `actor.precision` is; log-probs are made in float32."""
+
+
 class PublishSection(Section):
     """When and how weights versions are written."""
 

@@ -233,6 +233,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
         "reward": {"checkpoint": str(checkpoints.reward), **MEASURED},
         "critic": {"checkpoint": str(checkpoints.critic), **MEASURED},
+        "reference": {**MEASURED},
         "trainer": {
             "lr": 1e-3, "warmup_steps": 0, "constant_steps": 10, "max_steps": 100, "checkpoint_every": 100,
             "publish": {"keep": 12},

@@ -17,6 +17,7 @@ from actor.client import RequestFailed
 from actor.collecting import collect
 from actor.metrics import Timers
 from actor.policy import Policy
+from actor.reference import OwnReference
 from actor.rollout import Prompt, Rollout, ScoredRollout, Scores
 from python_backend.config import ActorSection
 
@@ -58,7 +59,7 @@ async def run(policy: Policy, server: Server, ready: asyncio.Future[Any], wrap: 
             return await asyncio.get_running_loop().run_in_executor(executor, lambda: call(*args, **kwargs))
 
         return await collect(
-            policy, server, PROMPTS, seed=1, ready=ready, in_thread=in_thread, timers=Timers()  # type: ignore[arg-type]
+            policy, server, OwnReference(policy), PROMPTS, seed=1, ready=ready, in_thread=in_thread, timers=Timers()  # type: ignore[arg-type]
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The functions of `actor.ppo_loss` against hand-worked numbers, public vectors and obvious loops.
+"""The functions of `actor.ppo_loss` and `python_backend.logprobs` against hand-worked numbers and obvious loops.
 Given nothing but tensors made here, in float64 where a tolerance would hide a mistake.
 Public vectors are quoted as numbers, with the file that published them beside each.
 """
@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor.ppo_loss import entropy, ppo_policy_loss, token_logprobs
+from actor.ppo_loss import entropy, ppo_policy_loss
+from python_backend.logprobs import token_logprobs
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40, deadline=None)

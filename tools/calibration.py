@@ -1,4 +1,4 @@
-"""Settles what is `auto` in the reward and critic sections: measured once per model and machine, then remembered.
+"""Settles what is `auto` in the sections of served models: measured once per model and machine, then remembered.
 Given: the configuration. Returns: overrides with numbers. The measuring happens in processes of their own.
 """
 
@@ -43,7 +43,7 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
     Raises:
         ConfigError: a model cannot be loaded; the message says why.
     """
-    sections: dict[str, ModelSection] = {"reward": config.reward, "critic": config.critic}
+    sections = config.served_sections
     on_cpu = sum(section.device == "cpu" for section in sections.values())
     overrides = []
     for role, section in sections.items():

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from python_backend.allocator import use_allocator
+from python_backend.language_model import load_language_model
 from python_backend.modeling import load_critic, load_reward, quiet_transformers
 from python_backend.scheduling import SWITCH_INTERVAL_S, RowPool
 
@@ -27,6 +28,11 @@ MIN_TOKENS, MAX_TOKENS = 1500, 40_000
 ROUNDS = 3
 SLOW_S = 1.5  # of a pass: a large model gets one round
 MAX_ROWS = 64
+ROLES: dict[str, tuple[Any, str]] = {  # how a model is loaded, and its method that scores rows
+    "reward": (load_reward, "score"),
+    "critic": (load_critic, "values"),
+    "reference": (load_language_model, "logprobs"),
+}
 
 Score = Callable[[list[np.ndarray]], object]
 
@@ -37,9 +43,9 @@ class Measurement:
     def __init__(self, spec: dict[str, Any]) -> None:
         self._threads, self._workers = int(spec["threads"]), int(spec["workers"])
         torch.set_num_threads(self._threads)
-        load: Any = load_reward if spec["role"] == "reward" else load_critic
+        load, forward = ROLES[spec["role"]]
         model = load(Path(spec["checkpoint"]), device=spec["device"], dtype=spec["dtype"])
-        self._score: Score = model.score if spec["role"] == "reward" else model.values
+        self._score: Score = getattr(model, forward)
         limits = [512, model.limits.max_length, spec["max_length"]]
         self._rows = self._make_rows(min(limit for limit in limits if limit))
         self._tokens = sum(row.size for row in self._rows)

@@ -16,6 +16,8 @@ from python_backend.contract import (
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
+    LOGPROBS,
+    REFERENCE,
     REWARD_CHECKPOINT,
     REWARD_COMPONENT,
     REWARD_ERROR,
@@ -32,6 +34,7 @@ from trainer.control_plane import ControlPlane
 SCORING_OUTPUTS = {
     REWARD_CHECKPOINT: (REWARDS,),
     REWARD_MODEL: (REWARDS,),  # where it is an ensemble, this proves the mixture too
+    REFERENCE: (LOGPROBS,),
     CRITIC: (VALUES, WEIGHTS_VERSION),
     CRITIC_INFER: (REWARDS, VALUES, WEIGHTS_VERSION),
 }
@@ -89,7 +92,7 @@ def too_slow(section: ServerSection) -> str:
 def load_order(models: set[str]) -> list[set[str]]:
     """The models in groups, each to be loaded at the same time, after those that it consists of."""
     parts = {model for model in models if _is_function(model) or model in (REWARD_CHECKPOINT, REWARD_MIXTURE)}
-    first = {CRITIC, *(parts or {REWARD_MODEL})}
+    first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
     order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
     others = models.difference(*order)
     return [models & group for group in [*order, others] if models & group]

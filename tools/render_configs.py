@@ -24,6 +24,7 @@ from python_backend.contract import (
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
+    REFERENCE,
     REWARD_CHECKPOINT,
     REWARD_FUNCTION_PREFIX,
     REWARD_MIXTURE,
@@ -31,7 +32,8 @@ from python_backend.contract import (
 )
 from python_backend.sections import UNMEASURED
 from tools.config_rules import check_rules
-from tools.render_rewards import Render, render_rewards, stale_parts
+from tools.render_reference import reference_parameters
+from tools.render_rewards import GENERATED, Render, render_rewards, stale_parts
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
@@ -40,6 +42,7 @@ MODULES = {
     REWARD_MODEL: "python_backend.reward",
     REWARD_CHECKPOINT: "python_backend.reward",
     REWARD_MIXTURE: "python_backend.reward_mixture",
+    REFERENCE: "python_backend.reference",
     CRITIC: "python_backend.critic",
     CRITIC_TRAIN: "python_backend.critic_train",
     CRITIC_SAVE: "python_backend.critic_save",
@@ -83,6 +86,7 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
     render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
     texts = {
         **_rewards(config, place, render),
+        **_reference(config, place, render),
         CRITIC: _render_scoring(CRITIC, config.critic, render, critic_parameters),
         CRITIC_INFER: render(
             "ensemble.pbtxt.j2",
@@ -100,7 +104,7 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
 def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
     """Write the repository into `out`; files that are up to date keep their time. Returns the files written.
 
-    Rendered rewards that the YAML no longer has are removed: the server loads whatever is there.
+    Rendered models that the YAML no longer has are removed: the server loads whatever is there.
     """
     written = []
     for path, text in _files(config, out, resolve_paths).items():
@@ -108,7 +112,7 @@ def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = Tru
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
             written.append(path)
-    for folder in stale_parts(config, out):
+    for folder in _stale(config, out):
         shutil.rmtree(folder)
     return written
 
@@ -121,7 +125,7 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
         if found != text:
             lines = difflib.unified_diff(found.splitlines(), text.splitlines(), "on disk", "rendered", lineterm="", n=1)
             drifts.append(Drift(path, "\n".join(lines)))
-    return drifts + [Drift(folder, "-a reward that the YAML no longer has") for folder in stale_parts(config, out)]
+    return drifts + [Drift(folder, "-a model that the YAML no longer has") for folder in _stale(config, out)]
 
 
 def parse_config(model: str, text: str) -> Any:
@@ -165,6 +169,21 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     if config.rewards is None:
         return {REWARD_MODEL: checkpoint(REWARD_MODEL)}
     return render_rewards(config, place, render=render, checkpoint=checkpoint, fingerprint=_tokenizer_fingerprint)
+
+
+def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
+    """The reference model, where the actor asks for it: otherwise no server loads what nobody uses."""
+    if config.actor.reference == "actor":
+        return {}
+    parameters = {**_scoring_parameters(config.reference, place), **reference_parameters(config)}
+    return {REFERENCE: _render_scoring(REFERENCE, config.reference, render, parameters)}
+
+
+def _stale(config: RunConfig, out: Path) -> list[Path]:
+    """Folders in `out` of models that were rendered once and are no longer in the YAML."""
+    file = out / REFERENCE / "config.pbtxt"
+    is_left = config.actor.reference == "actor" and file.is_file() and file.read_text().startswith(GENERATED)
+    return [*stale_parts(config, out), *([file.parent] if is_left else [])]
 
 
 def _num_rewards(config: RunConfig) -> int:

@@ -1,0 +1,112 @@
+"""The reference as a torch module: a Hugging Face causal LM in, log-probs of ragged rows out.
+Given: a checkpoint folder. Returns: a `LanguageModel`. The server, the calibration and the tests all run this code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from python_backend.checkpoints import inspect_checkpoint
+from python_backend.collation import collate
+from python_backend.lean_decoder import lean_decoder
+from python_backend.loading import load_causal_model
+from python_backend.logprobs import target_logprobs
+from python_backend.modeling import limits_of
+from python_backend.token_head import compile_body
+
+MAX_LOGITS = 1 << 24  # at once, 64 MiB in float32: a vocabulary is wide, and a position is done with its logits at once
+TOLERANCE = 1e-5  # of the logits' largest value
+PROBE_TOKENS = 4
+
+
+class LanguageModel:
+    """Log-probs of rows under one frozen model, at a temperature and without banned tokens."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        banned_token_ids: Sequence[int] = (),
+        compile_forward: bool = False,
+    ) -> None:
+        """Raises CheckpointError if `compile_forward` and there is no working compiler."""
+        self.model = model.eval()
+        self.limits = limits_of(model)
+        self._temperature = temperature
+        self._banned = list(banned_token_ids)
+        self._lean = None if compile_forward else lean_decoder(model)
+        self._head = model.get_output_embeddings()
+        if self._head is not None and not self._is_head_of_body():
+            self._head = None
+        if compile_forward:
+            compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
+        """Log-probs float32 `[length_i]` of each token row (int64 `[length_i]`), one forward padded to `width`.
+
+        Index t is of token t+1: -inf where that token is banned, 0 at the row's last token, which predicts nothing.
+        """
+        ids, attention, lengths = collate(rows, self.model.device, width)
+        steps = torch.arange(ids.shape[1] - 1, device=ids.device)
+        predicts = steps[None] < lengths[:, None] - 1  # [n, S-1]
+        found = torch.zeros(ids.shape, dtype=torch.float32)
+        found[:, :-1][predicts.cpu()] = self._of(ids, attention, predicts).cpu()
+        return [row[:length].numpy() for row, length in zip(found, lengths.tolist(), strict=True)]
+
+    def _of(self, ids: Tensor, attention: Tensor, predicts: Tensor) -> Tensor:
+        """Log-probs `[N]` at the N positions that `predicts` `[n, S-1]` marks; no others get logits if the head is a
+        layer of its own, and these a part at a time."""
+        targets = ids[:, 1:][predicts]
+        if self._head is None:
+            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
+            return self._under(logits, targets)
+        hidden = self._hidden(ids, attention)[:, :-1][predicts]
+        step = max(1, MAX_LOGITS // self.limits.vocab_size)
+        parts = zip(hidden.split(step), targets.split(step), strict=True)
+        return torch.cat([self._under(self._head(part), wanted) for part, wanted in parts])
+
+    def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
+        if self._lean is not None:
+            return self._lean.hidden(ids)
+        return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
+
+    def _under(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
+
+    @torch.no_grad()
+    def _is_head_of_body(self) -> bool:
+        """Whether the logits are the output layer's answer to the body, and nothing is done to them after it."""
+        ids = torch.arange(PROBE_TOKENS, device=self.model.device)[None] % self.limits.vocab_size
+        own = self.model(input_ids=ids, use_cache=False).logits
+        ours = self._head(self.model.base_model(input_ids=ids, use_cache=False)[0])
+        if ours.shape != own.shape:
+            return False
+        return float((ours - own).abs().max()) <= TOLERANCE * max(1.0, float(own.abs().max()))
+
+
+def load_language_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", temperature: float = 1.0,
+    banned_token_ids: Sequence[int] = (), compile_forward: bool = False,
+) -> LanguageModel:  # fmt: skip
+    """The causal LM in a checkpoint.
+
+    Args:
+        temperature: of the sampling whose log-probs are asked for, > 0.
+        banned_token_ids: ids that sampling never draws.
+        compile_forward: torch.compile the body.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or holds no causal LM.
+    """
+    model = load_causal_model(inspect_checkpoint(folder), dtype).to(device)
+    return LanguageModel(
+        model, temperature=temperature, banned_token_ids=banned_token_ids, compile_forward=compile_forward
+    )

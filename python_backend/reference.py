@@ -1,0 +1,75 @@
+"""The reference model inside tritonserver: the policy as it was before training.
+Given: `tokens` (+ `sequence_lengths`). Returns: `logprobs` FP32 [B, S], at index t of token t+1, under the sampling
+temperature and without the tokens that sampling never draws; padded with 0 to the request's S.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from python_backend.allocator import use_allocator
+from python_backend.contract import (
+    BANNED_TOKEN_IDS,
+    LOGPROBS,
+    SEQUENCE_LENGTHS,
+    TEMPERATURE,
+    TOKENS,
+    ContractError,
+    ScoringRows,
+    scoring_rows,
+)
+from python_backend.language_model import LanguageModel, load_language_model
+from python_backend.modeling import quiet_transformers
+from python_backend.reading import read_limits
+from python_backend.scoring import Scoring, ScoringModel, padded_rows
+from python_backend.serving import Call, Parameters, log, refuse_numpy_2
+
+
+class TritonPythonModel(ScoringModel):
+    """Gives log-probs by one fixed checkpoint."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        refuse_numpy_2()
+        quiet_transformers()
+        parameters = Parameters(args)
+        self.set_up(parameters)
+        use_allocator(parameters.text("allocator"))
+        self._threads = parameters.number("threads")
+        torch.set_num_threads(self._threads)
+        folder = parameters.path("checkpoint")
+        temperature, banned = parameters.text(TEMPERATURE), parameters.text(BANNED_TOKEN_IDS)
+        self._model = load_language_model(
+            folder,
+            device=parameters.text("device"),
+            dtype=parameters.text("dtype"),
+            temperature=float(temperature),
+            banned_token_ids=json.loads(banned),
+            compile_forward=parameters.text("compile") == "true",
+        )
+        self.limits = read_limits(self._model.limits, parameters)
+        self.start()
+        log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, without the tokens {banned}")
+
+    def prepare_worker(self) -> None:
+        torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
+
+    def current_model(self) -> LanguageModel:
+        return self._model
+
+    def read(self, call: Call) -> ScoringRows:
+        tokens = call.array(TOKENS)
+        if tokens is None:
+            raise ContractError(f"{TOKENS}: missing")
+        return scoring_rows(tokens, call.array(SEQUENCE_LENGTHS), limits=self.limits)
+
+    def forward(self, model: LanguageModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        return model.logprobs(rows, width)
+
+    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
+        outputs = [output for output in scoring.outputs if output is not None]
+        return {LOGPROBS: padded_rows(outputs, scoring.rows.width)}
