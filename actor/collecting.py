@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from actor.compute import InThread
 from actor.metrics import Timers
 from actor.policy import Policy
-from actor.reference import InThread, Reference, only_known
+from actor.reference import Reference, only_known
 from actor.rollout import Prompt, Rollout, ScoredRollout
 from actor.scoring import Scorer
 from actor.streaming import ScoringStream

@@ -10,8 +10,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState
 from actor.client import TrainAnswer, TritonClient
 from actor.collecting import collect
+from actor.compute import in_a_thread_of
 from actor.experience import check_failures, critic_payload, make_batch, sequence_kl
 from actor.kl_control import KLControl
 from actor.metrics import Timers
@@ -78,9 +77,11 @@ class PPORun:
         self.wait_for = functools.partial(
             needed_update, max_staleness=self.settings.max_staleness, every=config.trainer.publish.every
         )
-        self.compute = make_compute(self.settings.threads)  # keeps the event loop free for answers
-        self.update_compute = make_compute(self.settings.threads) if self.settings.one_step_off_policy else self.compute
-        self.ahead: asyncio.Task[Collected] | None = None  # the next step's rollout, with `one_step_off_policy`
+        self.in_thread = in_a_thread_of(self.settings.threads)
+        self.in_update_thread = (  # beside a rollout
+            in_a_thread_of(self.settings.threads) if self.settings.one_step_off_policy else self.in_thread
+        )
+        self.ahead: asyncio.Task[Collected] | None = None  # the rollout that comes next, once it is begun
 
     async def run(self) -> dict[str, Any]:
         """All steps, from the newest checkpoint on. Raises RequestFailed, TooManyFailed, FloatingPointError."""
@@ -117,7 +118,10 @@ class PPORun:
         """A rollout, and both updates from it; the critic's is awaited when its weights are needed."""
         timers = Timers()
         with timers.phase("rollout_wait"):
-            rollout = await (self.ahead or self.begin_rollout(step, updated=step - 1))
+            if self.ahead is None:
+                await self.in_thread(self.policy.renew_sampler)
+                self.ahead = self.begin_rollout(step, updated=step - 1)
+            rollout = await self.ahead
         self.ahead = None
         timers.include(rollout.timers)
         scored = rollout.scored
@@ -180,7 +184,7 @@ class PPORun:
         return [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
 
     def rollouts_ahead(self) -> list[asyncio.Task[Any]]:
-        """The next step's rollout, if it is under way."""
+        """What nobody will use when the run ends here."""
         return [self.ahead] if self.ahead else []
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
@@ -221,26 +225,8 @@ class PPORun:
             self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
 
     def seed_of(self, step: int) -> int:
-        """Base seed of a step's sampling; batches add their position."""
+        """Of a step's sampling and shuffling."""
         return (self.seed << 40) + step * self.settings.rollout_size
-
-    async def in_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run torch work off the event loop."""
-        return await in_executor(self.compute, function, *args, **kwargs)
-
-    async def in_update_thread(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The same, beside a rollout where one is under way."""
-        return await in_executor(self.update_compute, function, *args, **kwargs)
-
-
-async def in_executor(executor: ThreadPoolExecutor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result."""
-    return await asyncio.get_running_loop().run_in_executor(executor, functools.partial(function, *args, **kwargs))
-
-
-def make_compute(threads: int) -> ThreadPoolExecutor:
-    """One thread for torch; torch keeps a part of its number of threads per thread."""
-    return ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,))
 
 
 async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:

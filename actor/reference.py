@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from actor.advantages import response_mask
 from actor.client import RequestFailed, TritonClient
+from actor.compute import InThread
 from actor.policy import Policy
 from actor.rollout import ReferenceLogprobs, Rollout, Scores
 from actor.scoring import ModelMismatch
@@ -22,8 +22,6 @@ from python_backend.checkpoints import fingerprint_weights
 from python_backend.config import RunConfig
 from python_backend.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, REFERENCE, TEMPERATURE
 from python_backend.tokenization import fingerprint
-
-InThread = Callable[..., Awaitable[Any]]
 
 
 class OwnReference:

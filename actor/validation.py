@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from actor.advantages import explained_variance, response_mask
-from actor.collecting import InThread, collect
+from actor.collecting import collect
+from actor.compute import InThread
 from actor.experience import score_returns, sequence_kl
 from actor.metrics import Timers
 from actor.policy import Policy

@@ -138,7 +138,7 @@ class MeasuredRun(PPORun):
         with timers.phase("logprobs"):
             logprobs = await self.in_thread(self.policy.logprobs, rollout)
         with timers.phase("init_logprobs"):
-            ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)
+            ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # the actor's own copy
         batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
         if padded is None:
             await self.train_critic(step, batch)
