@@ -9,6 +9,7 @@ import asyncio
 import functools
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +27,11 @@ from actor.servers import Servers
 from actor.turns import Turn, Turns
 from python_backend import contract
 from python_backend.config import ClientSection
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
 
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
@@ -272,7 +278,8 @@ class HTTPConnection:
     async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
         """What `ask` returns. Raises Trouble."""
         try:
-            return await asyncio.wait_for(ask(self), deadline_s)
+            async with timeout(deadline_s):  # wait_for may swallow a cancellation, before Python 3.12
+                return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise _trouble(error, deadline_s) from error
 

@@ -1,4 +1,4 @@
-"""A time in which no server can be reached: told at its beginning, every half minute, and when it is over.
+"""A time in which no server answers: told at its beginning, every half minute, and when it is over.
 Given: who says why. Returns: how long it lasts.
 """
 
@@ -20,7 +20,7 @@ class Outage:
         self.models: set[str] = set()  # waited for
         self._began = time.monotonic()
         self._causes = causes
-        logger.warning("no server can be reached; requests wait up to %g s for one: %s", longest_s, causes())
+        logger.warning("no server answers; requests wait up to %g s for one: %s", longest_s, causes())
 
     @property
     def seconds(self) -> float:
@@ -31,7 +31,7 @@ class Outage:
         """Say every half minute that it goes on; to be cancelled."""
         while True:
             await asyncio.sleep(REMIND_EVERY_S)
-            logger.warning("no server can be reached for %.0f s: %s", self.seconds, self._causes())
+            logger.warning("no server answers for %.0f s: %s", self.seconds, self._causes())
 
     def end(self) -> None:
         """There is a server again."""

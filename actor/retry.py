@@ -35,7 +35,7 @@ class Counters:
     """Requests that failed because the retry budget was spent."""
     failed_requests: int = 0
     outages: int = 0
-    """Times that requests had to wait because no server could be reached."""
+    """Times that requests had to wait because no server answered."""
     outage_seconds: float = 0.0
     """How long these lasted, those that are over."""
 

@@ -36,7 +36,7 @@ C = TypeVar("C", bound=Connection)
 
 @dataclass
 class Suspension:
-    """A model whose process has died at one server: Triton goes on calling it ready, so one request at a time tries."""
+    """A model whose process has died at one server: Triton still calls it ready, so one request at a time tries."""
 
     losses: int
     until: float  # on the monotonic clock
@@ -93,10 +93,10 @@ class Servers(Generic[C]):
         Args:
             model: that is asked for.
             writes: take the same server as last time, if it is there.
-            patient: where no server can be reached, wait for one; otherwise one that was lost is tried.
+            patient: where no server answers, wait for one; otherwise one that was lost is tried.
 
         Raises:
-            RequestFailed: none could be reached for `max_outage_s`, or the names cannot be resolved.
+            RequestFailed: none has answered for `max_outage_s`, or the names cannot be resolved.
         """
         self._models.add(model)
         server = await self._find(model, writes=writes, patient=patient and self._settings.max_outage_s > 0)
@@ -173,11 +173,13 @@ class Servers(Generic[C]):
             urls: dict[str, None] = {}
             for address in self._addresses:
                 urls |= dict.fromkeys(await self._resolved(address))
-            known = {server.url for server in self.servers}
+            before = list(self.servers)
+            known = {server.url for server in before}
             self.servers += [Server(url, self._connect(url)) for url in urls if url not in known]
             self._gone += [server for server in self.servers if server.down and server.url not in urls]
             self.servers = [server for server in self.servers if server not in self._gone]
-        self._change()
+            if self.servers != before:
+                self._change()
 
     async def _resolved(self, address: str) -> list[str]:
         if not address.startswith(DNS_PREFIX):
@@ -240,21 +242,20 @@ class Servers(Generic[C]):
         return jittered(min(MAX_BACKOFF_S, self._settings.backoff_s * 2.0 ** min(losses - 1, 16)))
 
     async def _wait(self, model: str) -> None:
-        """Until anything has changed. Raises RequestFailed if nobody could be reached for too long."""
+        """Until anything has changed. Raises RequestFailed if nobody has answered for too long."""
         longest = self._settings.max_outage_s
         if self._outage is None:
             self._outage = Outage(self._causes, longest)
             self._counters.outages += 1
             self._reminder = self._spawn(self._outage.remind())
+            asyncio.get_running_loop().call_later(longest, self._change)  # those who wait look at the clock
         self._outage.models.add(model)
-        left = longest - self._outage.seconds
-        if left <= 0:
+        if self._outage.seconds >= longest:
             raise RequestFailed(
-                f"{model}: no server could be reached for {self._outage.seconds:.0f} s (actor.client.max_outage_s): "
+                f"{model}: no server has answered for {self._outage.seconds:.0f} s (actor.client.max_outage_s): "
                 f"{self._causes()}; is `python -m tools serve` running there?"
             )
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), left)
+        await self._changed.wait()
 
     def _causes(self) -> str:
         found = []

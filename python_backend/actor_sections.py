@@ -20,7 +20,7 @@ class ClientSection(Section):
     """HTTP addresses of all servers, `host:port`, or `dns:name:port` for every address that the name has, looked up
     again when one fails; default: the one of `server`. Each serves all models, from one weights store and journal."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for a server where none can be reached, except at the start; 0: requests fail as if it were busy."""
+    """Longest wait for a server where none answers, except at the start; 0: requests fail as if it were busy."""
     deadline_s: Seconds = 60.0
     """Longest wait for one scoring attempt."""
     train_deadline_s: Seconds = 600.0

@@ -23,15 +23,15 @@ Behaviour = Callable[[str, int], str]  # model and the number of the request, fr
 class FakeTriton:
     """On loopback, on a port of its own that it keeps when it is started again; an async context manager.
 
-    What may become of a request: `ok`, `busy` (503), `dead` (the model's process), `wrong` (400), `drop` (the connection
-    breaks), `hang` (no answer), or `wait` (an answer when `go` is set).
+    What may become of a request: `ok`, `busy` (503), `dead` (the model's process), `wrong` (400), `drop` (the
+    connection breaks), `hang` (no answer), or `wait` (an answer when `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
         self.asked: list[str] = []
-        self.connections: set[object] = set()
+        self.connections: set[asyncio.Transport] = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
         self._port = 0
@@ -52,6 +52,7 @@ class FakeTriton:
 
     async def start(self) -> None:
         """Listen, on the same port as before."""
+        self._stopped = False
         app = web.Application()
         app.add_routes(
             [
@@ -68,13 +69,16 @@ class FakeTriton:
 
     async def stop(self) -> None:
         """Break what is under way, and refuse connections."""
+        self._stopped = True
+        for transport in self.connections:
+            transport.abort()
         await self._runner.cleanup()
 
     async def _infer(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
         self.asked.append(model)
-        self.connections.add(request.transport)
         assert request.transport is not None
+        self.connections.add(request.transport)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
@@ -86,10 +90,8 @@ class FakeTriton:
     async def _answer(self, what: str, transport: asyncio.Transport) -> web.Response:
         if what == "drop":
             transport.abort()
-        if what in ("hang", "drop"):
-            await asyncio.Event().wait()
-        if what == "wait":
-            await self.go.wait()
+        while not self._stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
+            await asyncio.sleep(0.001)
         errors = {"busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing")}
         if what in errors:
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])
