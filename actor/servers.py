@@ -44,7 +44,7 @@ class Suspension:
     on_trial: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Server(Generic[C]):
     """One server, for the whole run."""
 

@@ -5,7 +5,9 @@ Given: a folder and checkpoints. Returns: a `Pair`, its first server and the sid
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
@@ -17,9 +19,10 @@ from tools.child import Child
 class Pair:
     """The first server with its sidecar, and a second server on the same store."""
 
-    def __init__(self, folder: Path, checkpoints: Checkpoints) -> None:
-        self.other = make_run(folder / "second", checkpoints)
-        run = make_run(folder / "first", checkpoints)
+    def __init__(self, folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> None:
+        """`sections`: of the YAML, merged over small settings."""
+        self.other = make_run(folder / "second", checkpoints, **sections)
+        run = make_run(folder / "first", checkpoints, **sections)
         servers = [run.config.server.grpc_url, self.other.config.server.grpc_url]
         run.path.write_text(run.path.read_text().replace("trainer:\n", f"trainer:\n  servers: {servers}\n"))
         self.run = LiveRun(run.path, load_config(run.path))

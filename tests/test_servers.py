@@ -157,6 +157,7 @@ def test_who_refuses_gets_nothing_until_all_models_are_ready(caplog: pytest.LogC
             await until(lambda: lost.connection.asked.count("m") >= 3)
             assert {await servers.take() for _ in range(4)} == {"b:1"}, "one of its models is not ready"
             assert lost.down == "critic_train not ready"
+            assert lost.losses >= 3, "each probe in vain makes the next pause longer"
             lost.connection.not_ready.clear()
             await until(lambda: lost.down is None)
             assert {await servers.take() for _ in range(4)} == {"a:1", "b:1"}
