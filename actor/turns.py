@@ -15,8 +15,9 @@ class Turn:
     """One training request, until it is answered."""
 
     sent_to: str | None = None
-    """The server that its first attempt is under way at; None: not sent yet, or to be repeated."""
-    was_sent: bool = False
+    """The server that its first attempt is under way at; None: not sent yet, or held up."""
+    held_up: bool = False
+    """It was sent before, or had to wait: those behind it would be sent in the same moment, and might arrive first."""
 
 
 class Turns:
@@ -42,8 +43,9 @@ class Turns:
             self._change()
 
     async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
-        """Wait until it may be sent to `server()`: those before it are on their way there; answered, if it repeats."""
+        """Wait until it may be sent to `server()`: those before it are on their way there; or answered, if held up."""
         while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
+            turn.held_up = True
             await self._changed.wait()
 
     @contextmanager
@@ -52,14 +54,14 @@ class Turns:
         if turn is None:
             yield
             return
-        turn.sent_to, turn.was_sent = None if turn.was_sent else server, True
+        turn.sent_to, turn.held_up = None if turn.held_up else server, True
         try:
             yield
         finally:
             turn.sent_to = None
 
     def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
-        return not turn.was_sent and earlier.sent_to is not None and earlier.sent_to == server
+        return not turn.held_up and earlier.sent_to is not None and earlier.sent_to == server
 
     def _change(self) -> None:
         self._changed.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
@@ -17,7 +17,7 @@ from python_backend.contract import CRITIC_INFER
 from tools.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-NUM_STEPS = 30
+NUM_STEPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +27,21 @@ def pair(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
         made.start_second()
         yield made
     finally:
+        made.first.sidecar.process.kill()  # it would wait for the servers, which are gone
         made.stop()
 
 
 class Run:
     """An actor on some of the servers, for a number of further steps."""
 
-    def __init__(self, pair: Pair, *servers: LiveRun, steps: int = NUM_STEPS, **client: float) -> None:
+    def __init__(
+        self, pair: Pair, *servers: LiveRun, steps: int = NUM_STEPS, settings: Sequence[str] = (), **client: float
+    ) -> None:
         self.folder = pair.run.config.run.dir
         self.done = max((int(path.name) for path in self.folder.glob("checkpoints/actor/[0-9]*")), default=0)
         self.last = self.done + steps
         urls = json.dumps([server.url for server in servers])
-        settings = [f"actor.client.{key}={value}" for key, value in {"servers": urls, **client}.items()]
+        settings = [*settings, *(f"actor.client.{key}={value}" for key, value in {"servers": urls, **client}.items())]
         self.actor: Child = pair.run.start(
             "actor", f"actor.steps={self.last}", "actor.validate_every=0", *settings, module="actor"
         )
@@ -124,7 +127,7 @@ def test_a_server_that_comes_back_costs_a_pause(pair: Pair) -> None:
 
 def test_a_model_whose_process_dies_costs_a_pause(pair: Pair) -> None:
     """The server starts another one, and calls the model ready all the time."""
-    with Run(pair, pair.other) as run:
+    with Run(pair, pair.other, settings=["actor.max_staleness=1000"]) as run:  # scoring never waits for training
         run.wait_for_steps(2)
         for record in pair.run.store.serving():
             if psutil.pid_exists(record.pid):

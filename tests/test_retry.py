@@ -206,6 +206,24 @@ def test_the_next_step_goes_to_another_server_only_after_the_answer():
     asyncio.run(scene())
 
 
+def test_those_that_were_held_up_go_one_by_one():
+    """Sent in the same moment, the last might arrive first."""
+
+    async def scene() -> None:
+        line, tasks = await line_of("a")
+        await line.tell("a", "lost")
+        tasks += [line.add("b"), line.add("c")]
+        await line.settle()
+        await line.tell("a", "done")
+        assert line.sent == ["a", "a", "b"]
+        await line.tell("b", "done")
+        assert line.sent == ["a", "a", "b", "c"]
+        await line.tell("c", "done")
+        await asyncio.gather(*tasks)
+
+    asyncio.run(scene())
+
+
 def test_a_request_that_is_given_up_leaves_the_line():
     async def scene() -> None:
         line, (first, second) = await line_of("a", "b")
