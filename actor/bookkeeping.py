@@ -197,6 +197,8 @@ class Bookkeeper:
             "critic_updates": steps if self._has_critic else 0,
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,
+            "outages": self._client.counters.outages,
+            "outage_seconds": self._client.counters.outage_seconds,
             "masked_samples": self._masked_samples,
             "seconds_total": seconds,
             "seconds_per_step": self._seconds_per_step(),

@@ -1,15 +1,17 @@
-"""The data plane: every request to the server over tritonclient's async HTTP, with deadlines and retries.
+"""The data plane: every request to the servers over tritonclient's async HTTP, each attempt with a deadline.
 Given: token rows, training payloads. Returns: scores and answers; `RequestFailed` with the cause when there are none.
-The only module that imports tritonclient.http.
+The only module that imports tritonclient.http; `servers.py` says which server is asked, `retry.py` how often.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,24 +22,21 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from actor.retry import Counters, Course, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
+from actor.servers import Servers
+from actor.turns import Turn, Turns
 from python_backend import contract
 from python_backend.config import ClientSection
 
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
 T = TypeVar("T")
-MAX_BACKOFF_S = 8.0
-
-
-class RequestFailed(RuntimeError):
-    """A request got no answer worth having; the message names model, attempts and cause."""
-
-
-@dataclass
-class Counters:
-    """What the client saw; a request that succeeded in the end did not fail."""
-
-    requests: int = 0
-    retries: int = 0
-    failed_requests: int = 0
+PROBE_TIMEOUT_S = 5.0
+MORE_CONNECTIONS = 8  # than requests in flight: probes never wait for one
+HINT = "; is `python -m tools serve` running there?"
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,26 @@ class TrainAnswer:
 
 
 class TritonClient:
-    """One per event loop, for the whole run; use as an async context manager."""
+    """One per event loop, for the whole run; use as an async context manager.
+
+    Whatever is still asked at the end is cancelled: no task and no connection is left.
+    """
 
     def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
+        """`url`: of the server, where `settings.servers` names none."""
         self.counters = Counters()
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
-        self._url = url
         self._settings = settings
         self._train_retries = min(settings.retries, settings.train_retries)
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         self._key = os.environ.get(training_key_env) if training_key_env else None
-        longest = max(settings.deadline_s, settings.train_deadline_s)
-        self._http = InferenceServerClient(url, conn_limit=settings.max_in_flight, conn_timeout=longest)
+        self._budget = RetryBudget(settings.retry_budget, settings.retry_reserve)
+        self._turns = Turns()
+        self._callers: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+        self._servers = Servers(
+            settings.servers or [url], functools.partial(HTTPConnection, settings=settings), settings, self.counters
+        )
 
     async def __aenter__(self) -> TritonClient:
         return self
@@ -68,7 +75,12 @@ class TritonClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.close()
+        self._is_closed = True
+        callers = list(self._callers)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await self._servers.close()
 
     async def model_parameters(self, model: str) -> dict[str, str]:
         """A model's `parameters`, from its configuration: the first contact, so with little patience.
@@ -78,14 +90,16 @@ class TritonClient:
         Raises RequestFailed.
         """
 
-        async def ask() -> dict[str, str]:
-            config = await self._http.get_model_config(model)
+        async def ask(connection: HTTPConnection) -> dict[str, str]:
+            config = await connection.http.get_model_config(model)
             declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
             if declared.get(contract.TOKENS) == "TYPE_INT32":
                 self._tokens_dtype = np.dtype(np.int32)
             return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
-        return await self._attempts(model, ask, self._settings.deadline_s, retries=min(1, self._settings.retries))
+        course = Course(model, self._settings, self._budget, retries=min(1, self._settings.retries))
+        with self._calling():
+            return await self._until_answered(course, ask, self._settings.deadline_s, patient=False)
 
     async def score(
         self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
@@ -148,7 +162,7 @@ class TritonClient:
         inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
         answer = await self._infer(
-            contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s, self._train_retries
+            contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s, self._train_retries, writes=True
         )
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
@@ -170,7 +184,7 @@ class TritonClient:
     async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
         answer = await self._infer(
-            contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s, self._train_retries
+            contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s, self._train_retries, writes=True
         )
         return int(answer[contract.WEIGHTS_VERSION][0])
 
@@ -181,6 +195,8 @@ class TritonClient:
         outputs: tuple[str, ...],
         deadline_s: float,
         retries: int | None = None,
+        *,
+        writes: bool = False,
     ) -> dict[str, np.ndarray]:
         inputs = []
         for name, array in arrays.items():
@@ -191,30 +207,110 @@ class TritonClient:
             inputs.append(tensor)
         wanted = [InferRequestedOutput(name, binary_data=True) for name in outputs]
 
-        async def ask() -> dict[str, np.ndarray]:
+        async def ask(connection: HTTPConnection) -> dict[str, np.ndarray]:
             headers = {contract.TRAINING_KEY_HEADER: self._key} if self._key else {}
-            answer = await self._http.infer(model, inputs, outputs=wanted, headers=headers)
+            answer = await connection.http.infer(model, inputs, outputs=wanted, headers=headers)
             return {name: answer.as_numpy(name) for name in outputs}
 
-        async with self._in_flight:
-            return await self._attempts(model, ask, deadline_s, retries=retries)
+        course = Course(
+            model, self._settings, self._budget, retries=self._settings.retries if retries is None else retries
+        )
+        with self._calling(), self._turns.join() if writes else nullcontext() as turn:
+            async with self._in_flight:
+                return await self._until_answered(course, ask, deadline_s, turn=turn)
 
-    async def _attempts(
-        self, model: str, ask: Callable[[], Awaitable[T]], deadline_s: float, *, retries: int | None = None
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """The task that calls is cancelled with the client, and one that comes too late at once."""
+        caller = asyncio.current_task()
+        if self._is_closed or caller is None:
+            raise asyncio.CancelledError
+        self._callers.add(caller)
+        try:
+            yield
+        finally:
+            self._callers.discard(caller)
+
+    async def _until_answered(
+        self,
+        course: Course,
+        ask: Callable[[HTTPConnection], Awaitable[T]],
+        deadline_s: float,
+        *,
+        turn: Turn | None = None,
+        patient: bool = True,
     ) -> T:
         self.counters.requests += 1
-        attempts = 1 + (self._settings.retries if retries is None else retries)
-        for attempt in range(1, attempts + 1):
-            try:
-                return await asyncio.wait_for(ask(), deadline_s)
-            except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                if attempt == attempts or not _is_transient(error):
-                    self.counters.failed_requests += 1
-                    raise RequestFailed(_describe(self._url, model, attempt, error, deadline_s)) from error
-            self.counters.retries += 1
-            pause = min(MAX_BACKOFF_S, self._settings.backoff_s * 2 ** (attempt - 1))
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-        raise AssertionError("unreachable")
+        self._budget.earn()
+        try:
+            while True:
+                if turn:
+                    await self._turns.come(turn, lambda: self._servers.writer(course.model))
+                async with self._servers.one(course.model, writes=turn is not None, patient=patient) as server:
+                    try:
+                        with self._turns.under_way(turn, server.url):
+                            answer = await server.connection.answer(ask, deadline_s)
+                        self._servers.answered(server, course.model)
+                        return answer
+                    except Trouble as trouble:
+                        is_lost = await self._servers.failed(server, course.model, trouble)
+                        pause_s = self._pause_s(course, trouble, server.url, is_lost=is_lost, patient=patient)
+                await asyncio.sleep(pause_s)
+        except RequestFailed as error:
+            self.counters.failed_requests += 1
+            self.counters.over_budget += isinstance(error, OverBudget)
+            raise
+
+    def _pause_s(self, course: Course, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
+        """Until the next attempt; none where it goes elsewhere, or waits for a server anyway. Raises RequestFailed."""
+        goes_elsewhere = is_lost and self._servers.can_take(course.model)
+        waits = is_lost and patient and self._settings.max_outage_s > 0
+        if goes_elsewhere or waits:
+            course.moves_on(trouble, url)
+            self.counters.failovers += goes_elsewhere
+            pause_s = 0.0
+        else:
+            pause_s = course.pause_s(trouble, url)
+        self.counters.retries += 1
+        return pause_s
+
+
+class HTTPConnection:
+    """A pool of connections to one server."""
+
+    def __init__(self, url: str, *, settings: ClientSection) -> None:
+        longest = max(settings.deadline_s, settings.train_deadline_s)
+        limit = settings.max_in_flight + MORE_CONNECTIONS
+        self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=longest)
+
+    async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
+        """What `ask` returns. Raises Trouble."""
+        try:
+            async with timeout(deadline_s):  # wait_for may swallow a cancellation, before Python 3.12
+                return await ask(self)
+        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise _trouble(error, deadline_s) from error
+
+    async def is_ready(self, model: str) -> bool:
+        """Whether the server calls the model ready. Raises Trouble."""
+        return await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Requests under way fail."""
+        await self.http.close()
+
+
+def _trouble(error: Exception, deadline_s: float) -> Trouble:
+    """What an error says: 503 and a dead model pass, as do time-outs and connections; a wrong request stays wrong."""
+    if isinstance(error, InferenceServerException):
+        message, status = str(error.message()), str(error.status() or "")
+        kind = Kind.BUSY if status in ("503", "") else Kind.WRONG
+        return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
+    if isinstance(error, asyncio.TimeoutError):
+        return Trouble(Kind.LOST, f"gave no answer within {deadline_s:g} s")
+    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
+    return Trouble(kind, "cannot be reached", cause, hint=HINT)
 
 
 def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
@@ -231,21 +327,3 @@ def _padded(rows: list[np.ndarray], width: int = 0) -> dict[str, np.ndarray]:
 
 def _run(run_id: str) -> dict[str, np.ndarray]:
     return {contract.RUN_ID: np.asarray([run_id.encode()], dtype=np.object_)}
-
-
-def _is_transient(error: Exception) -> bool:
-    """503, time-outs, broken connections, and a dead stub that is being replaced; never a wrong request."""
-    if not isinstance(error, InferenceServerException):
-        return True
-    status = str(error.status() or "")
-    return status in ("503", "") or "not healthy" in str(error.message())
-
-
-def _describe(url: str, model: str, attempts: int, error: Exception, deadline_s: float) -> str:
-    tries = f" after {attempts} attempts" if attempts > 1 else ""
-    if isinstance(error, InferenceServerException):
-        return f"{model} at {url} refused{tries}: {error.message()}"
-    if isinstance(error, asyncio.TimeoutError):
-        return f"{model} at {url} gave no answer within {deadline_s:g} s{tries}"
-    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    return f"{model} at {url} cannot be reached{tries}: {cause}; is `python -m tools serve` running there?"

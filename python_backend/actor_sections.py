@@ -9,12 +9,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from python_backend.addresses import Address
 from python_backend.sections import Beta, Count, CountOrZero, Device, Fraction, Seconds, Section
 
 
 class ClientSection(Section):
-    """How the actor talks to the server."""
+    """How the actor talks to the server, or the servers."""
 
+    servers: tuple[Address, ...] = ()
+    """HTTP addresses of all servers, `host:port`, or `dns:name:port` for every address that the name has, looked up
+    again when one fails; default: the one of `server`. Each serves all models, from one weights store and journal."""
+    max_outage_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for a server where none answers, except at the start; 0: requests fail as if it were busy."""
     deadline_s: Seconds = 60.0
     """Longest wait for one scoring attempt."""
     train_deadline_s: Seconds = 600.0
@@ -24,9 +30,13 @@ class ClientSection(Section):
     train_retries: CountOrZero = 3
     """The same for critic_train and critic_save, which wait 3 s for a missing sidecar each time; at most `retries`."""
     backoff_s: Seconds = 0.25
-    """First pause between attempts; doubles, with jitter."""
+    """First pause between attempts, and before a lost server is asked again; doubles up to 8 s, with jitter."""
+    retry_budget: Fraction = 0.2
+    """Further attempts that each request earns for all of them: where every request fails, few are repeated."""
+    retry_reserve: CountOrZero = 100
+    """Further attempts that all requests together begin with, and the most that they can save up."""
     max_in_flight: Count = 256
-    """Most requests under way at once."""
+    """Most requests under way at once, at all servers together."""
     rows_per_request: Count = 1
     """Rows in one scoring request."""
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from python_backend.addresses import Address
+
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -282,7 +284,7 @@ class TrainerSection(Section):
     """Newest folders kept of what rewinds took out of the journal, and of what was found damaged."""
     reload_on_save: Literal["triton", "none"] = "triton"
     """Also reload through Triton's load API at every critic_save, unless such a reload is still under way."""
-    servers: list[Annotated[str, Field(pattern=r"^(dns:)?[^\s/]+:\d+$")]] = []
+    servers: list[Address] = []
     """gRPC addresses of all servers of the critic, `host:port`, or `dns:name:port` for every address that the name has;
     default: the one of `server`."""
     serve_timeout_s: Seconds = 60.0

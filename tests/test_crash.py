@@ -182,7 +182,7 @@ def test_a_killed_actor_resumes_and_rewinds_the_critic(tmp_path: Path, checkpoin
 def test_an_actor_whose_server_or_sidecar_dies_ends_with_one_sentence(
     tmp_path: Path, checkpoints: Checkpoints, role: str
 ) -> None:
-    client = {"retries": 1, "deadline_s": 10}
+    client = {"retries": 1, "deadline_s": 10, "max_outage_s": 3}
     run = make_run(tmp_path / role, checkpoints, actor={"steps": 5000, "checkpoint_every": 2, "client": client})
     system = start_system(run)
     actor = run.start("actor")

@@ -4,18 +4,17 @@ Given: `host:port` of their gRPC ports, or `dns:name:port`. Returns: what became
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+from python_backend.addresses import resolve
 from python_backend.contract import CRITIC, WEIGHTS_VERSION
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 T = TypeVar("T")
-DNS_PREFIX = "dns:"
 PROBE_TIMEOUT_S = 10.0
 
 
@@ -38,7 +37,7 @@ class Servers:
         """`host:port` of each server that there is now. Raises ControlPlaneError if a name cannot be resolved."""
         found: dict[str, None] = {}
         for address in self.addresses:
-            for url in _resolve(address) if address.startswith(DNS_PREFIX) else [address]:
+            for url in _resolve(address):
                 found[url] = None
         return list(found)
 
@@ -90,10 +89,7 @@ def _ask(control: ControlPlane) -> int:
 
 
 def _resolve(address: str) -> list[str]:
-    name, _, port = address.removeprefix(DNS_PREFIX).rpartition(":")
     try:
-        found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+        return resolve(address)
     except (OSError, ValueError) as error:
         raise ControlPlaneError(f"trainer.servers: {address!r} cannot be resolved: {error}") from error
-    hosts = sorted({str(item[4][0]) for item in found})
-    return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]

@@ -53,7 +53,7 @@ class Job:
 
 @asynccontextmanager
 async def _triton(job: Job) -> Any:
-    settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_in_flight=job.concurrency)
+    settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=job.concurrency)
     async with TritonClient(job.urls[0], settings) as client:
 
         async def send(rows: list[np.ndarray]) -> np.ndarray:

@@ -74,7 +74,7 @@ class Recording:
 
     async def _run(self, url: str, num_clients: int) -> None:
         rows = itertools.cycle(make_trace(NUM_ROWS))  # one event loop: the clients share the iterator
-        settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_in_flight=num_clients)
+        settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=num_clients)
         async with TritonClient(url, settings) as client:
             await asyncio.gather(*(self._ask(client, rows) for _ in range(num_clients)))
 

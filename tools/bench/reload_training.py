@@ -77,7 +77,7 @@ def _one_update(stage: Stage, url: str, payload: dict[str, np.ndarray], step: in
 
 
 async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
-    settings = ClientSection(deadline_s=DEADLINE_S, train_deadline_s=DEADLINE_S, retries=0)
+    settings = ClientSection(deadline_s=DEADLINE_S, train_deadline_s=DEADLINE_S, retries=0, max_outage_s=0)
     async with TritonClient(url, settings) as client:
         begin = time.monotonic()
         await client.train(payload, run_id=RUN_ID, step=step)

@@ -24,9 +24,10 @@ SCORERS = 3
 SCORER_PAUSE_S = 0.06
 WRITER_PAUSE_S = 0.8  # at most; the versions of a long run must fit the disk
 STEP_PATIENCE_S = 240.0
-# A killed stub leaves its callers without an answer, so deadlines are short and the loops below ask again.
-WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0)
-SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0)
+# A killed stub leaves its callers without an answer, so deadlines are short and the loops below ask again. Nobody waits
+# for a server: outages are seen as they are.
+WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
+SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+"""A server that fails on demand, as the real one cannot: it speaks Triton's HTTP, and answers what a test tells it to.
+Given: what becomes of each request. Returns: a record of what was asked, on which connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+from aiohttp import web
+
+DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
+OUTPUTS = [
+    {"name": "rewards", "datatype": "FP32", "shape": [1, 1], "data": [0.5]},
+    {"name": "loss_mean", "datatype": "FP32", "shape": [1], "data": [0.25]},
+    {"name": "status", "datatype": "INT64", "shape": [1], "data": [1]},
+    {"name": "weights_version", "datatype": "INT64", "shape": [1], "data": [7]},
+]
+Behaviour = Callable[[str, int], str]  # model and the number of the request, from 1 on: what becomes of it
+
+
+class FakeTriton:
+    """On loopback, on a port of its own that it keeps when it is started again; an async context manager.
+
+    What may become of a request: `ok`, `busy` (503), `dead` (the model's process), `wrong` (400), `drop` (the
+    connection breaks), `hang` (no answer), or `wait` (an answer when `go` is set).
+    """
+
+    def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
+        self.behaviour = behaviour
+        self.ready: Callable[[str], bool] = lambda model: True
+        self.asked: list[str] = []
+        self.connections: set[asyncio.Transport] = set()
+        self.in_flight = self.most_in_flight = self.probes = 0
+        self.go = asyncio.Event()
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """`host:port`."""
+        return f"127.0.0.1:{self._port}"
+
+    async def __aenter__(self) -> FakeTriton:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, on the same port as before."""
+        self._stopped = False
+        app = web.Application()
+        app.add_routes(
+            [
+                web.post("/v2/models/{model}/infer", self._infer),
+                web.get("/v2/models/{model}/ready", self._ready),
+                web.get("/v2/models/{model}/config", self._config),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Break what is under way, and refuse connections."""
+        self._stopped = True
+        for transport in self.connections:
+            transport.abort()
+        await self._runner.cleanup()
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        model = request.match_info["model"]
+        self.asked.append(model)
+        assert request.transport is not None
+        self.connections.add(request.transport)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await request.read()
+            return await self._answer(self.behaviour(model, len(self.asked)), request.transport)
+        finally:
+            self.in_flight -= 1
+
+    async def _answer(self, what: str, transport: asyncio.Transport) -> web.Response:
+        if what == "drop":
+            transport.abort()
+        while not self._stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
+            await asyncio.sleep(0.001)
+        errors = {"busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing")}
+        if what in errors:
+            return web.json_response({"error": errors[what][1]}, status=errors[what][0])
+        return web.json_response({"model_name": "any", "outputs": OUTPUTS})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        self.probes += 1
+        return web.Response(status=200 if self.ready(request.match_info["model"]) else 400)
+
+    async def _config(self, request: web.Request) -> web.Response:
+        return web.json_response({"input": [], "parameters": {"checkpoint": {"string_value": "here"}}})

@@ -1,0 +1,389 @@
+"""`actor.servers`: which server gets a request, which is set aside, and who waits; connections are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from actor.retry import Counters, Kind, RequestFailed, Trouble
+from actor.servers import Server, Servers
+from python_backend.config import ClientSection
+
+REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
+LOST = Trouble(Kind.LOST, "gave no answer within 1 s")
+DEAD = Trouble(Kind.DEAD, "refused", "Stub process is not healthy.")
+BUSY = Trouble(Kind.BUSY, "refused", "no room")
+
+
+class Scripted:
+    """A connection whose server is there or not, and has models that are ready or not."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.refuses = self.closed = False
+        self.not_ready: set[str] = set()
+        self.asked: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def is_ready(self, model: str) -> bool:
+        self.asked.append(model)
+        await self.gate.wait()
+        if self.refuses:
+            raise REFUSED
+        return model not in self.not_ready
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Rig(Servers[Scripted]):
+    """Servers with short pauses, and what tests ask of them."""
+
+    def __init__(self, *addresses: str, **settings: Any) -> None:
+        self.counters = Counters()
+        section = ClientSection(backoff_s=0.001, **settings)
+        super().__init__(addresses or ("a:1", "b:1"), Scripted, section, self.counters)
+
+    async def __aenter__(self) -> Rig:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+        assert len(asyncio.all_tasks()) == 1, "nothing is left but the test"
+        assert all(server.connection.closed for server in [*self.servers, *self._gone])
+
+    def __getitem__(self, url: str) -> Server[Scripted]:
+        return next(server for server in self.servers if server.url == url)
+
+    async def take(self, model: str = "m", *, writes: bool = False, patient: bool = True) -> str:
+        """Where a request goes that is answered at once."""
+        async with self.one(model, writes=writes, patient=patient) as server:
+            self.answered(server, model)
+            return server.url
+
+    async def fail(self, url: str, trouble: Trouble, model: str = "m") -> bool:
+        """A request to this server fails."""
+        return await self.failed(self[url], model, trouble)
+
+    async def lose_all(self) -> None:
+        """Nobody listens any more."""
+        await self.take()
+        for server in self.servers:
+            server.connection.refuses = True
+            await self.failed(server, "m", REFUSED)
+
+
+def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(play())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+# ---- choosing ----
+
+
+def test_idle_servers_take_turns():
+    async def play() -> None:
+        async with Rig("a:1", "b:1", "c:1") as servers:
+            taken = [await servers.take() for _ in range(6)]
+        assert sorted(taken[:3]) == ["a:1", "b:1", "c:1"]
+        assert taken[:3] == taken[3:]
+
+    scene(play)
+
+
+def test_the_fewest_in_flight_wins():
+    async def play() -> None:
+        async with Rig() as servers, AsyncExitStack() as held:
+            first = await held.enter_async_context(servers.one("m", writes=False, patient=True))
+            other = ({"a:1", "b:1"} - {first.url}).pop()
+            assert [await servers.take() for _ in range(4)] == [other] * 4
+            for _ in range(5):
+                await held.enter_async_context(servers.one("m", writes=False, patient=True))
+            assert sorted(server.in_flight for server in servers.servers) == [3, 3]
+
+    scene(play)
+
+
+def test_a_request_that_ends_badly_is_no_longer_in_flight():
+    async def play() -> None:
+        async with Rig() as servers:
+            with pytest.raises(ZeroDivisionError):
+                async with servers.one("m", writes=False, patient=True):
+                    raise ZeroDivisionError
+            assert [server.in_flight for server in servers.servers] == [0, 0]
+
+    scene(play)
+
+
+def test_writers_stay_with_one_server_while_it_is_there():
+    async def play() -> None:
+        async with Rig() as servers:
+            assert [await servers.take(writes=True) for _ in range(3)] == ["a:1"] * 3
+            servers["a:1"].connection.refuses = True
+            await servers.fail("a:1", REFUSED)
+            assert await servers.take(writes=True) == "b:1"
+            servers["a:1"].connection.refuses = False
+            await until(lambda: servers["a:1"].down is None)
+            assert await servers.take(writes=True) == "b:1"
+
+    scene(play)
+
+
+# ---- set aside, and back ----
+
+
+def test_who_refuses_gets_nothing_until_all_models_are_ready(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+
+    async def play() -> None:
+        async with Rig() as servers:
+            await servers.take("m")
+            await servers.take("critic_train", writes=True)
+            lost = servers["a:1"]
+            lost.connection.not_ready = {"critic_train"}
+            assert await servers.fail("a:1", REFUSED)
+            assert {await servers.take() for _ in range(4)} == {"b:1"}
+            await until(lambda: lost.connection.asked.count("m") >= 3)
+            assert {await servers.take() for _ in range(4)} == {"b:1"}, "one of its models is not ready"
+            assert lost.down == "critic_train not ready"
+            assert lost.losses >= 3, "each probe in vain makes the next pause longer"
+            lost.connection.not_ready.clear()
+            await until(lambda: lost.down is None)
+            assert {await servers.take() for _ in range(4)} == {"a:1", "b:1"}
+            assert servers.counters.outages == 0
+
+    scene(play)
+    assert "a:1 gets no requests until it is ready again: Connection refused" in caplog.text
+    assert "a:1 is ready again" in caplog.text
+
+
+@pytest.mark.parametrize("trouble", [LOST, BUSY])
+def test_who_is_only_slow_or_busy_stays(trouble: Trouble):
+    async def play() -> None:
+        async with Rig() as servers:
+            await servers.take()
+            assert not await servers.fail("a:1", trouble)
+            assert servers["a:1"].takes("m")
+            servers["a:1"].connection.refuses = True
+            assert await servers.fail("a:1", trouble)
+            assert not servers["a:1"].takes("m")
+
+    scene(play)
+
+
+def test_many_that_fail_together_share_one_probe():
+    async def play() -> None:
+        async with Rig() as servers:
+            await servers.take()
+            connection = servers["a:1"].connection
+            connection.gate.clear()
+            failing = [asyncio.create_task(servers.fail("a:1", LOST)) for _ in range(50)]
+            await until(lambda: bool(connection.asked))
+            connection.gate.set()
+            assert not any(await asyncio.gather(*failing))
+            assert connection.asked == ["m"]
+
+    scene(play)
+
+
+def test_pauses_grow_until_a_request_is_answered():
+    async def play() -> None:
+        async with Rig("a:1") as servers:
+            await servers.take()
+            for losses in (1, 2, 3):  # ready each time, and gone when asked
+                await servers.fail("a:1", REFUSED)
+                assert servers["a:1"].losses == losses
+                await until(lambda: servers["a:1"].down is None)
+            await servers.take()
+            assert servers["a:1"].losses == 0
+
+    scene(play)
+
+
+# ---- a model's dead process ----
+
+
+def test_a_dead_model_is_tried_by_one_request_and_the_others_go_on():
+    async def play() -> None:
+        async with Rig("a:1") as servers:
+            await servers.take("critic")
+            assert await servers.fail("a:1", DEAD, "critic")
+            assert await servers.take("reward") == "a:1"
+            waiting = [asyncio.create_task(servers.take("critic", patient=True)) for _ in range(3)]
+            assert await asyncio.gather(*waiting) == ["a:1"] * 3
+            assert not servers["a:1"].suspended
+            assert servers.counters.outages == 1
+
+    scene(play)
+
+
+def test_one_trial_at_a_time_and_each_failure_makes_the_pause_longer():
+    async def play() -> None:
+        async with Rig("a:1") as servers:
+            await servers.take("critic")
+            for _ in range(5):
+                await servers.fail("a:1", DEAD, "critic")  # all that were under way when it died
+            assert servers["a:1"].suspended["critic"].losses == 1
+            async with servers.one("critic", writes=False, patient=True) as server:
+                assert not servers.can_take("critic")
+                await servers.failed(server, "critic", DEAD)
+            assert server.suspended["critic"].losses == 2
+            async with servers.one("critic", writes=False, patient=True):
+                pass  # called off: the next one may try
+            assert await servers.take("critic") == "a:1"
+
+    scene(play)
+
+
+# ---- outages ----
+
+
+def test_an_outage_is_told_counted_and_over(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("actor.outage.REMIND_EVERY_S", 0.001)
+
+    async def play() -> None:
+        async with Rig() as servers:
+            await servers.lose_all()
+            assert servers.counters.outages == 0, "nobody has had to wait"
+            waiting = [asyncio.create_task(servers.take()) for _ in range(20)]
+            await until(lambda: "no server answers for 0 s: a:1: Connection refused; b:1" in caplog.text)
+            assert not any(task.done() for task in waiting)
+            servers["b:1"].connection.refuses = False
+            assert await asyncio.gather(*waiting) == ["b:1"] * 20
+            assert servers.counters.outages == 1
+            assert servers.counters.outage_seconds > 0
+
+    scene(play)
+    assert caplog.text.count("requests wait up to 600 s") == 1
+    assert caplog.text.count("a server answers again after") == 1
+
+
+def test_while_all_wait_only_the_probe_asks():
+    async def play() -> None:
+        async with Rig("a:1") as servers:
+            await servers.lose_all()
+            connection = servers["a:1"].connection
+            connection.gate.clear()  # the probe takes its time
+            waiting = [asyncio.create_task(servers.take()) for _ in range(50)]
+            asked = len(connection.asked)
+            await until(lambda: len(connection.asked) > asked)
+            await asyncio.sleep(0.02)
+            assert len(connection.asked) == asked + 1
+            connection.refuses = False
+            connection.gate.set()
+            await asyncio.gather(*waiting)
+
+    scene(play)
+
+
+def test_an_outage_that_does_not_end_is_an_error_that_names_everybody():
+    async def play() -> None:
+        async with Rig(max_outage_s=0.05) as servers:
+            await servers.lose_all()
+            for _ in range(2):  # and the next one does not wait anew
+                with pytest.raises(
+                    RequestFailed, match=r"m: no server has answered for 0 s \(actor\.client\.max_outage_s"
+                ):
+                    await servers.take()
+            with pytest.raises(RequestFailed, match=r": a:1: Connection refused; b:1: Connection refused; is `python"):
+                await servers.take()
+            servers["a:1"].connection.refuses = False
+            await until(lambda: servers["a:1"].down is None)
+            assert await servers.take() == "a:1"
+
+    scene(play)
+
+
+@pytest.mark.parametrize(("longest", "patient"), [(0.0, True), (600.0, False)])
+def test_the_impatient_try_one_that_was_lost(longest: float, patient: bool):
+    async def play() -> None:
+        async with Rig(max_outage_s=longest) as servers:
+            await servers.lose_all()
+            assert await servers.take(patient=patient) in ("a:1", "b:1")
+            assert servers.counters.outages == 0
+
+    scene(play)
+
+
+def test_who_waits_may_be_called_off():
+    async def play() -> None:
+        async with Rig() as servers:
+            await servers.lose_all()
+            waiting = asyncio.create_task(servers.take())
+            await until(lambda: servers.counters.outages == 1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    scene(play)
+
+
+# ---- names ----
+
+
+class Names:
+    """A name service that tests change."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
+        self.hosts: tuple[str, ...] = hosts
+        monkeypatch.setattr("python_backend.addresses.socket.getaddrinfo", self._look_up)
+
+    def _look_up(self, name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
+        if not self.hosts:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
+
+
+def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: pytest.MonkeyPatch):
+    names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
+
+    async def play() -> None:
+        async with Rig("dns:critic.svc:8000") as servers:
+            assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
+            names.hosts = ("10.0.0.2", "10.0.0.3")
+            lost = servers["10.0.0.1:8000"]
+            lost.connection.refuses = True
+            await servers.fail(lost.url, REFUSED)
+            await until(lambda: lost not in servers.servers)
+            assert {await servers.take() for _ in range(4)} == {"10.0.0.2:8000", "10.0.0.3:8000"}
+            names.hosts = ()
+            servers["10.0.0.2:8000"].connection.refuses = True
+            await servers.fail("10.0.0.2:8000", REFUSED)
+            asked = len(servers["10.0.0.2:8000"].connection.asked)
+            await until(lambda: len(servers["10.0.0.2:8000"].connection.asked) > asked)
+            assert len(servers.servers) == 2, "a name service that is away takes nobody away"
+
+    scene(play)
+
+
+def test_a_name_that_nobody_knows_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch):
+    Names(monkeypatch)
+
+    async def play() -> None:
+        async with Rig("dns:critic.svc:8000") as servers:
+            with pytest.raises(
+                RequestFailed, match=r"actor\.client\.servers: 'dns:critic\.svc:8000' cannot be resolved"
+            ):
+                await servers.take()
+
+    scene(play)
+
+
+def test_an_address_that_is_named_twice_is_one_server():
+    async def play() -> None:
+        async with Rig("a:1", "b:1", "a:1") as servers:
+            await asyncio.gather(*(servers.take() for _ in range(10)))
+            assert [server.url for server in servers.servers] == ["a:1", "b:1"]
+
+    scene(play)
