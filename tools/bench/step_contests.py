@@ -50,14 +50,12 @@ def contests(arguments: argparse.Namespace, out: Path, note: Note, result: dict[
     result["waits_s_per_token"] = waits
     for contest in (COMPUTED, WAITED):
         config = configuration(out / contest, checkpoints, size, longest)
-        with services(config, waits if contest == WAITED else None) as pids, contextlib.ExitStack() as others:
-            modes, padded = [OVERLAPPED, SERIAL], None
+        with services(config, waits if contest == WAITED else None), contextlib.ExitStack() as others:
+            modes, urls = [OVERLAPPED, SERIAL], None
             if contest == COMPUTED:
-                modes, padded = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
-                pids = [*pids, *padded[1]]
+                modes, urls = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
             told = functools.partial(_told, note, contest, size, longest)
-            urls = padded[0] if padded else None
-            measure(config, modes, pids, arguments.steps, arguments.rounds, told, padded_urls=urls)
+            measure(config, modes, arguments.steps, arguments.rounds, told, padded_urls=urls)
     grow(arguments, out, note)
 
 
@@ -68,11 +66,11 @@ def grow(arguments: argparse.Namespace, out: Path, note: Note) -> None:
     middle = rollouts[len(rollouts) // 2], lengths[len(lengths) // 2]
     checkpoints = make_checkpoints(out / "checkpoints" / "scaling", arguments.scaling_model, max(rollouts))
     base = configuration(out / "scaling", checkpoints, *middle)
-    with services(base, None) as pids:
+    with services(base, None):
         for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
             config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, server=base)
             told = functools.partial(_told, note, "scaling", size, longest)
-            measure(config, [OVERLAPPED, SERIAL], pids, 2, max(1, arguments.rounds - 1), told)
+            measure(config, [OVERLAPPED, SERIAL], 2, max(1, arguments.rounds - 1), told)
 
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
@@ -118,8 +116,8 @@ def configuration(
 
 
 @contextlib.contextmanager
-def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[list[int]]:
-    """Server and sidecar, which wait instead of computing where `waits` says how long; gives their process ids."""
+def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None]:
+    """Server and sidecar, which wait instead of computing where `waits` says how long."""
     from python_backend.modeling import quiet_transformers
     from trainer.publish import initialise_store
 
@@ -140,7 +138,7 @@ def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[list
         server.wait_ready()
         child = Child("sidecar", sidecar, folder / "sidecar.log", LIBRARIES)
         try:
-            yield [server.pid, child.process.pid]
+            yield
         finally:
             child.stop(signal.SIGTERM, STOP_S)
 
@@ -156,8 +154,8 @@ def put_in_place(repository: Path, model: str, kind: str, seconds_per_token: flo
 
 
 @contextlib.contextmanager
-def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[tuple[list[str], list[int]]]:
-    """A reward server and a critic server of PyTriton; gives addresses and process ids."""
+def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
+    """A reward server and a critic server of PyTriton; gives their addresses."""
     folder = config.run.dir.parent / "pytriton"
     (folder / "counters").mkdir(parents=True, exist_ok=True)
     store, trainer = WeightsStore(config.run.weights_dir), config.trainer.model_dump_json()
@@ -176,19 +174,17 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[tuple[list[str], 
             started.append(BenchChild(name, module, arguments, folder / f"{models[0]}.log", num_ports=3))
             for model in models:
                 started[-1].wait_ready(f"/v2/models/{model}/ready")
-        yield [child.url for child in started], [child.pid for child in started]
+        yield [child.url for child in started]
     finally:
         for child in started:
             child.stop()
 
 
 def measure(
-    config: RunConfig, modes: Sequence[str], pids: Sequence[int], steps: int, rounds: int, note: Note, *,
+    config: RunConfig, modes: Sequence[str], steps: int, rounds: int, note: Note, *,
     padded_urls: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
     """One run of blocks; `note` gets a sample of each."""
-    import os
-
     import torch
 
     torch.set_num_threads(1)
@@ -197,7 +193,7 @@ def measure(
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
             ours = await stack.enter_async_context(TritonClient(config.server.http_url, client))
-            run = MeasuredRun(config, ours, [os.getpid(), *pids])
+            run = MeasuredRun(config, ours)
             await run.scorer.compare_tokenizers()
             if padded_urls is not None:
                 reward, critic = [await stack.enter_async_context(TritonClient(url, client)) for url in padded_urls]

@@ -81,9 +81,8 @@ class PaddedServices:
 class MeasuredRun(PPORun):
     """A run whose blocks all have the same prompts, draws and lengths; its policy barely moves."""
 
-    def __init__(self, config: RunConfig, client: TritonClient, watched: Sequence[int]) -> None:
+    def __init__(self, config: RunConfig, client: TritonClient) -> None:
         super().__init__(config, client)
-        self.watched = watched  # processes whose time counts, with their children
         self.padded: PaddedServices | None = None
         self.done = 0  # steps so far
         self.place = 0  # within the block
@@ -116,7 +115,7 @@ class MeasuredRun(PPORun):
     async def block(self, mode: str, steps: int) -> dict[str, Any]:
         """Some steps, until their last update is answered."""
         self.spans.clear()
-        cpu, start = cpu_seconds(self.watched), time.time()
+        cpu, start = cpu_seconds(), time.time()
         for self.place in range(1, steps + 1):
             if mode == PADDED:  # its servers count nothing
                 await self.serial_step(0, self.padded)
@@ -124,7 +123,7 @@ class MeasuredRun(PPORun):
             self.done += 1
             await (self.one_step(self.done, is_last=False) if mode == OVERLAPPED else self.serial_step(self.done, None))
         await self.await_updates(self.done)
-        seconds, cpu = time.time() - start, cpu_seconds(self.watched) - cpu
+        seconds, cpu = time.time() - start, cpu_seconds() - cpu
         spans = [[phase, begin - start, end - start] for phase, begin, end in self.spans]
         return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
 
@@ -150,12 +149,11 @@ class MeasuredRun(PPORun):
         self.books.log_timeline(step, timers.spans)
 
 
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """Processor time of these processes and their children so far."""
+def cpu_seconds() -> float:
+    """Processor time of this process and of all that it started, so far."""
     total = 0.0
-    for pid in pids:
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            times = each.cpu_times()
-            total += times.user + times.system
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        times = process.cpu_times()
+        total += times.user + times.system
     return total
