@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from bare_client import Answer, BareClient, Refused, ask
@@ -223,10 +224,20 @@ class TruncatingPublisher(Publisher):
         cut(self._store.folder(version) / WEIGHTS_FILE)
 
 
+class FatalPublisher(TruncatingPublisher):
+    """What reads the file dies of it as well."""
+
+    def verify(self, version: int, *args: Any) -> None:
+        super().verify(version, *args)
+        for record in self._store.serving():
+            psutil.Process(record.pid).kill()
+
+
 def cut(path: Path) -> None:
-    data = path.read_bytes()
-    path.chmod(0o644)
-    path.write_bytes(data[: len(data) // 2])
+    """Another file in its place: cut in place it would kill whoever is reading it just then."""
+    half = path.with_name("half")
+    half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    half.replace(path)
 
 
 def next_critic(run: LiveRun) -> CriticModel:
@@ -250,6 +261,19 @@ def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) 
     assert live.run.store.current() == current
     assert_serves(live.run, current)
     wait_for(lambda: rejections(live.run) == counted + 1, timeout_s=30.0)
+
+
+@pytest.mark.slow
+def test_a_version_that_kills_its_process_is_refused_by_the_next(live: System) -> None:
+    """Nobody is left to refuse it, so the fresh process that Triton is asked for does."""
+    current = live.run.store.current() or 0
+    with pytest.raises(VersionRejected, match=r"was refused by .*model\.safetensors is damaged"):
+        make_publisher(live.run, FatalPublisher).publish(
+            next_critic(live.run), step=live.run.journal.last_step(), beat=lambda _: None
+        )
+    assert live.run.store.current() == current
+    wait_for(lambda: bool(live.run.store.serving()), timeout_s=60.0)
+    assert_serves(live.run, current)
 
 
 def rejections(run: LiveRun) -> int:

@@ -153,22 +153,22 @@ class Publisher:
                 break
         self.heal()
 
-    def heal(self) -> bool:
-        """Triton does not restart a critic whose process was killed: ask for a fresh one; true if it came.
+    def heal(self) -> list[Loaded]:
+        """Triton does not restart a critic whose process was killed: ask for a fresh one; what came of it, if asked.
 
         Only where nobody else does: `tools serve` and `tools run` do.
         """
         now = time.monotonic()
         if now < self._heal_at:
-            return False
+            return []
         self._heal_at = now + HEAL_EVERY_S
         died = self._store.records.died()
         self._died_at = None if not died else self._died_at or now
         if self._died_at is None or now - self._died_at < HEAL_AFTER_S:
-            return False
+            return []
         logger.warning("%s died: asking Triton for a fresh critic", died[0].name)
         self._heal_at += RECOVERY_PAUSE_S
-        return self._try_load()
+        return self._outcomes()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
         """Move CURRENT and wait until every live instance serves the version; back again if one refuses."""
@@ -176,11 +176,7 @@ class Publisher:
         self._store.set_current(version)
         previous = manifest.parent if before == version else before  # equal: a replay after a crash
         if self._reload == "triton":
-            refusal = next((o for o in self._outcomes() if isinstance(o.error, LoadRefused)), None)
-            if refusal is not None:
-                self._go_back(previous)
-                self._outcomes()  # the others may have taken it up
-                raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")
+            self._reject_if_refused(version, previous, self._outcomes())
         recover_at = time.monotonic() + self._timeout_s
         while True:
             records = self._store.serving()
@@ -191,12 +187,20 @@ class Publisher:
             if records and all(record.version is not None and record.version >= version for record in records):
                 return {record.name: record.version for record in records if record.version is not None}
             beat(f"waiting until version {version} is served")
-            self.heal()
+            self._reject_if_refused(version, previous, self.heal())  # it may be what they died of
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not served yet: asking Triton for a fresh critic", version)
-                self._try_load()
+                self._reject_if_refused(version, previous, self._outcomes())
                 recover_at = time.monotonic() + RECOVERY_PAUSE_S
             time.sleep(WAIT_POLL_S)
+
+    def _reject_if_refused(self, version: int, previous: int | None, outcomes: list[Loaded]) -> None:
+        """Go back to `previous` if a fresh process cannot serve `version`. Raises VersionRejected then."""
+        refusal = next((outcome for outcome in outcomes if isinstance(outcome.error, LoadRefused)), None)
+        if refusal is not None:
+            self._go_back(previous)
+            self._outcomes()  # the others may have taken it up
+            raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")
 
     def _go_back(self, version: int | None) -> None:
         if version is not None:
@@ -216,10 +220,6 @@ class Publisher:
             if outcome.error is not None:
                 logger.warning("%s: %s", outcome.url, outcome.error)
         return outcomes
-
-    def _try_load(self) -> bool:
-        """False if no server could be reloaded: keep waiting, the update is on disk."""
-        return any(outcome.error is None for outcome in self._outcomes())
 
 
 def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str) -> None:
