@@ -195,7 +195,9 @@ def _checkpoint_gradients(model: Any) -> None:
         )
     model.activation_checkpointing_enable()
     for layer in _checkpointed_layers(model):
-        layer._gradient_checkpointing_func = functools.partial(_compute_again, layer, layer._gradient_checkpointing_func)
+        layer._gradient_checkpointing_func = functools.partial(
+            _compute_again, layer, layer._gradient_checkpointing_func
+        )
 
 
 def _checkpointed_layers(model: Any) -> list[Any]:
