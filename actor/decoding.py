@@ -59,7 +59,7 @@ class Decoder:
     """Writes responses with one model."""
 
     def __init__(self, model: Any, rules: Rules, *, slots: int, watch: Watch = lambda *_: None) -> None:
-        """`watch`: gets the prompts' indices and the logits `[rows, V]` of the next token of each, but for banned ones."""
+        """`watch`: gets indices of prompts, and the logits `[rows, V]` of their next tokens (banned ones: -inf)."""
         self._model, self._rules, self._slots, self._watch = model, rules, slots, watch
         self._layers = cache_layers(model)
         self._takes = set(inspect.signature(model.forward).parameters)

@@ -4,15 +4,15 @@ Given: token prompts, a seed. Returns: each response as soon as it has ended.
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from actor.decoding import Decoder, Finished, Rules
 from actor.slot_cache import cache_layers
@@ -118,12 +118,16 @@ class Generation:
             lengths = torch.tensor([len(prompts[index]) for index in batch])
             attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
             device = self._model.device
-            output = self._model.generate(
-                ids.to(device), attention_mask=attention.to(device), tokenizer=self._tokenizer,
-                generation_config=self._generation_config(greedy),
-            ).cpu()  # fmt: skip
-            for row, index in zip(output[:, width:], batch, strict=True):
-                end = self._end_of(row)
+            stop = _Stop(width, self._has_stop)
+            with _no_defaults(self._model):
+                output = self._model.generate(
+                    ids.to(device), attention_mask=attention.to(device),
+                    generation_config=self._generation_config(greedy),
+                    stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
+                ).cpu()  # fmt: skip
+            for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
+                ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
+                end = min([*ends, *stop.ends_of(i)], default=None)
                 finished(index, row[:end].tolist(), end is not None)
 
     def _generation_config(self, greedy: bool) -> GenerationConfig:
@@ -134,21 +138,36 @@ class Generation:
             max_new_tokens=s.max_new_tokens,
             min_new_tokens=s.min_new_tokens or None,
             repetition_penalty=s.repetition_penalty,
-            stop_strings=list(s.stop_strings) or None,
             pad_token_id=self._pad_id,
             eos_token_id=self._eos_ids,
             suppress_tokens=self._banned_ids or None,
             **sampling,
         )
 
-    def _end_of(self, row: Tensor) -> int | None:
-        """Tokens of the response in `row`, up to the end of sequence or of a stop string; None if there is neither."""
-        ends = torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten()
-        end = int(ends[0]) + 1 if ends.numel() else None
-        if not self._settings.stop_strings:
-            return end
-        longest = row.numel() if end is None else end
-        tokens = row[:longest].tolist()
-        if not self._has_stop(tokens):
-            return end
-        return bisect.bisect_left(range(longest + 1), True, key=lambda count: self._has_stop(tokens[:count]))
+
+class _Stop(StoppingCriteria):
+    """Ends rows where our own decoding would: transformers' stop strings may begin in the prompt."""
+
+    def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
+        self._width, self._has_stop = prompt_width, has_stop
+        self._ends: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        for i, response in enumerate(input_ids[:, self._width :].tolist()):
+            if i not in self._ends and self._has_stop(response):
+                self._ends[i] = len(response)
+        return torch.tensor([i in self._ends for i in range(len(input_ids))], device=input_ids.device)
+
+    def ends_of(self, row: int) -> list[int]:
+        """Tokens of its response up to the stop string, if it has one."""
+        return [self._ends[row]] if row in self._ends else []
+
+
+@contextlib.contextmanager
+def _no_defaults(model: Any) -> Iterator[None]:
+    """`generate` as it is asked: what the checkpoint's own generation config says besides is no part of log-probs."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
