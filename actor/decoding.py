@@ -23,6 +23,7 @@ from actor.slot_cache import SlotCache, cache_layers
 REFILL_SHARE = 4  # new rows come in when one slot in so many is free: a forward over prompts costs more than a token's
 
 Finished = Callable[[int, list[int], bool], None]
+Watch = Callable[[list[int], Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class _Row:
 class Decoder:
     """Writes responses with one model."""
 
-    def __init__(self, model: Any, rules: Rules, *, slots: int) -> None:
-        self._model, self._rules, self._slots = model, rules, slots
+    def __init__(self, model: Any, rules: Rules, *, slots: int, watch: Watch = lambda *_: None) -> None:
+        """`watch`: gets indices of prompts, and the logits `[rows, V]` of their next tokens (banned ones: -inf)."""
+        self._model, self._rules, self._slots, self._watch = model, rules, slots, watch
         self._layers = cache_layers(model)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._warpers = _warpers(rules)
@@ -145,6 +147,7 @@ class Decoder:
     def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
         rules = self._rules
         logits[:, self._banned] = -torch.inf
+        self._watch([row.index for row in rows], logits)
         if rules.repetition_penalty != 1.0:
             for row, scores in zip(rows, logits, strict=True):
                 seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)

@@ -4,15 +4,15 @@ Given: token prompts, a seed. Returns: each response as soon as it has ended.
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from actor.decoding import Decoder, Finished, Rules
 from actor.slot_cache import cache_layers
@@ -20,7 +20,7 @@ from python_backend.config import ActorSection
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4
-NEAR = {"float32": 0.02, "bfloat16": 0.2}  # of the logits' standard deviation
+NEAR = 0.01  # total variation: one draw in a hundred would be another
 
 
 class Generation:
@@ -70,30 +70,40 @@ class Generation:
 
     @torch.no_grad()
     def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
-        """Whether what our own decoding takes for the likeliest tokens is so in plain forwards over whole rows."""
+        """Whether our own decoding has the probabilities of plain forwards over whole rows, in float32."""
         why = "it keeps more than keys and values from token to token"
         if cache_layers(self._model):
-            by_length = sorted(prompts, key=len)
-            tried = [by_length[0], by_length[len(by_length) // 2], by_length[-1]]
-            written: dict[int, list[int]] = {}
             try:
-                decoder = Decoder(self._model, Rules(PROOF_TOKENS, [], self._banned_ids), slots=2)
-                decoder.run(tried, None, lambda index, response, _: written.update({index: response}))
-                if all(self._are_likeliest(tried[index], response) for index, response in written.items()):
-                    return True
-                why = "it would write other tokens than in plain forwards"
-            except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:  # a model's own code
-                why = f"{type(error).__name__}: {error}"
+                with torch.autocast(self._model.device.type, enabled=False):
+                    if self._distance(max(prompts, key=len)) <= NEAR:
+                        return True
+                why = "it would draw from another distribution than plain forwards"
+            except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+                why = f"{type(error).__name__}: {error}"  # from a model's own code
         logger.warning("the policy generates with transformers' own generate(), which is slower: %s", why)
         return False
 
-    def _are_likeliest(self, prompt: np.ndarray, response: list[int]) -> bool:
-        row = torch.tensor([[*prompt.tolist(), *response]], device=self._model.device)
-        logits = self._model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-        spread = float(logits.std())
-        logits[:, self._banned_ids] = -torch.inf
-        chosen = logits.gather(-1, row[0, len(prompt) :, None])[:, 0]
-        return bool((logits.amax(-1) - chosen <= NEAR[self._settings.precision] * spread).all())
+    def _distance(self, prompt: np.ndarray) -> float:
+        """Largest total variation between the two over some tokens: of a prompt, and of its end beside it, padded."""
+        prompt = np.resize(prompt, max(2, len(prompt)))
+        tried = [prompt, prompt[len(prompt) // 2 :], prompt[-1:]]
+        seen: list[list[Tensor]] = [[] for _ in tried]
+        written: dict[int, list[int]] = {}
+
+        def watch(indices: list[int], logits: Tensor) -> None:
+            for index, probabilities in zip(indices, logits.softmax(-1), strict=True):
+                seen[index].append(probabilities)
+
+        rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
+        decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
+        decoder.run(tried, None, lambda index, response, _: written.update({index: response}))
+        distances = []
+        for index, start in enumerate(tried):
+            row = torch.tensor([[*start.tolist(), *written[index]]], device=self._model.device)
+            logits = self._model(input_ids=row, use_cache=False).logits[0, len(start) - 1 : -1].float()
+            logits[:, self._banned_ids] = -torch.inf
+            distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
+        return float(torch.cat(distances).max())
 
     def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
         """`generation_batch` at a time, of similar lengths, by `transformers`."""
@@ -108,12 +118,16 @@ class Generation:
             lengths = torch.tensor([len(prompts[index]) for index in batch])
             attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
             device = self._model.device
-            output = self._model.generate(
-                ids.to(device), attention_mask=attention.to(device), tokenizer=self._tokenizer,
-                generation_config=self._generation_config(greedy),
-            ).cpu()  # fmt: skip
-            for row, index in zip(output[:, width:], batch, strict=True):
-                end = self._end_of(row)
+            stop = _Stop(width, self._has_stop)
+            with _no_defaults(self._model):
+                output = self._model.generate(
+                    ids.to(device), attention_mask=attention.to(device),
+                    generation_config=self._generation_config(greedy),
+                    stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
+                ).cpu()  # fmt: skip
+            for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
+                ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
+                end = min([*ends, *stop.ends_of(i)], default=None)
                 finished(index, row[:end].tolist(), end is not None)
 
     def _generation_config(self, greedy: bool) -> GenerationConfig:
@@ -124,21 +138,36 @@ class Generation:
             max_new_tokens=s.max_new_tokens,
             min_new_tokens=s.min_new_tokens or None,
             repetition_penalty=s.repetition_penalty,
-            stop_strings=list(s.stop_strings) or None,
             pad_token_id=self._pad_id,
             eos_token_id=self._eos_ids,
             suppress_tokens=self._banned_ids or None,
             **sampling,
         )
 
-    def _end_of(self, row: Tensor) -> int | None:
-        """Tokens of the response in `row`, up to the end of sequence or of a stop string; None if there is neither."""
-        ends = torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten()
-        end = int(ends[0]) + 1 if ends.numel() else None
-        if not self._settings.stop_strings:
-            return end
-        longest = row.numel() if end is None else end
-        tokens = row[:longest].tolist()
-        if not self._has_stop(tokens):
-            return end
-        return bisect.bisect_left(range(longest + 1), True, key=lambda count: self._has_stop(tokens[:count]))
+
+class _Stop(StoppingCriteria):
+    """Ends rows where our own decoding would: transformers' stop strings may begin in the prompt."""
+
+    def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
+        self._width, self._has_stop = prompt_width, has_stop
+        self._ends: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        for i, response in enumerate(input_ids[:, self._width :].tolist()):
+            if i not in self._ends and self._has_stop(response):
+                self._ends[i] = len(response)
+        return torch.tensor([i in self._ends for i in range(len(input_ids))], device=input_ids.device)
+
+    def ends_of(self, row: int) -> list[int]:
+        """Tokens of its response up to the stop string, if it has one."""
+        return [self._ends[row]] if row in self._ends else []
+
+
+@contextlib.contextmanager
+def _no_defaults(model: Any) -> Iterator[None]:
+    """`generate` as it is asked: what the checkpoint's own generation config says besides is no part of log-probs."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

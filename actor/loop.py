@@ -208,7 +208,9 @@ class PPORun:
         """Wait until the critic's updates up to `step` are served; returns the last one's weights version, or -1."""
         version = -1
         for sent in [sent for sent in sorted(self.updates) if sent <= step]:
-            version = self.books.weights_version = (await self.updates.pop(sent)).weights_version
+            answer = await asyncio.shield(self.updates[sent])  # a rollout that nobody wants takes no update with it
+            del self.updates[sent]
+            version = self.books.weights_version = answer.weights_version
         return version
 
     async def validate(self, when: str, *, step: int) -> None:

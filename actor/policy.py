@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actor.adapters import merged, with_adapters
 from actor.generation import Generation
@@ -144,10 +146,10 @@ class Policy:
     def recomputing(self) -> Iterator[None]:
         """For updates, under `actor.gradient_checkpointing`: layers keep no activations within.
 
-        transformers asks for a layer in training mode, and gives such a layer no cache to generate with; what is inside
-        the layers, dropout too, stays in eval mode.
+        transformers asks for a layer in training mode, and gives such a layer no cache to generate with; what it
+        computes, dropout too, stays in eval mode.
         """
-        layers = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
+        layers = _checkpointed_layers(self.model)
         try:
             for layer in layers:
                 layer.training = True
@@ -192,3 +194,25 @@ def _checkpoint_gradients(model: Any) -> None:
             f"{type(model).__name__} cannot compute its activations again; set actor.gradient_checkpointing to false"
         )
     model.activation_checkpointing_enable()
+    for layer in _checkpointed_layers(model):
+        layer._gradient_checkpointing_func = functools.partial(
+            _compute_again, layer, layer._gradient_checkpointing_func
+        )
+
+
+def _checkpointed_layers(model: Any) -> list[Any]:
+    modules = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return [module for module in modules if module.gradient_checkpointing]
+
+
+def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """`checkpoint(forward, *args)`, in which the layer is in eval mode: some drop out by the layer's own flag."""
+
+    def evaluated(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *args)

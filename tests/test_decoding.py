@@ -204,12 +204,39 @@ def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytes
     assert not written_by._decodes
 
 
-def test_a_model_that_our_decoding_would_misread_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    """One that takes its positions from the number of columns, as none should: padding would shift them."""
-    model = make_model("learned positions")
+def by_column(model: Any) -> Any:
+    """A model that takes its positions from the number of columns, as none should: padding shifts them."""
     forward = model.transformer.wpe.forward
     model.transformer.wpe.forward = lambda ids: forward(torch.arange(ids.shape[-1]).expand_as(ids) * 5 % 256)
-    written_by = generation(model)
+    return model
+
+
+@pytest.mark.parametrize("lengths", [[3, 8, 20], [7, 7, 7, 7], [9], [1, 1], [2, 30, 30, 30]], ids=str)
+def test_a_model_that_our_decoding_would_misread_is_found_out(
+    lengths: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the first prompts are: those of equal length need no padding, later ones will."""
+    written_by = generation(by_column(make_model("learned positions")))
+    rng = np.random.default_rng(0)
+    texts(written_by, [rng.integers(3, VOCAB, length) for length in lengths])
+    assert not written_by._decodes
+    assert "other distribution than plain forwards" in caplog.text
+
+
+def test_a_model_that_it_would_misread_a_little_is_found_out() -> None:
+    """The likeliest tokens are the same, their probabilities are not."""
+    model = make_model("learned positions")
+    with torch.no_grad():
+        model.transformer.wpe.weight *= 0.005
+    written_by = generation(by_column(model))
     texts(written_by, make_prompts(4))
     assert not written_by._decodes
-    assert "other tokens than in plain forwards" in caplog.text
+
+
+def test_a_model_with_room_for_no_more_than_prompt_and_response_is_written_by_us() -> None:
+    model = make_model("learned positions")
+    prompts = [np.full(length, 5) for length in (255, 9)]
+    written_by = generation(model, max_new_tokens=1)
+    written = texts(written_by, prompts, greedy=True)
+    assert written_by._decodes
+    assert written == texts(generation(model, max_new_tokens=1, decoding="transformers"), prompts, greedy=True)

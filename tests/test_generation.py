@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
+from transformers import GenerationConfig
 
 from actor.policy import Policy
 from actor.rollout import Prompt, Rollout
@@ -103,6 +104,40 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
             assert written == text  # the others write on as they would have
     assert len(responses(rollout)[0]) <= 4
     assert bool(rollout.is_end[0])
+
+
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, decoding: str):
+    free = make_policy(checkpoint, decoding=decoding)
+    written = generate(free, greedy=True)
+    stop = free.tokenizer.decode([PROMPTS[0][-1], responses(written)[0][0]])
+    policy = make_policy(checkpoint, decoding=decoding, stop_strings=(stop,))
+    rollout = generate(policy, greedy=True)
+    check(policy, rollout)
+    assert responses(rollout)[0] == responses(written)[0]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"stop_strings": ("t", "never written")}, {"repetition_penalty": 1.5}], ids=str
+)
+@pytest.mark.parametrize("pad_is_eos", [False, True])
+def test_who_writes_never_matters(checkpoint: Path, settings: dict[str, Any], pad_is_eos: bool):
+    """Greedy texts, under whatever the checkpoint's own generation config asks for."""
+    found = []
+    for decoding in ("slots", "transformers"):
+        policy = make_policy(checkpoint, decoding=decoding, **settings)
+        asked = GenerationConfig(no_repeat_ngram_size=1, forced_eos_token_id=policy.eos_ids[0], eos_token_id=77)
+        policy.model.generation_config = asked
+        if pad_is_eos:
+            policy.generation._pad_id = policy.eos_ids[0]
+        with torch.no_grad():
+            policy.model.lm_head.weight[policy.eos_ids[0]] *= 2  # the likeliest now and then
+        prompts = [Prompt(str(i), "", np.asarray([5 + i] * (1 + i % 7))) for i in range(30)]
+        rollout = policy.generate(prompts, seed=0, greedy=True)
+        found.append((responses(rollout), rollout.is_end.tolist()))
+        assert policy.model.generation_config is asked  # checkpoints keep it
+    assert set(found[0][1]) == {True, False}
+    assert found[0] == found[1]
 
 
 def test_a_repetition_penalty_makes_texts_vary(checkpoint: Path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
 from torch import Tensor
+from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms import ALGORITHMS, Method
 from actor.policy import Policy
@@ -123,6 +124,26 @@ def test_recomputed_activations_change_nothing(checkpoint: Path):
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     assert sizes[1] < sizes[0] / 2
+
+
+def test_recomputed_layers_drop_nothing(tmp_path: Path):
+    """OPT's layers drop out by their own training flag, which says too whether a layer computes again."""
+    tokenizer = make_tokenizer()
+    config = OPTConfig(
+        vocab_size=len(tokenizer), hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2,
+        word_embed_proj_dim=32, max_position_embeddings=64, dropout=0.5, layerdrop=0.5, pad_token_id=2, bos_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    results = []
+    for recompute in (False, True):
+        policy = make_policy(tmp_path, double=False, gradient_checkpointing=recompute)
+        results.append(updated(policy, make_batch(policy)))
+        assert not any(module.training for module in policy.model.modules())
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_bfloat16_is_close_and_weights_stay_float32(checkpoint: Path):

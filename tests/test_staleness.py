@@ -194,6 +194,40 @@ def test_no_row_is_staler_than_allowed(
     ]
 
 
+class LateCritic(SlowCritic):
+    """Trains when the run has come to its end."""
+
+    saving: asyncio.Event
+
+    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+        await self.saving.wait()
+        return await super().train(payload, run_id=run_id, step=step)
+
+    async def save(self, *, run_id: str, step: int, keep_steps: list[int]) -> int:
+        self.saving.set()
+        return await super().save(run_id=run_id, step=step, keep_steps=keep_steps)
+
+
+def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The rollout ahead waits for the last update when it is dropped: the checkpoint names that step."""
+    run = make_run(
+        tmp_path, checkpoints,
+        actor={
+            "max_minutes": 1e-6, "max_staleness": 0, "one_step_off_policy": True, "validation_size": 0,
+            "rollout_size": 4, "max_new_tokens": 3,
+        },
+    )  # fmt: skip
+    critic = LateCritic(load_tokenizer(checkpoints.policy), every=1)
+
+    async def main() -> dict[str, Any]:
+        critic.saving = asyncio.Event()
+        return await asyncio.wait_for(WatchedRun(run.config, critic).run(), 20)  # type: ignore[arg-type]
+
+    summary = asyncio.run(main())
+    assert critic.trained == summary["ppo_steps"] == 1
+    assert summary["weights_version"] == FIRST_VERSION + 1
+
+
 # ---- one row, one version ----
 
 
