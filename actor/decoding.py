@@ -77,6 +77,9 @@ class Decoder:
             draws: float64 `[N, max_new_tokens]`, uniform in [0, 1): the draw of each token, so that a response does not
                 depend on which rows were written beside it. None: take the likeliest tokens.
             finished: gets the prompt's index, the response, and whether it ended by itself; as soon as it does.
+
+        Raises:
+            FloatingPointError: the model's logits are not numbers.
         """
         longest = max(len(prompt) for prompt in prompts)
         slots = min(self._slots, len(prompts))
@@ -156,12 +159,18 @@ class Decoder:
                 )
         early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
         if early:
-            logits[torch.tensor(early, device=logits.device)[:, None], self._eos] = -torch.inf
+            known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may name one that the model cannot write
+            logits[torch.tensor(early, device=logits.device)[:, None], known] = -torch.inf
         if draws is None:
             chosen = logits.argmax(-1)
         else:
             drawn = draws[[row.index for row in rows], [row.written for row in rows]].to(logits.device)
             chosen = draw(self._warpers(None, logits), drawn)
+        if logits.isnan().any():
+            raise FloatingPointError(
+                "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
+                "steps before, and lower actor.lr"
+            )
         for row, token in zip(rows, chosen.tolist(), strict=True):
             row.tokens.append(token)
 

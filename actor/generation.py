@@ -20,6 +20,7 @@ from python_backend.config import ActorSection
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4
+MORE_STOP_TOKENS = 16
 NEAR = 0.01  # total variation: one draw in a hundred would be another
 
 
@@ -33,6 +34,8 @@ class Generation:
         """`model`: a causal LM, adapters in place."""
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._eos_ids, self._pad_id, self._banned_ids = eos_ids, pad_id, banned_ids
+        # A token is a byte or more; the others are there because the first ones, cut off, may decode to something else.
+        self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
         self._decodes: bool | None = None  # whether our own decoding fits the model; found out with the first prompts
 
     def run(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool = False) -> None:
@@ -65,7 +68,8 @@ class Generation:
         )  # fmt: skip
 
     def _has_stop(self, response: Sequence[int]) -> bool:
-        text = self._tokenizer.decode(response, skip_special_tokens=False)
+        """Whether a stop string ends with the last token: one that ended before would have ended the response."""
+        text = self._tokenizer.decode(response[-self._stop_tokens :], skip_special_tokens=False)
         return any(stop in text for stop in self._settings.stop_strings)
 
     @torch.no_grad()

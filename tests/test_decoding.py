@@ -240,3 +240,21 @@ def test_a_model_with_room_for_no_more_than_prompt_and_response_is_written_by_us
     written = texts(written_by, prompts, greedy=True)
     assert written_by._decodes
     assert written == texts(generation(model, max_new_tokens=1, decoding="transformers"), prompts, greedy=True)
+
+
+def test_logits_that_are_no_numbers_are_an_error_that_says_so() -> None:
+    model = make_model("llama")
+    written_by = generation(model)
+    texts(written_by, make_prompts(3))
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    for greedy in (True, False):
+        with pytest.raises(FloatingPointError, match=r"logits are not finite.* lower actor\.lr"):
+            texts(written_by, make_prompts(3), greedy=greedy)
+
+
+def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out() -> None:
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(3)
+    settings = ActorSection(max_new_tokens=6, min_new_tokens=4)
+    written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
+    assert all(4 <= len(text) <= 6 for text in texts(written_by, prompts))
