@@ -146,6 +146,7 @@ def test_no_server(tmp_path: Path, checkpoints: Checkpoints) -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_sidecar(live: System) -> None:
     """The actor says so; what was accepted is trained once the sidecar is back, once."""
     live.stop_sidecar()

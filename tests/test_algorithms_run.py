@@ -71,6 +71,7 @@ def test_one_step_off_policy(live: System, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path) -> None:
     """Coefficient and running statistics go on from the checkpoint, as if the run had not ended."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -86,6 +87,7 @@ def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path)
         assert one[key] == pytest.approx(other[key], rel=1e-3), key
 
 
+@pytest.mark.slow
 def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
     """The run ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
     folder = tmp_path / "run"

@@ -158,6 +158,7 @@ def test_metadata_goes_along_with_sentences(mixed: System, checkpoints: Checkpoi
     np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
 
 
+@pytest.mark.slow
 def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
     tmp_path: Path, checkpoints: Checkpoints, prompts: Path
 ) -> None:
