@@ -28,11 +28,15 @@ QUICK: dict[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report, or only report; 0 when done, whatever the bar says."""
+    """Measure and report, or only report; 0 when done, whatever the bar says; 1 if it cannot be measured."""
     arguments = parse_arguments(argv)
     out = arguments.report_only or arguments.out
     if arguments.report_only is None:
-        from tools.bench.step_contests import contests  # torch: not for --help
+        from actor.client import RequestFailed  # tritonclient, and below torch: not for --help
+        from tools.bench.children import BenchError
+        from tools.bench.step_contests import contests
+        from tools.child import ChildDied
+        from tools.triton_home import ServerStartError
 
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
         out.mkdir(parents=True, exist_ok=True)
@@ -48,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = f"{sample['contest']:<9} {sample['mode']:<11} {sample['rollout']:>4} x {sample['longest']:<4}"
             print(f"{shown} {sample['seconds'] / sample['steps']:7.2f} s a step", file=sys.stderr, flush=True)
 
-        contests(arguments, out, note, result)
+        try:
+            contests(arguments, out, note, result)
+        except (BenchError, ChildDied, RequestFailed, ServerStartError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         (out / "result.json").write_text(json.dumps(result))
     result = json.loads((out / "result.json").read_text())
     from tools.bench.step_picture import draw
