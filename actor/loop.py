@@ -209,7 +209,7 @@ class PPORun:
         version = -1
         for sent in [sent for sent in sorted(self.updates) if sent <= step]:
             answer = await asyncio.shield(self.updates[sent])  # a rollout that nobody wants takes no update with it
-            del self.updates[sent]
+            self.updates.pop(sent, None)
             version = self.books.weights_version = answer.weights_version
         return version
 
