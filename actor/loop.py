@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from actor.algorithms import Method
@@ -228,7 +229,12 @@ class PPORun:
 
     def seed_of(self, step: int) -> int:
         """Of a step's sampling and shuffling."""
-        return (self.seed << 40) + step * self.settings.rollout_size
+        return step_seed(self.seed, step)
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """A seed for each step of each run: mixed, because on a CPU torch's generator takes the lowest 32 bits alone."""
+    return int(np.random.SeedSequence([run_seed, step]).generate_state(1)[0])
 
 
 async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:

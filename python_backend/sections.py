@@ -18,7 +18,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seed = Annotated[int, Field(ge=0, lt=2**24)]  # steps and batches count on in the 40 bits below it
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # torch's generator on a CPU takes no more
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 

@@ -53,7 +53,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("critic: {device: gpu}", "critic.device: String should match"),
         ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),
         ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),
-        ("run: {seed: 16777216}", "run.seed: Input should be less than 16777216"),
+        ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),
         ("run: {run_id: a b}", "run.run_id: use 1 to 64 letters, digits, '.', '_' or '-'"),
         ("server: {http_port: 70000}", "server.http_port: Input should be less than or equal to 65535 (got 70000)"),
         ("actor: {minibatch_size: 64, rollout_size: 32}", "actor.minibatch_size (64) is larger than actor.rollout"),

@@ -11,6 +11,7 @@ import torch
 from live_system import make_checkpoint, make_tokenizer
 from transformers import GenerationConfig
 
+from actor.loop import step_seed
 from actor.policy import Policy
 from actor.rollout import Prompt, Rollout
 from python_backend.config import ActorSection
@@ -187,3 +188,11 @@ def test_what_writes_stands_still_while_the_policy_is_updated(checkpoint: Path):
     assert not torch.equal(generate(policy).tokens, before.tokens)
     assert not torch.equal(policy.logprobs(before), logprobs)
     assert torch.equal(policy.logprobs(before, reference=True), ref_logprobs)
+
+
+def test_each_step_of_each_run_draws_its_own_numbers():
+    """On a CPU torch's generator looks at 32 bits of a seed."""
+    seeds = [step_seed(run, step) for run in (0, 1, 2, 2**31) for step in range(1, 400)]
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
+    draws = [torch.rand(4, generator=torch.Generator().manual_seed(step_seed(run, 1))) for run in (0, 1)]
+    assert not torch.equal(*draws)
