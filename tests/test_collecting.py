@@ -59,7 +59,7 @@ async def run(policy: Policy, server: Server, ready: asyncio.Future[Any], wrap: 
             return await asyncio.get_running_loop().run_in_executor(executor, lambda: call(*args, **kwargs))
 
         return await collect(
-            policy, server, OwnReference(policy), PROMPTS, seed=1, ready=ready, in_thread=in_thread, timers=Timers()  # type: ignore[arg-type]
+            policy, server, OwnReference(policy), PROMPTS, seed=2, ready=ready, in_thread=in_thread, timers=Timers()  # type: ignore[arg-type]
         )  # fmt: skip
 
 
@@ -70,8 +70,20 @@ def done() -> asyncio.Future[Any]:
 
 
 def test_scores_belong_to_their_rows(policy: Policy) -> None:
+    order: list[int] = []
+
+    def wrap(function: Any) -> Any:
+        if function != policy.generate:
+            return function
+
+        def generate(*args: Any, finished: Any, **kwargs: Any) -> Any:
+            return function(*args, finished=lambda i, row: (order.append(i), finished(i, row)), **kwargs)
+
+        return generate
+
     async def main() -> None:
-        scored = await run(policy, Server(), done())
+        scored = await run(policy, Server(), done(), wrap)
+        assert order != sorted(order), "the rows ended in the order of their prompts, which shows nothing"
         rollout = scored.rollout
         assert [prompt.prompt_id for prompt in rollout.prompts] == ["0", "1", "2", "3"]
         assert len(set(rollout.lengths.tolist())) > 1
