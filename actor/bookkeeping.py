@@ -13,7 +13,7 @@ from typing import Any
 from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps
 from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics, text_metrics
-from actor.metrics import Metric, MetricsLog, Text, read_jsonl, write_jsonl
+from actor.metrics import Metric, MetricsLog, Text, drop_steps_from, read_jsonl, write_jsonl
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
@@ -67,8 +67,7 @@ class Bookkeeper:
         )
         trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
         self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
-        kept = [line for line in read_jsonl(self._dir / TIMELINE_FILE) if line["step"] <= step]
-        write_jsonl(self._dir / TIMELINE_FILE, kept)
+        drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
         return step
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:

@@ -73,11 +73,10 @@ class MetricsLog:
 
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
-        kept = [line for line in read_jsonl(self._path) if line["step"] < first_step]
-        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        drop_steps_from(first_step, self._path)
         self._trackers = trackers
         self._texts_path = run_dir / "rollouts.jsonl"
-        write_jsonl(self._texts_path, [line for line in read_jsonl(self._texts_path) if line["step"] < first_step])
+        drop_steps_from(first_step, self._texts_path)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
@@ -133,3 +132,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Replace `path` by one JSON object a line."""
     replace_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+
+
+def drop_steps_from(first_step: int, path: Path) -> None:
+    """Leave out the lines of steps that a resumed run repeats; makes the file if there is none."""
+    write_jsonl(path, [line for line in read_jsonl(path) if line["step"] < first_step])
