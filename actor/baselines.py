@@ -39,7 +39,7 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
     The group's mean contains response i itself. Equal scores give 0: such a prompt teaches nothing.
 
     Args, Returns, Raises: as `leave_one_out`.
-    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; epsilon and n - 1 as TRL and verl.
+    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; n - 1 as TRL and verl, epsilon as verl.
     """
     rewards, index, count, total = _group_sums(rewards, groups, counted)
     mean = total / count.clamp(min=1)
