@@ -5,6 +5,7 @@ whether the configuration's algorithm asks the critic.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from actor.advantages import gae, token_rewards
 from actor.baselines import group_standardise, leave_one_out
 from actor.policy_loss import ClipRange, PolicyLoss, clipped_loss, reinforce_loss
 from python_backend.config import ActorSection
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,19 @@ class Method:
         """What the configuration asks for."""
         algorithm = ALGORITHMS[settings.algorithm]
         kl_in = algorithm.kl_in if settings.kl_in == "auto" else settings.kl_in
+        kl_estimator = settings.kl_estimator
+        if kl_estimator == "auto":
+            kl_estimator = "k3" if kl_in == "loss" else "abs"
+        if (kl_in, kl_estimator) == ("loss", "k1"):
+            logger.warning(
+                "actor.kl_estimator: k1 in the loss has a gradient of 0 in expectation and holds nothing; take "
+                "k2 or k3, or actor.kl_in: reward"
+            )
         loss_mean = algorithm.loss_mean if settings.loss_mean == "auto" else settings.loss_mean
         whitens = algorithm.whitens if settings.whiten_advantages is None else settings.whiten_advantages
         high = settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high
         return cls(
-            algorithm, settings.gamma, settings.lam, whitens, settings.kl_estimator,
+            algorithm, settings.gamma, settings.lam, whitens, kl_estimator,
             kl_in == "loss", loss_mean == "sequence", settings.mask_unfinished,
             ClipRange(settings.clip_ratio, high, settings.dual_clip),
         )  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from actor.advantages import kl_estimate, masked_sum, require_same_shape
-from actor.ppo_loss import policy_stats, ppo_policy_loss
+from actor.ppo_loss import MOST_LOG_RATIO, policy_stats, ppo_policy_loss
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def reinforce_loss(
     inside = weights != 0
     chosen = logprobs.masked_fill(~inside, 0.0)
     loss = masked_sum(-advantages * chosen, weights) / (total or 1)
-    log_ratio = (logprobs - old_logprobs).detach().masked_fill(~inside, 0.0)
+    log_ratio = (logprobs - old_logprobs).detach().masked_fill(~inside, 0.0).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     return loss, policy_stats(log_ratio, log_ratio.exp(), torch.zeros_like(inside), weights)
 
 
@@ -63,7 +63,8 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: st
     """sum_t w_t * kl_t / total, a scalar with the gradient of the estimate; the caller weighs it by `kl_coef`.
 
     The gradient is that of the estimate on given samples: of k2 it is the gradient of the KL itself in expectation, of
-    k3 it is an approximation of it near 0 (as GRPO uses it), and of k1 it is 0 in expectation.
+    k3 it is an approximation of it near 0 (as GRPO uses it), of k1 it is 0 in expectation, and of abs it has the same
+    size however near the two policies are.
 
     Args:
         kind: as `kl_estimate`.

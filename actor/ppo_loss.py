@@ -12,6 +12,8 @@ from torch import Tensor
 from actor.advantages import masked_sum, require_same_shape
 from python_backend.logprobs import sampling_logits
 
+MOST_LOG_RATIO = 20.0  # nats: where exp would overflow even a clipped loss has no finite gradient
+
 
 def entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()) -> Tensor:
     """Entropy H_t = -sum_v p_t(v) log p_t(v) of the distribution that token t+1 was sampled from.
@@ -48,7 +50,7 @@ def ppo_policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate of a micro-batch, as its share of the loss of the whole minibatch.
 
-        rho_t = exp(logprobs_t - old_logprobs_t)
+        rho_t = exp(clamp(logprobs_t - old_logprobs_t, -20, 20))
         l_t = max(-A_t * rho_t, -A_t * clamp(rho_t, 1 - low, 1 + high))
         l_t = min(l_t, -A_t * dual_clip) where A_t < 0: a token that the policy took up since cannot weigh without end
         loss = sum_t mask_t * l_t / num_tokens
@@ -84,6 +86,7 @@ def ppo_policy_loss(
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
     # Filled before exp: outside the mask -inf - -inf would put NaN into the gradients of the model.
     log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0.0)
+    log_ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     ratio = log_ratio.exp()
     clamped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     free, clipped = -advantages * ratio, -advantages * clamped

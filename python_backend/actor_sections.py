@@ -129,8 +129,8 @@ class ActorSection(Section):
     """Nats per sequence that `kl_coef` is adapted to hold; default: it stays as it is."""
     kl_horizon: Count = 10_000
     """Responses over which an adapted `kl_coef` follows; fewer: faster."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "abs"
-    """Per-token KL estimate; `abs` is the reference's default."""
+    kl_estimator: Literal["auto", "k1", "abs", "k2", "k3"] = "auto"
+    """Per-token KL estimate; `auto`: `k3` where the penalty is in the loss, `abs` (NeMo-Aligner's) in the rewards."""
     gamma: Fraction = 1.0
     """Discount."""
     lam: Fraction = 0.95
@@ -206,11 +206,8 @@ def check_actor(actor: ActorSection) -> None:
             f"actor.algorithm: {actor.algorithm} compares the responses to a prompt; set actor.responses_per_prompt "
             f"to 2 or more (it is {each})"
         )
-    if actor.algorithm == "rloo" and actor.ppo_epochs > 1:
-        raise ValueError(
-            f"actor.ppo_epochs ({actor.ppo_epochs}): rloo's loss is that of samples from the policy itself, so each is "
-            "used once; set it to 1, or take another algorithm"
-        )
+    if actor.algorithm == "rloo":
+        _check_on_policy(actor)
     if actor.critic_warmup_steps and not actor.uses_critic:
         raise ValueError(
             f"actor.critic_warmup_steps ({actor.critic_warmup_steps}): {actor.algorithm} has no critic; leave it out"
@@ -230,4 +227,16 @@ def check_actor(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.overlong_tokens ({actor.overlong_tokens}) is not below actor.max_new_tokens "
             f"({actor.max_new_tokens})"
+        )
+
+
+def _check_on_policy(actor: ActorSection) -> None:
+    """What an algorithm without probability ratios asks for."""
+    law = "rloo's loss is that of samples from the policy itself"
+    way_out = "or take another algorithm"
+    if actor.ppo_epochs > 1:
+        raise ValueError(f"actor.ppo_epochs ({actor.ppo_epochs}): {law}, so each is used once; set it to 1, {way_out}")
+    if actor.one_step_off_policy:
+        raise ValueError(
+            f"actor.one_step_off_policy: {law}, and these would come from the one before; leave it out, {way_out}"
         )

@@ -48,7 +48,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {clip_ratio: 1}", "actor.clip_ratio: Input should be less than 1 (got 1)"),
         ("actor: {betas: [0.9, 1.0]}", "actor.betas.1: Input should be less than 1 (got 1.0)"),
         ("actor: {betas: [0.9]}", "actor.betas.1: Field required"),
-        ("actor: {kl_estimator: k9}", "actor.kl_estimator: Input should be 'k1', 'abs', 'k2' or 'k3' (got 'k9')"),
+        (
+            "actor: {kl_estimator: k9}",
+            "actor.kl_estimator: Input should be 'auto', 'k1', 'abs', 'k2' or 'k3' (got 'k9')",
+        ),
         ("actor: 3", "actor: Input should be a valid dictionary or instance of ActorSection (got 3)"),
         ("critic: {device: gpu}", "critic.device: String should match"),
         ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),
@@ -57,6 +60,19 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("run: {run_id: a b}", "run.run_id: use 1 to 64 letters, digits, '.', '_' or '-'"),
         ("server: {http_port: 70000}", "server.http_port: Input should be less than or equal to 65535 (got 70000)"),
         ("actor: {minibatch_size: 64, rollout_size: 32}", "actor.minibatch_size (64) is larger than actor.rollout"),
+        (
+            "actor: {rollout_size: 9, minibatch_size: 3, responses_per_prompt: 2}",
+            "actor.rollout_size (9) is no multiple",
+        ),
+        ("actor: {algorithm: grpo}", "actor.algorithm: grpo compares the responses to a prompt"),
+        (
+            "actor: {algorithm: rloo, responses_per_prompt: 2, ppo_epochs: 2}",
+            "actor.ppo_epochs (2): rloo's loss is that",
+        ),
+        (
+            "actor: {algorithm: rloo, responses_per_prompt: 2, one_step_off_policy: true}",
+            "actor.one_step_off_policy: rloo's loss is that of samples from the policy itself",
+        ),
         ("trainer: {max_steps: 100}", "warmup_steps (10) + trainer.constant_steps (1000) is larger than trainer.max"),
         ("- 1", "my.yaml must hold sections"),
         ("a: [", "my.yaml is not valid YAML"),

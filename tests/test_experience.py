@@ -250,6 +250,25 @@ def test_grpo_by_hand():
     assert batch.advantages[2].tolist() == pytest.approx([0, 0, *[expected[2]] * 3], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, "abs"), ({"kl_in": "loss"}, "k3"), ({"algorithm": "grpo"}, "k3"),
+        ({"algorithm": "grpo", "kl_in": "reward"}, "abs"), ({"algorithm": "grpo", "kl_estimator": "k2"}, "k2"),
+    ],
+)  # fmt: skip
+def test_the_kl_estimate_where_nothing_is_set_depends_on_where_the_penalty_is(settings: dict[str, Any], kind: str):
+    assert Method.of(ActorSection(responses_per_prompt=4, **settings)).kl_estimator == kind
+
+
+def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
+    Method.of(ActorSection(kl_in="loss", kl_estimator="k1"))
+    assert "k1 in the loss has a gradient of 0 in expectation" in caplog.text
+    caplog.clear()
+    Method.of(ActorSection(kl_estimator="k1"))
+    assert not caplog.text
+
+
 def test_reinforce_plus_plus_is_the_whitened_return():
     scored = scored_rollout()
     batch = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1")

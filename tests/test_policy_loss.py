@@ -45,6 +45,19 @@ def test_dual_clip(ratio: float, advantage: float, loss: float, slope: float):
     assert bool(stats["clip_fraction"]) == (slope == 0)
 
 
+@pytest.mark.parametrize("log_ratio", [-500.0, 500.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_a_ratio_beyond_all_numbers_has_a_finite_gradient(log_ratio: float, advantage: float):
+    """exp(500) is inf in float32, and 0 * inf, its share in a clipped gradient, would be NaN."""
+    logprobs = torch.tensor([[log_ratio, 0.0]], requires_grad=True)
+    loss, stats = clipped_loss(
+        logprobs, torch.zeros(1, 2), torch.tensor([[advantage, 1.0]]), torch.ones(1, 2), 2.0, CLIP
+    )
+    loss.backward()
+    assert logprobs.grad.tolist() == [[0.0, -0.5]]
+    assert all(math.isfinite(value) for value in stats.values())
+
+
 @property_test
 @given(**sizes)
 def test_a_wide_dual_clip_changes_nothing(seed: int, batch: int, width: int):
