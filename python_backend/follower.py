@@ -74,13 +74,13 @@ class Follower:
         Raises:
             WeightsError: the store is empty or its version cannot be loaded; the message names the cause.
         """
-        self._store.records.forget_died()
         while True:
             self.version = self._first()
             self._tell(ServingRecord.of_this_process(self._instance, self.version.number))
             # Whoever moves CURRENT looks at the records afterwards: one of us two sees the other.
             if self._store.current() == self.version.number:
                 break
+        self._store.records.forget_died()  # now that their place is taken: until then somebody is to ask for a process
         self._count(self.version.number, False)
         self._watcher.start()
 

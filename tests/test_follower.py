@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +93,21 @@ def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance:
     assert (instance.follower.version.critic, instance.record.previous) == (1.5, 0)
     assert instance.loaded == [(0, None), (1, 0.0)], "the served critic is the new one's model"
     until(lambda: instance.counted == [(0, False), (1, False)])
+
+
+def test_who_died_is_forgotten_when_its_place_is_taken(store: WeightsStore):
+    """An instance that cannot start takes nobody's place, and whoever looks must still see that one is missing."""
+    gone = ServingRecord.of_this_process("critic_1", 0)
+    store.records.put(dataclasses.replace(gone, born=gone.born - 1))
+    damaged = publish(store, float("nan"))
+    with pytest.raises(WeightsError, match=f"weights version {damaged} cannot be served: w holds values"):
+        Instance(store).follower.start()
+    assert [record.instance for record in store.records.died()] == ["critic_1"]
+    store.set_current(0, back=True)
+    second = Instance(store)
+    second.follower.start()
+    assert store.records.died() == []
+    second.follower.stop()
 
 
 def test_an_announced_version_is_loaded_once_and_served_when_current_moves(store: WeightsStore, instance: Instance):
