@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from live_system import make_tokenizer
 from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 from transformers import AutoModel, Gemma3TextConfig
 
+from actor.policy import Policy
+from actor.rollout import Prompt
 from python_backend.batching import padded_width
-from python_backend.checkpoints import inspect_checkpoint
-from python_backend.config import TrainerSection
+from python_backend.checkpoints import CheckpointError, inspect_checkpoint
+from python_backend.config import ActorSection, TrainerSection
 from python_backend.contract import ContractError, Limits, scoring_rows
 from python_backend.language_model import load_language_model
 from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
@@ -220,3 +223,38 @@ def test_one_table_for_all_lengths_serves_all_of_them(tmp_path: Path):
     with torch.no_grad():
         expected = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0, :, 0].numpy() for row in MIXED]
     assert_close(critic.values(MIXED), expected)
+
+
+# ---- the policy ----
+
+
+def policy(folder: Path, model: str, **settings: Any) -> Policy:
+    tokenizer = make_tokenizer()
+    family, sizes = MODELS[model]
+    save_tiny(folder, family, "language", vocab_size=len(tokenizer), **sizes)
+    tokenizer.save_pretrained(folder)
+    return Policy(folder, ActorSection(**{"max_prompt_tokens": 6, "max_new_tokens": LIMIT - 6, **settings}))
+
+
+@models
+def test_a_policy_that_rows_may_outgrow_is_refused(tmp_path: Path, model: str):
+    message = r"actor.max_prompt_tokens \(6\) and actor.max_new_tokens \(11\) are above 16 together"
+    with pytest.raises(CheckpointError, match=message):
+        policy(tmp_path, model, max_new_tokens=LIMIT - 5)
+
+
+@models
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
+    writer = policy(tmp_path, model, decoding=decoding, min_new_tokens=LIMIT - 6)
+    prompts = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
+    rollout = writer.generate(prompts, seed=0, greedy=True)
+    assert rollout.lengths.tolist() == [LIMIT, LIMIT - 5, LIMIT - 3]
+    together = writer.logprobs(rollout)
+    for i, length in enumerate(rollout.lengths.tolist()):
+        row = rollout.tokens[i : i + 1, :length]
+        alone, logits = writer.token_logprobs(writer.model, row, torch.tensor([length]))
+        torch.testing.assert_close(together[i : i + 1, : length - 1], alone, atol=TOLERANCE, rtol=0)
+        start = int(rollout.prompt_lengths[i])
+        written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*writer.banned_ids, *writer.eos_ids]), -1e9)
+        assert written.argmax(-1).tolist() == row[0, start:].tolist()
