@@ -23,6 +23,7 @@ from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ActorSection
 from python_backend.logprobs import token_logprobs
+from python_backend.positions import fix_rotary, rotary_limit
 from python_backend.tokenization import load_tokenizer, special_tokens
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
@@ -33,7 +34,7 @@ class Policy:
     """The model in training, its frozen start (the reference), and its optimizer."""
 
     def __init__(self, folder: Path, settings: ActorSection) -> None:
-        """Raises CheckpointError if `folder` holds no causal LM with a tokenizer."""
+        """Raises CheckpointError if `folder` holds no causal LM with a tokenizer, or one that rows may outgrow."""
         check_checkpoint(folder)
         self.settings = settings
         try:
@@ -43,6 +44,7 @@ class Policy:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
+        _keep_rotary(model, folder, settings)
         if settings.lora_rank:
             self.model = with_adapters(model, settings).to(settings.device).eval()
             self.reference = None  # the policy without its adapters: no second copy
@@ -181,6 +183,18 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
 def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """`tokens` `[B, S]` without the columns that no row reaches, and `lengths` as they are."""
     return tokens[:, : int(lengths.max())], lengths
+
+
+def _keep_rotary(model: Any, folder: Path, settings: ActorSection) -> None:
+    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow that."""
+    fix_rotary(model)
+    limit = rotary_limit(model.config.to_dict())
+    if limit is not None and settings.max_prompt_tokens + settings.max_new_tokens > limit:
+        raise CheckpointError(
+            f"{folder}: actor.max_prompt_tokens ({settings.max_prompt_tokens}) and actor.max_new_tokens "
+            f"({settings.max_new_tokens}) are above {limit} together, where its rotary table changes with the length "
+            "of the rows; set smaller ones"
+        )
 
 
 def _checkpoint_gradients(model: Any) -> None:

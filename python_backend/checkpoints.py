@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from python_backend.positions import max_positions
 from python_backend.safetensors_header import TensorInfo, read_header
 from python_backend.weights import CONFIG_FILE, WEIGHTS_FILE
 
@@ -142,7 +143,6 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     tensors = _read_tensors(folder)
     text = config.get("text_config") or config
     architecture = next(iter(config.get("architectures") or []), None)
-    positions = text.get("max_position_embeddings") or text.get("n_positions")
     names = config.get("id2label") or {}
     labels = tuple(str(label) for label in names.values())
     return CheckpointInfo(
@@ -153,7 +153,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         labels=() if all(re.fullmatch(r"LABEL_\d+", label) for label in labels) else labels,
         tensors=tensors,
         vocab_size=text.get("vocab_size"),
-        max_positions=positions if isinstance(positions, int) and positions > 0 else None,
+        max_positions=max_positions(config),
         tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
         constants=_constants(folder, config),
     )

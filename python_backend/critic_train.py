@@ -26,6 +26,7 @@ from python_backend.contract import (
 )
 from python_backend.journal import Entry, Result
 from python_backend.journal_model import JournalModel
+from python_backend.positions import max_positions
 from python_backend.serving import Call
 from python_backend.training_payload import sent_payload
 from python_backend.weights import CONFIG_FILE, FIRST_VERSION, WeightsStore
@@ -42,8 +43,7 @@ class TritonPythonModel(JournalModel):
         if number is None:
             raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
         config = json.loads((store.folder(number) / CONFIG_FILE).read_text())
-        positions = config.get("max_position_embeddings", config.get("n_positions"))
-        self._limits = Limits(int(config["vocab_size"]), int(positions) if positions else None)
+        self._limits = Limits(int(config["vocab_size"]), max_positions(config))
 
     def accept(self, call: Call) -> Entry:
         names = (TOKENS, SEQUENCE_LENGTHS, RETURNS, PREV_VALUES, MASK)

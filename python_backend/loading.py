@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ from transformers import (
 )
 
 from python_backend.checkpoints import CheckpointError, CheckpointInfo, Head
+from python_backend.positions import fix_rotary, rotary_limit
 from python_backend.token_head import head_of
 from python_backend.weights import CONFIG_FILE
 
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NOT_ARCHITECTURE = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
@@ -176,7 +179,19 @@ def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
     model.config.architectures = [kind.__name__]
+    _keep_rotary(model, info)
     return model.eval()
+
+
+def _keep_rotary(model: Any, info: CheckpointInfo) -> None:
+    fix_rotary(model)
+    limit, positions = rotary_limit(model.config.to_dict()), getattr(model.config, "max_position_embeddings", None)
+    if limit and positions and limit < positions:
+        logger.warning(
+            "%s: rows end at original_max_position_embeddings (%d), not at max_position_embeddings (%d): a longer one "
+            "would change the rotary table of every row in its forward",
+            info.folder, limit, positions,
+        )  # fmt: skip
 
 
 def _read_one(info: CheckpointInfo, name: str) -> Tensor:

@@ -22,6 +22,7 @@ from python_backend.contract import Limits
 from python_backend.durable import disk_errors
 from python_backend.heads import merge_attributes, pool_last, pool_mean, standardise
 from python_backend.loading import load_pooled_model, load_token_model, read_head, twin
+from python_backend.positions import rotary_limit
 from python_backend.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
 from python_backend.weights import WEIGHTS_FILE
 
@@ -215,12 +216,13 @@ def quiet_transformers() -> None:
 
 
 def limits_of(model: Any) -> Limits:
-    """Vocabulary and positions of a Hugging Face model."""
+    """Vocabulary and positions of a Hugging Face model, no more of these than leave its rotary table as it is."""
     positions = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():  # RoBERTa's positions begin behind its padding index
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
-    return Limits(model.get_input_embeddings().num_embeddings, int(positions) if positions else None)
+    known = [int(limit) for limit in (positions, rotary_limit(model.config.to_dict())) if limit]
+    return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
 
 
 def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:

@@ -23,7 +23,7 @@ HARD_LIMIT_LINES = 400
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
     "python_backend.batching", "python_backend.checkpoints", "python_backend.config", "python_backend.contract",
-    "python_backend.durable", "python_backend.safetensors_header",
+    "python_backend.durable", "python_backend.positions", "python_backend.safetensors_header",
     "python_backend.journal", "python_backend.journal_entry", "python_backend.journal_file",
     "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
     "python_backend.critic_train", "python_backend.function_pool", "python_backend.function_reward",

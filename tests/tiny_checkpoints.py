@@ -21,6 +21,7 @@ from transformers import (
     GPTJConfig,
     LlamaConfig,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     RobertaConfig,
 )
@@ -56,6 +57,7 @@ MORE_CONFIGS = {
     "opt": (OPTConfig, {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
     "gptj": (GPTJConfig, {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}),
     "roberta": (RobertaConfig, {**_SIZES, "max_position_embeddings": POSITIONS + 1}),
+    "phi3": (Phi3Config, {**_SIZES, "eos_token_id": 2}),
 }
 HEADS = {
     "reward": AutoModelForSequenceClassification,

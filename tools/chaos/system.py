@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from python_backend.config import RunConfig, load_config
+from python_backend.positions import max_positions
 from python_backend.weights import WeightsStore
 from tools.bench.trace import SIZES, make_checkpoint
 from tools.chaos.traffic import Shape
@@ -66,7 +67,7 @@ def write_config(folder: Path, given: Path | None) -> Path:
 def shape_of(config: RunConfig) -> Shape:
     """Token ids and row lengths that both models can read."""
     models = [json.loads((part.checkpoint / "config.json").read_text()) for part in (config.reward, config.critic)]
-    positions = [model.get("max_position_embeddings", model.get("n_positions", LONGEST_ROW)) for model in models]
+    positions = [max_positions(model) or LONGEST_ROW for model in models]
     return Shape(min(model["vocab_size"] for model in models), min(LONGEST_ROW, *positions))
 
 

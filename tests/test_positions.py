@@ -1,0 +1,260 @@
+"""Rotary tables that transformers makes by the longest row of a forward: here no row depends on the rows beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import make_tokenizer
+from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
+from transformers import AutoModel, Gemma3TextConfig
+
+from actor.policy import Policy
+from actor.rollout import Prompt
+from python_backend.batching import padded_width
+from python_backend.checkpoints import CheckpointError, inspect_checkpoint
+from python_backend.config import ActorSection, TrainerSection
+from python_backend.contract import ContractError, Limits, scoring_rows
+from python_backend.language_model import load_language_model
+from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.positions import fix_rotary, max_positions, rotary_limit
+from python_backend.training_payload import train_payload
+from trainer.critic_update import CriticUpdate
+
+LIMIT = POSITIONS // 2  # of the rows that leave the rotary table as it is
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": LIMIT,
+    "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 5.0, 9.0],
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
+    "longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "phi3": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": LIMIT}),
+}
+models = pytest.mark.parametrize("model", MODELS)
+TOLERANCE = 1e-5
+quiet_transformers()
+
+
+def save(folder: Path, model: str, head: str) -> Path:
+    family, settings = MODELS[model]
+    save_tiny(folder, family, head, **settings)
+    return folder
+
+
+def rows(*lengths: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(1, VOCAB, length) for length in lengths]
+
+
+MIXED = rows(3, LIMIT, 9, LIMIT + 4, LIMIT - 1, POSITIONS, 5)  # some longer than what is served
+ROLES: dict[str, tuple[str, Callable[[Path], Callable[[list[np.ndarray]], Any]]]] = {
+    "reward": ("reward", lambda folder: load_reward(folder).score),
+    "critic": ("critic", lambda folder: load_critic(folder).values),
+    "reference": ("language", lambda folder: load_language_model(folder).logprobs),
+}
+roles = pytest.mark.parametrize("role", ROLES)
+
+
+def assert_close(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=TOLERANCE)
+
+
+@models
+@roles
+def test_a_row_scores_as_it_does_alone_in_a_fresh_model(tmp_path: Path, model: str, role: str):
+    head, load = ROLES[role]
+    folder = save(tmp_path, model, head)
+    alone = [load(folder)([row])[0] for row in MIXED]
+    score = load(folder)
+    assert_close(score(MIXED), alone)
+    assert_close(score(MIXED[::-1]), alone[::-1])
+    for i in (5, 1, 3, 0, 1):  # a long row before each short one
+        assert_close(score([MIXED[i]]), [alone[i]])
+
+
+@models
+@roles
+def test_rows_that_are_served_score_as_transformers_scores_them(tmp_path: Path, model: str, role: str):
+    head, load = ROLES[role]
+    family, settings = MODELS[model]
+    theirs = save_tiny(tmp_path, family, head, **settings)
+    served = [row for row in MIXED if row.size <= LIMIT]
+    with torch.no_grad():
+        logits = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0] for row in served]
+    if role == "reference":
+        steps = [
+            each[:-1].log_softmax(-1)[range(row.size - 1), row[1:]] for each, row in zip(logits, served, strict=True)
+        ]
+        expected = [np.append(step.numpy(), np.float32(0)) for step in steps]
+    else:
+        expected = [each.reshape(-1).numpy() for each in logits]
+    assert_close(load(tmp_path)(served), expected)
+
+
+@models
+def test_workers_that_share_a_model_write_nothing_of_it(tmp_path: Path, model: str):
+    critic = load_critic(save(tmp_path, model, "critic"))
+    alone = [critic.values([row])[0] for row in MIXED]
+    swapped = critic.with_weights(tmp_path)  # shares the table with the version before it
+    before = [(id(buffer), buffer._version) for buffer in critic.model.buffers()]
+    with ThreadPoolExecutor(3) as workers:
+        for i, found in enumerate(workers.map(lambda i: (critic, swapped)[i % 2].values([MIXED[i % 7]])[0], range(70))):
+            np.testing.assert_allclose(found, alone[i % 7], atol=TOLERANCE)
+    assert [(id(buffer), buffer._version) for buffer in critic.model.buffers()] == before
+    assert critic._token_head.lean is None
+
+
+@models
+def test_micro_batches_change_no_update_of_the_critic(tmp_path: Path, model: str):
+    folder = save(tmp_path, model, "critic")
+    payload = train_payload(
+        {
+            "tokens": np.concatenate(MIXED)[None], "sequence_lengths": np.array([row.size for row in MIXED])[:, None],
+            **{name: np.ones((1, sum(row.size - 1 for row in MIXED)), np.float32) for name in ("returns", "mask")},
+            "prev_values": np.zeros((1, sum(row.size - 1 for row in MIXED)), np.float32),
+        },
+        Limits(VOCAB),
+    )  # fmt: skip
+    losses = []
+    for token_budget in (1, 40, 10_000):
+        update = CriticUpdate(load_critic(folder), TrainerSection(token_budget=token_budget, clip_value=0, lr=1e-2))
+        losses.append([update.train(payload, lambda _: None).loss_mean for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
+    assert losses[2] == pytest.approx(losses[0], abs=TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_table_for_each_kind_of_layer():
+    kinds = ["full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=LIMIT, layer_types=kinds,
+        rope_parameters={kinds[0]: DYNAMIC, kinds[1]: {"rope_type": "default", "rope_theta": 10000.0}},
+    )  # fmt: skip
+    body = AutoModel.from_config(config).eval()
+    fix_rotary(body)
+    row, longer = (torch.from_numpy(each)[None] for each in rows(LIMIT, POSITIONS))
+    before = body(input_ids=row)[0]
+    body(input_ids=longer)
+    torch.testing.assert_close(body(input_ids=row)[0], before, atol=TOLERANCE, rtol=0)
+
+
+# ---- longer rows are refused ----
+
+
+@models
+def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture):
+    folder = save(tmp_path / "0", model, "critic")
+    with caplog.at_level(logging.WARNING):
+        critic = load_critic(folder)
+    assert ("rows end at original_max_position_embeddings (16), not at max" in caplog.text) == (model != "dynamic")
+    (tmp_path / "1").mkdir()
+    save_critic(critic, tmp_path / "1")
+    published = json.loads((tmp_path / "1" / "config.json").read_text())
+    assert critic.limits.max_length == LIMIT
+    assert inspect_checkpoint(folder).max_positions == LIMIT
+    assert max_positions(published) == LIMIT  # what critic_train reads
+    assert padded_width(LIMIT - 1, 64, critic.limits.max_length) == LIMIT
+    with pytest.raises(ContractError, match=r"tokens\[0\]: 17 tokens, the model has 16 positions"):
+        scoring_rows(np.ones((1, LIMIT + 1), np.int64), None, limits=critic.limits)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "positions"),
+    [
+        (
+            {
+                "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,  # Phi-3 128k on the hub
+                "rope_scaling": {"type": "su", "short_factor": [1.05], "long_factor": [1.3]},
+            },
+            4096, 4096,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+                "rope_parameters": {
+                    "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
+                    "short_mscale": 1.1, "long_mscale": 1.2,  # Phi-3.5-MoE scales by length, too
+                },
+            },
+            4096, 4096,
+        ),
+        ({"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rope_scaling": None}, None, 4096),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 2048, 2048),
+        (
+            {
+                "max_position_embeddings": 64,
+                "rope_parameters": {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}},
+            },
+            LIMIT, LIMIT,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            None, 131072,
+        ),
+        ({"text_config": {"max_position_embeddings": 64, "rope_parameters": LONGROPE}}, LIMIT, LIMIT),
+        ({"n_positions": 1024}, None, 1024),
+        ({}, None, None),
+    ],
+)  # fmt: skip
+def test_what_a_config_says(config: dict[str, Any], limit: int | None, positions: int | None):
+    assert rotary_limit(config) == limit
+    assert max_positions(config) == positions
+
+
+def test_one_table_for_all_lengths_serves_all_of_them(tmp_path: Path):
+    one = {**LONGROPE, "short_factor": LONGROPE["long_factor"]}
+    theirs = save_tiny(tmp_path, "phi3", "critic", rope_parameters=one, original_max_position_embeddings=LIMIT)
+    critic = load_critic(tmp_path)
+    assert critic.limits.max_length == POSITIONS
+    with torch.no_grad():
+        expected = [theirs(input_ids=torch.from_numpy(row)[None]).logits[0, :, 0].numpy() for row in MIXED]
+    assert_close(critic.values(MIXED), expected)
+
+
+# ---- the policy ----
+
+
+def policy(folder: Path, model: str, **settings: Any) -> Policy:
+    tokenizer = make_tokenizer()
+    family, sizes = MODELS[model]
+    save_tiny(folder, family, "language", vocab_size=len(tokenizer), **sizes)
+    tokenizer.save_pretrained(folder)
+    return Policy(folder, ActorSection(**{"max_prompt_tokens": 6, "max_new_tokens": LIMIT - 6, **settings}))
+
+
+@models
+def test_a_policy_that_rows_may_outgrow_is_refused(tmp_path: Path, model: str):
+    message = r"actor.max_prompt_tokens \(6\) and actor.max_new_tokens \(11\) are above 16 together"
+    with pytest.raises(CheckpointError, match=message):
+        policy(tmp_path, model, max_new_tokens=LIMIT - 5)
+
+
+@models
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
+    writer = policy(tmp_path, model, decoding=decoding, min_new_tokens=LIMIT - 6)
+    prompts = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
+    rollout = writer.generate(prompts, seed=0, greedy=True)
+    assert rollout.lengths.tolist() == [LIMIT, LIMIT - 5, LIMIT - 3]
+    together = writer.logprobs(rollout)
+    for i, length in enumerate(rollout.lengths.tolist()):
+        row = rollout.tokens[i : i + 1, :length]
+        alone, logits = writer.token_logprobs(writer.model, row, torch.tensor([length]))
+        torch.testing.assert_close(together[i : i + 1, : length - 1], alone, atol=TOLERANCE, rtol=0)
+        start = int(rollout.prompt_lengths[i])
+        written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*writer.banned_ids, *writer.eos_ids]), -1e9)
+        assert written.argmax(-1).tolist() == row[0, start:].tolist()
