@@ -225,6 +225,15 @@ class LiveRun:
         path = self.config.run.dir / "critic_metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
+    def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
+        """The sidecar's lines on its updates, once that of step `up_to` is there: it is written after the answer."""
+
+        def lines() -> list[dict[str, Any]]:
+            return [line for line in self.critic_metrics() if "loss_mean" in line]
+
+        wait_for(lambda: any(line["step"] == up_to for line in lines()), timeout_s=60.0)
+        return lines()
+
 
 def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> LiveRun:
     """A run in `folder` on free ports; `sections` are merged over small settings."""
@@ -291,7 +300,7 @@ class FinishedRun(System):
 
 
 def start_system(run: LiveRun) -> System:
-    """Server and sidecar of a new run, the server ready.
+    """Server and sidecar of a new run, both ready.
 
     Version 0 and the repository are made here, where torch and transformers are loaded already. The server is a
     process of its own: other tests count what this one has started.
@@ -302,6 +311,7 @@ def start_system(run: LiveRun) -> System:
     system = System(run, server, start_sidecar(run))
     try:
         wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
+        wait_for(run.journal.is_followed, server, system.sidecar)  # a step sent earlier is refused after a few seconds
     except BaseException:
         system.stop()
         raise

@@ -63,7 +63,7 @@ def test_an_update_changes_the_served_values_by_swap(live: System) -> None:
     answer = ask(live.run.url, CRITIC_TRAIN, training_inputs(seed=1), headers=KEY)
     after = assert_serves(live.run, int(answer["weights_version"][0]))
     assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
-    assert trainings(live.run)[-1]["reload"] == "swap"
+    assert live.run.critic_updates(up_to=live.run.journal.last_step())[-1]["reload"] == "swap"
     assert live.run.store.serving()[0].pid == pid
 
 
@@ -83,7 +83,7 @@ def test_an_update_changes_the_served_values_through_triton(reloading_by_triton:
     answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=2))
     after = assert_serves(run, int(answer["weights_version"][0]))
     assert max(float(np.abs(a - b).max()) for a, b in zip(after, before, strict=True)) > 1e-3
-    assert trainings(run)[-1]["reload"] == "triton"
+    assert run.critic_updates(up_to=run.journal.last_step())[-1]["reload"] == "triton"
     assert run.store.serving()[0].pid != pid
     with ControlPlane(run.config.server.grpc_url) as control:
         label = control.active_parameters(CRITIC)["weights_version"]
@@ -183,11 +183,6 @@ def test_a_swap_inside_a_request_of_many_rows_changes_none_of_its_values(live: S
         direct = direct_values(live.run.store.folder(version), item.rows)
         for i, (row, expected) in enumerate(zip(item.rows, direct, strict=True)):
             np.testing.assert_allclose(item.answer["values"][i, : row.size], expected, atol=TOLERANCE, rtol=0)
-
-
-def trainings(run: LiveRun) -> list[dict[str, Any]]:
-    """The sidecar's lines on critic updates."""
-    return [line for line in run.critic_metrics() if "loss_mean" in line]
 
 
 def triton_reloads(run: LiveRun) -> list[dict[str, Any]]:
