@@ -4,11 +4,12 @@ Given: a folder. Returns: checkpoints of a few kilobytes, what a direct forward 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from python_backend.journal import Journal
 from python_backend.modeling import quiet_transformers
 from python_backend.weights import WeightsStore
 from tools.child import Child
+from tools.model_loading import probe
 from tools.ports import with_free_ports
 from tools.render_configs import render_repository
+from trainer.control_plane import ControlPlane
 from trainer.publish import initialise_store
 
 POSITIONS = 128
@@ -284,6 +287,18 @@ class System:
         """A new one, following the journal from where the last one stopped."""
         self.sidecar = start_sidecar(self.run, *arguments)
         wait_for(self.run.journal.is_followed, self.sidecar)
+
+    @contextlib.contextmanager
+    def without_probes(self, *models: str) -> Iterator[None]:
+        """Whoever counts what `models` do is alone: the server's supervisor, which asks those that idle, is held."""
+        self.server.process.send_signal(signal.SIGSTOP)
+        try:
+            with ControlPlane(self.run.config.server.grpc_url) as control:
+                for model in models:  # answered after the supervisor's last request
+                    probe(control, model, 60.0)
+            yield
+        finally:
+            self.server.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Both processes, in the order of `tools run`."""
