@@ -79,7 +79,9 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     assert weights(["ready", *config, "--server", urls[1]]) == 1
     assert "not ready" in capsys.readouterr().out
 
+    pair.first.stop_sidecar()  # after a while it would have the critic loaded anew, for the server that died
     pair.start_second()
+    wait_for(lambda: len(pair.run.store.serving()) == 2)
     assert weights(["ready", *config, "--server", urls[1]]) == 0
     assert weights(["list", *config]) == 0
     told = capsys.readouterr().out
