@@ -82,6 +82,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
             asking = threading.Thread(target=ask_for_values, args=(system, over, failures, served))
             try:
                 asking.start()
+                wait_for(lambda: bool(served), system.server, system.sidecar)
                 assert train(run, 1) == 1
                 weights.fill()
                 cause = refused(run, 2)  # accepted; then publishing waits for space
