@@ -4,11 +4,12 @@ Given: a folder. Returns: checkpoints of a few kilobytes, what a direct forward 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from python_backend.journal import Journal
 from python_backend.modeling import quiet_transformers
 from python_backend.weights import WeightsStore
 from tools.child import Child
+from tools.model_loading import probe
 from tools.ports import with_free_ports
 from tools.render_configs import render_repository
+from trainer.control_plane import ControlPlane
 from trainer.publish import initialise_store
 
 POSITIONS = 128
@@ -225,6 +228,15 @@ class LiveRun:
         path = self.config.run.dir / "critic_metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
+    def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
+        """The sidecar's lines on its updates, once that of step `up_to` is there: it is written after the answer."""
+
+        def lines() -> list[dict[str, Any]]:
+            return [line for line in self.critic_metrics() if "loss_mean" in line]
+
+        wait_for(lambda: any(line["step"] == up_to for line in lines()), timeout_s=60.0)
+        return lines()
+
 
 def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> LiveRun:
     """A run in `folder` on free ports; `sections` are merged over small settings."""
@@ -276,6 +288,18 @@ class System:
         self.sidecar = start_sidecar(self.run, *arguments)
         wait_for(self.run.journal.is_followed, self.sidecar)
 
+    @contextlib.contextmanager
+    def without_probes(self, *models: str) -> Iterator[None]:
+        """Whoever counts what `models` do is alone: the server's supervisor, which asks those that idle, is held."""
+        self.server.process.send_signal(signal.SIGSTOP)
+        try:
+            with ControlPlane(self.run.config.server.grpc_url) as control:
+                for model in models:  # answered after the supervisor's last request
+                    probe(control, model, 60.0)
+            yield
+        finally:
+            self.server.process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         """Both processes, in the order of `tools run`."""
         stop_process(self.sidecar)
@@ -291,7 +315,7 @@ class FinishedRun(System):
 
 
 def start_system(run: LiveRun) -> System:
-    """Server and sidecar of a new run, the server ready.
+    """Server and sidecar of a new run, both ready.
 
     Version 0 and the repository are made here, where torch and transformers are loaded already. The server is a
     process of its own: other tests count what this one has started.
@@ -302,6 +326,7 @@ def start_system(run: LiveRun) -> System:
     system = System(run, server, start_sidecar(run))
     try:
         wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
+        wait_for(run.journal.is_followed, server, system.sidecar)  # a step sent earlier is refused after a few seconds
     except BaseException:
         system.stop()
         raise

@@ -121,6 +121,12 @@ class Rig:
         for instance in self.instances:
             instance.close()
 
+    def kill(self) -> None:
+        """Where it stands: idle, or soon."""
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, Journal, "changed_at", "before", call=1)  # an idle sidecar looks at nothing else
+            assert isinstance(self.ended(), Killed)
+
     def send(self, step: int, value: int | None = None) -> Entry:
         return self.journal.accept_training(payload(step if value is None else value), run_id="run", step=step)
 

@@ -22,11 +22,14 @@ class SmallDisk:
         self._ballast = folder / "ballast"
 
     def fill(self) -> None:
-        """Take all the space there is."""
-        with contextlib.suppress(OSError), self._ballast.open("ab", buffering=0) as file:
-            while True:
-                file.write(b"0" * (1 << 16))
-        assert shutil.disk_usage(self.folder).free == 0
+        """Take all the space there is; a file that somebody replaces meanwhile gives some back."""
+        for _ in range(100):
+            with contextlib.suppress(OSError), self._ballast.open("ab", buffering=0) as file:
+                while True:
+                    file.write(b"0" * (1 << 16))
+            if shutil.disk_usage(self.folder).free == 0:
+                return
+        raise AssertionError(f"{self.folder} does not fill up")
 
     def empty(self) -> None:
         """Give it back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -163,7 +164,7 @@ def test_no_sidecar(live: System) -> None:
     live.start_sidecar()
     answer = ask(live.run.url, CRITIC_TRAIN, arrays, headers=KEY)
     assert live.run.store.manifest(int(answer["weights_version"][0])).step == step
-    assert [line["step"] for line in live.run.critic_metrics() if "loss_mean" in line].count(step) == 1
+    assert [line["step"] for line in live.run.critic_updates(up_to=step)].count(step) == 1
 
     live.stop_sidecar()
     sentence = actor_error(live.run, "actor", "actor.client.retries=1")
@@ -200,15 +201,17 @@ def command(tmp_path: Path, checkpoints: Checkpoints) -> Iterator[Callable[[str]
 
 
 def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
-    """The processes of the run by their roles, once all are there."""
+    """The processes of the run by their roles, once all are there; in the order in which they should end."""
     roles = {"actor": ["-m", "actor"], "sidecar": ["-m", "trainer"], "server": ["tritonserver"]}
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
-        line = " ".join(child.cmdline())
-        for role, words in roles.items():
-            if " ".join(words) in line and "triton_python_backend_stub" not in line and "-c" not in child.cmdline():
-                found[role] = child
-    return found
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = child.cmdline()
+            line = " ".join(command)
+            for role, words in roles.items():
+                if " ".join(words) in line and "triton_python_backend_stub" not in line and "-c" not in command:
+                    found[role] = child
+    return {role: found[role] for role in roles}
 
 
 def wait_for_steps(tmp_path: Path, process: subprocess.Popen[str]) -> None:
@@ -270,7 +273,7 @@ def test_ctrl_c_stops_actor_sidecar_and_server_in_order(
     ended: list[str] = []
     process.send_signal(signal.SIGINT)
 
-    def all_ended() -> bool:
+    def all_ended() -> bool:  # who ended between two looks did so in the order of `roles`, for all that can be seen
         ended.extend(role for role, child in roles.items() if role not in ended and not alive(child))
         return len(ended) == len(roles) and process.poll() is not None
 

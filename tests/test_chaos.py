@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -140,12 +141,20 @@ def points_of(config: RunConfig) -> Points:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_moment_is_seen(config: RunConfig, point: str):
+def test_a_moment_is_seen(config: RunConfig, point: str, monkeypatch: pytest.MonkeyPatch):
     seen: list[str] = []
-    points = points_of(config)
-    watcher = threading.Thread(target=lambda: seen.append(points.wait(point, 20.0, threading.Event())))
+    points, watches = points_of(config), threading.Event()
+    observer = points._observer
+
+    def observe(point: str) -> Callable[[], str | None]:
+        look = observer(point)
+        watches.set()
+        return look
+
+    monkeypatch.setattr(points, "_observer", observe)
+    watcher = threading.Thread(target=lambda: seen.append(points.wait(point, 60.0, threading.Event())))
     watcher.start()
-    watcher.join(0.1)  # it has looked
+    assert watches.wait(60.0)
     assert not seen
     expected = happen(config, point)
     watcher.join()

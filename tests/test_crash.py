@@ -131,8 +131,12 @@ def test_a_killed_critic_stub_is_replaced(tmp_path: Path, checkpoints: Checkpoin
         wait_for(lambda: any(fresh.pid != record.pid for fresh in run.store.serving()), system.sidecar)
         second = ask(run.url, CRITIC_TRAIN, {**payload(2), **identity("test", 2)})
         assert int(second["weights_version"][0]) == int(first["weights_version"][0]) + 1
-        (fresh,) = run.store.serving()
-        assert (fresh.pid != record.pid, fresh.version) == (True, int(second["weights_version"][0]))
+        version = int(second["weights_version"][0])
+        # Who is slow to start is asked for twice, by the supervisor and by the sidecar: two serve for a while then.
+        wait_for(
+            lambda: [(r.pid != record.pid, r.version) for r in run.store.serving()] == [(True, version)],
+            system.sidecar,
+        )
     finally:
         system.stop()
 
@@ -164,7 +168,8 @@ def test_a_killed_actor_resumes_and_rewinds_the_critic(tmp_path: Path, checkpoin
         assert (manifest.step, manifest.version) == (6, summary["weights_version"])
         assert summary["weights_version"] > version_before
         aside = list((run.config.run.journal_dir / "test" / "set_aside").glob("*/*.train"))
-        assert {int(path.name.split(".")[0]) for path in aside} <= set(range(checkpoint + 1, killed_at + 1))
+        # One more may have been on its way to the server when the actor was killed.
+        assert {int(path.name.split(".")[0]) for path in aside} <= set(range(checkpoint + 1, killed_at + 2))
         lines = read_jsonl(run.config.run.dir / "samples.jsonl")
         assert {line["when"] for line in lines} == {"before", "after"}
 

@@ -101,11 +101,10 @@ def kill_critic(system: System) -> None:
 
 
 def kill_actor_between_checkpoints(run: LiveRun, actor: Child) -> None:
-    """Once step 5 is accepted: its update is on the way, the newest checkpoint is of step 3."""
+    """Once step 5 is accepted: its update, or the next one, is on the way; the newest checkpoint is of step 3."""
     wait_for(lambda: run.journal.last_step() >= KILLED_AT, actor)
     actor.process.kill()
     assert actor.process.wait() == -signal.SIGKILL
-    assert run.journal.last_step() == KILLED_AT
     assert max(saved_steps(run.config.run.dir / "checkpoints" / "actor"), default=0) == CHECKPOINT_EVERY
 
 
@@ -124,7 +123,7 @@ def test_a_killed_actor_changes_no_bit(calm: Outcome, system: System) -> None:
     actor = run.start("actor")
     try:
         kill_actor_between_checkpoints(run, actor)
-        wait_for(lambda: run.store.manifest(run.store.current() or 0).step == KILLED_AT, system.sidecar)
+        wait_for(lambda: run.store.manifest(run.store.current() or 0).step >= KILLED_AT, system.sidecar)
         actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
         finish(actor)
         assert_resumed(run, actor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -52,7 +53,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
     system = start_system(make_run(folder, checkpoints, actor={"reference": "triton"}))
     actor = system.run.start("actor")
     try:
-        code = actor.process.wait(120)
+        code = actor.process.wait(180)
         yield FinishedRun(system.run, system.server, system.sidecar, code, actor.log_path.read_text())
     finally:
         stop_process(actor)
@@ -157,7 +158,7 @@ def test_served_logprobs_are_the_policys_own(served: FinishedRun) -> None:
 
 def test_concurrent_requests_of_mixed_lengths_batch(served: FinishedRun) -> None:
     rows = random_rows(np.random.default_rng(2).integers(1, 129, 64).tolist(), seed=2)
-    with ControlPlane(served.run.config.server.grpc_url) as control:
+    with served.without_probes(REFERENCE), ControlPlane(served.run.config.server.grpc_url) as control:
         before = control.statistics(REFERENCE)
         answers = ask_all(served.run.url, [(REFERENCE, scoring_inputs([row])) for row in rows])
         after = control.statistics(REFERENCE)
@@ -312,9 +313,13 @@ def test_temperature_and_int32_tokens(served: FinishedRun) -> None:
 def process_of(run: LiveRun, model: str) -> psutil.Process:
     """The process that runs the model."""
     server = psutil.Process(read_json(run.config.run.dir / "server.json")["pid"])
-    alive = [child for child in server.children() if child.status() != psutil.STATUS_ZOMBIE]
-    (found,) = [child for child in alive if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline())]
-    return found
+    found = []
+    for child in server.children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command, and may go at any time
+            if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()):
+                found.append(child)
+    (process,) = found
+    return process
 
 
 def set_parameters(run: LiveRun, **values: str) -> None:

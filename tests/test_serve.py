@@ -15,6 +15,7 @@ from live_system import MEASURED
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
+from python_backend.durable import read_json
 from tools.serve import demo_preparation
 from trainer.control_plane import ControlPlane
 
@@ -104,7 +105,7 @@ def test_serve_starts_a_server_that_died_again(run_dir: Path) -> None:
     wait_for(state, process)
     first = json.loads(state.read_text())
     psutil.Process(first["pid"]).kill()
-    while not state.exists() or json.loads(state.read_text())["pid"] == first["pid"]:
+    while (read_json(state) or first)["pid"] == first["pid"]:  # gone for a while
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     second = json.loads(state.read_text())

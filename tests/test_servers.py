@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -257,7 +258,8 @@ def test_an_outage_is_told_counted_and_over(caplog: pytest.LogCaptureFixture, mo
             await servers.lose_all()
             assert servers.counters.outages == 0, "nobody has had to wait"
             waiting = [asyncio.create_task(servers.take()) for _ in range(20)]
-            await until(lambda: "no server answers for 0 s: a:1: Connection refused; b:1" in caplog.text)
+            reminder = r"no server answers for \d+ s: a:1: Connection refused; b:1"
+            await until(lambda: re.search(reminder, caplog.text) is not None)
             assert not any(task.done() for task in waiting)
             servers["b:1"].connection.refuses = False
             assert await asyncio.gather(*waiting) == ["b:1"] * 20
@@ -293,7 +295,7 @@ def test_an_outage_that_does_not_end_is_an_error_that_names_everybody():
             await servers.lose_all()
             for _ in range(2):  # and the next one does not wait anew
                 with pytest.raises(
-                    RequestFailed, match=r"m: no server has answered for 0 s \(actor\.client\.max_outage_s"
+                    RequestFailed, match=r"m: no server has answered for \d+ s \(actor\.client\.max_outage_s"
                 ):
                     await servers.take()
             with pytest.raises(RequestFailed, match=r": a:1: Connection refused; b:1: Connection refused; is `python"):

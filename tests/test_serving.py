@@ -74,7 +74,7 @@ def test_rows_in_one_request_are_padded_to_its_own_width(live: System, checkpoin
 
 def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, checkpoints: Checkpoints) -> None:
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
-    with ControlPlane(live.run.config.server.grpc_url) as control:
+    with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = {model: control.statistics(model) for model in (REWARD_MODEL, CRITIC)}
         answers = ask_all(live.run.url, [(CRITIC_INFER, scoring_inputs([row])) for row in rows])
         assert mean_batch(before[CRITIC], control.statistics(CRITIC)) > 4
@@ -123,7 +123,7 @@ def test_requests_with_and_without_lengths_do_not_mix(live: System, checkpoints:
 
 def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
     rows = mixed_rows(8, seed=6)
-    with ControlPlane(live.run.config.server.grpc_url) as control:
+    with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
         before = control.statistics(REWARD_MODEL)
         answer = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows), ["values", "weights_version"])
         after = control.statistics(REWARD_MODEL)

@@ -57,7 +57,7 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     assert [served(run) for run in (pair.run, pair.other)] == [version, version]
     records = pair.run.store.serving()
     assert len({record.pid for record in records}) == 2
-    line = [line for line in pair.run.critic_metrics() if "loss_mean" in line][-1]
+    line = pair.run.critic_updates(up_to=2)[-1]
     assert line["served_by"] == {record.name: version for record in records}
 
     ask(pair.run.url, CRITIC_SAVE, SAVE)  # and with it a reload through Triton, on both
@@ -79,7 +79,9 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     assert weights(["ready", *config, "--server", urls[1]]) == 1
     assert "not ready" in capsys.readouterr().out
 
+    pair.first.stop_sidecar()  # after a while it would have the critic loaded anew, for the server that died
     pair.start_second()
+    wait_for(lambda: len(pair.run.store.serving()) == 2)
     assert weights(["ready", *config, "--server", urls[1]]) == 0
     assert weights(["list", *config]) == 0
     told = capsys.readouterr().out

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sidecar_rig import Killed, Rig, kill_at, payload
+from sidecar_rig import Rig, payload
 
 from python_backend.checkpoints import CheckpointError
-from python_backend.journal import Journal
 from trainer.sidecar import Sidecar
 
 pytest_plugins = ["sidecar_fixtures"]
@@ -35,12 +34,6 @@ def file_of(rig: Rig, step: int) -> Path:
     return rig.journal.root / "run" / "entries" / f"{step:08d}.train"
 
 
-def kill(rig: Rig) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, Journal, "entries", "before", call=1)
-        assert isinstance(rig.ended(), Killed)
-
-
 # ---- journal entries ----
 
 
@@ -52,7 +45,7 @@ def test_a_damaged_entry_is_its_callers_error_alone(
     rig = make()
     rig.serve()
     rig.start().train(1)
-    kill(rig)
+    rig.kill()
     entries = [rig.send(2), rig.send(3)]
     damage(file_of(rig, 2))
     lost = file_of(rig, 2).read_bytes()
@@ -70,7 +63,7 @@ def test_a_damaged_entry_is_its_callers_error_alone(
     if then == "resend":
         assert rig.train(2) == results[:1]
     if then == "replay":
-        kill(rig)
+        rig.kill()
         rig.start()
         assert rig.train(3) == results[1:]
     if then == "rewind":
@@ -83,7 +76,7 @@ def test_a_damaged_entry_is_its_callers_error_alone(
 
 def test_damage_to_what_was_answered_stops_the_sidecar(rig: Rig, straight: Rig):
     rig.train(1, 2, 3)
-    kill(rig)
+    rig.kill()
     intact = file_of(rig, 2).read_bytes()
     flip(file_of(rig, 2))
     error = rig.start().ended()

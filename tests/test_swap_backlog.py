@@ -10,6 +10,7 @@ import json
 import queue
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -80,6 +81,7 @@ def make_model(scoring: Any) -> Any:
             self.version = 1
             self.ran: queue.Queue[tuple[int, int]] = queue.Queue()
             self.go = threading.Semaphore(0)
+            self.begun = 0
 
         def current_model(self) -> int:
             return self.version
@@ -89,6 +91,7 @@ def make_model(scoring: Any) -> Any:
             return ScoringRows(rows, ROW_TOKENS)
 
         def forward(self, model: int, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+            self.begun += 1
             assert self.go.acquire(timeout=PATIENCE_S)
             self.ran.put((model, len(rows)))
             return [np.zeros(1)] * len(rows)
@@ -119,11 +122,20 @@ def make_model(scoring: Any) -> Any:
     return model
 
 
+def wait_for_forward(model: Any, number: int) -> None:
+    """Return when it is under way, its version chosen."""
+    deadline = time.monotonic() + PATIENCE_S
+    while model.begun < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_under_a_backlog_of_600_rows_the_new_version_runs_within_two_micro_batches(scoring: Any):
     model = make_model(scoring)
     calls = [Call(1) for _ in range(600)]
     model.line_up(*calls)
     assert model.run(3) == [(1, 10)] * 3
+    wait_for_forward(model, 4)
     model.version = 2  # what the follower's one assignment does; a forward of the old one is under way
     assert model.run(2) == [(1, 10), (2, 10)]
     assert set(model.run(55)) == {(2, 10)}
@@ -137,6 +149,7 @@ def test_a_request_that_has_begun_stays_with_its_version_and_holds_nobody_up(sco
     long, short = Call(40), [Call(1) for _ in range(60)]
     model.line_up(long)
     assert model.run(1) == [(1, 10)]
+    wait_for_forward(model, 2)
     model.line_up(*short)
     model.version = 2
     ran = model.run(9)

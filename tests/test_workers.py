@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import urllib.request
 from typing import Any
 
 import numpy as np
 import pytest
 from bare_client import BareClient, ask_all
-from live_system import POSITIONS, Checkpoints, FinishedRun, direct_rewards, random_rows, reload_model, scoring_inputs
+from live_system import (
+    POSITIONS,
+    Checkpoints,
+    FinishedRun,
+    direct_rewards,
+    random_rows,
+    reload_model,
+    scoring_inputs,
+    wait_for,
+)
 
 from python_backend.contract import REWARD_MODEL
 
@@ -62,18 +70,26 @@ def test_a_short_request_passes_a_long_one_that_came_before(finished: FinishedRu
 
 
 def test_forwards_and_padding_are_counted(finished: FinishedRun) -> None:
-    set_parameters(
-        finished, workers="1", token_budget="1000", forward_overhead_tokens="0", strip_sequence_length_to_multiple="16"
-    )
-    before = {name: metric(finished, name) for name in ("forwards", "forward_rows", "forward_tokens")}
-    padding = metric(finished, "forward_padding_tokens")
-    answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs(random_rows([5, 9, 5, 9, 120], seed=3)))])
-    assert isinstance(answers[0], dict)
-    while metric(finished, "forward_padding_tokens") == padding:  # they are published twice a second
-        time.sleep(0.05)
-    found = {name: metric(finished, name) - count for name, count in before.items()}
-    assert found == {"forwards": 3, "forward_rows": 5, "forward_tokens": 148}
-    assert metric(finished, "forward_padding_tokens") - padding == 2 * 11 + 2 * 7 + 8  # to multiples of 16
+    with finished.without_probes():
+        set_parameters(
+            finished, workers="1", token_budget="1000", forward_overhead_tokens="0",
+            strip_sequence_length_to_multiple="16",
+        )  # fmt: skip
+        before = counts(finished)
+        answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs(random_rows([5, 9, 5, 9, 120], seed=3)))])
+        assert isinstance(answers[0], dict)
+        padding = 2 * 11 + 2 * 7 + 8  # to multiples of 16
+        # Published twice a second, this one last, perhaps in the middle of the request's three forwards.
+        all_padding = before["forward_padding_tokens"] + padding
+        wait_for(lambda: counts(finished)["forward_padding_tokens"] >= all_padding, finished.server)
+        found = {name: count - before[name] for name, count in counts(finished).items()}
+    assert found == {"forwards": 3, "forward_rows": 5, "forward_tokens": 148, "forward_padding_tokens": padding}
+
+
+def counts(finished: FinishedRun) -> dict[str, float]:
+    """The reward model's counters."""
+    names = ("forwards", "forward_rows", "forward_tokens", "forward_padding_tokens")
+    return {name: metric(finished, name) for name in names}
 
 
 def metric(finished: FinishedRun, name: str) -> float:

@@ -147,7 +147,7 @@ def server_processes(parent_pid: int) -> list[psutil.Process]:
 def stub_of(server: TritonServer, model: str) -> psutil.Process:
     """The process of one model."""
     for child in psutil.Process(server.pid).children():
-        with contextlib.suppress(psutil.ZombieProcess):  # tritonserver does not reap a stub that was killed
+        with contextlib.suppress(psutil.NoSuchProcess):  # a killed stub is a zombie until its model is unloaded
             if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()):
                 return child
     raise AssertionError(f"no process of {model}")
