@@ -127,7 +127,10 @@ def test_a_server_that_comes_back_costs_a_pause(pair: Pair) -> None:
 
 
 def test_a_model_whose_process_dies_costs_a_pause(pair: Pair) -> None:
-    """The server starts another one, and calls the model ready all the time."""
+    """The server starts another one, and calls the model ready all the time.
+
+    One time in fifty tritonserver 2.51 aborts with it, connections break, and its supervisor starts it again.
+    """
     with Run(pair, pair.other, settings=["actor.max_staleness=1000"]) as run:  # scoring never waits for training
         run.wait_for_steps(2)
         for record in pair.run.store.serving():
@@ -136,7 +139,7 @@ def test_a_model_whose_process_dies_costs_a_pause(pair: Pair) -> None:
         last = run.ends_well()
         assert last["client/outages"] >= 1
         assert "no server answers; requests wait up to 600 s for one" in run.log
-        assert "is not healthy" in run.log
+        assert "is not healthy" in run.log or "Server disconnected" in run.log
 
 
 def test_ctrl_c_while_requests_wait_leaves_nothing(pair: Pair) -> None:
