@@ -13,7 +13,16 @@ from typing import Any
 from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps
 from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics, text_metrics
-from actor.metrics import Metric, MetricsLog, Text, drop_steps_from, read_jsonl, write_jsonl
+from actor.metrics import (
+    Metric,
+    MetricsLog,
+    Text,
+    append_jsonl,
+    drop_steps_from,
+    each_line,
+    read_jsonl,
+    write_jsonl,
+)
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
@@ -43,7 +52,8 @@ class Bookkeeper:
         self._client = client
         self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
-        self.saves: list[asyncio.Task[None]] = []
+        self._validated: int | None = None  # the newest step that this process validated at
+        self.saves: list[asyncio.Task[None]] = []  # under way, or ended with an error that nobody expected
         self.weights_version = 0  # of the critic, as far as this run was told
         self._unsaved: int | None = None  # the newest step whose critic_save failed
         self._masked_samples = 0
@@ -112,9 +122,8 @@ class Bookkeeper:
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
         """When each phase of a step began and ended, in `TIMELINE_FILE`; `spans`: seconds since the epoch."""
-        with (self._dir / TIMELINE_FILE).open("a") as file:
-            for phase, start, end in spans:
-                file.write(json.dumps({"step": step, "phase": phase, "start": start, "end": end}) + "\n")
+        lines = ({"step": step, "phase": phase, "start": start, "end": end} for phase, start, end in spans)
+        append_jsonl(self._dir / TIMELINE_FILE, lines)
 
     def _staleness(self, scores: Scores, step: int) -> dict[str, Metric]:
         if not self._has_critic:
@@ -134,8 +143,10 @@ class Bookkeeper:
             write_json(self._dir / f"validation_{when}.json", line)
         self._keep_if_best(step, result.reward)
         path = self._dir / "validations.jsonl"
-        earlier = [row for row in read_jsonl(path) if row["step"] < step]  # a resumed run repeats some
-        write_jsonl(path, [*earlier, {"step": step, "timers/validation_time": seconds, **line}])
+        if self._validated is None:  # a resumed run repeats some
+            drop_steps_from(step, path)
+        self._validated = step
+        append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
         described = {**text_metrics(result.rollout, result.scores), **line}
         charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
         self._log.chart(charted, step)
@@ -165,6 +176,7 @@ class Bookkeeper:
         }  # fmt: skip
         save_checkpoint(self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints)
         if self._has_critic:
+            self.saves = [save for save in self.saves if not _ended_well(save)]
             self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
 
     async def _save_critic(self, step: int, keep_steps: list[int]) -> None:
@@ -218,8 +230,14 @@ class Bookkeeper:
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def _seconds_per_step(self) -> float:
-        times = [line["timers/step_time"] for line in read_jsonl(self._dir / "metrics.jsonl")]
-        return sum(times) / max(1, len(times))
+        total, steps = 0.0, 0
+        for line in each_line(self._dir / "metrics.jsonl"):
+            total, steps = total + line["timers/step_time"], steps + 1
+        return total / max(1, steps)
+
+
+def _ended_well(save: asyncio.Task[None]) -> bool:
+    return save.done() and not save.cancelled() and save.exception() is None
 
 
 def _warn_of_failures(where: str, scores: Scores) -> None:

@@ -81,8 +81,7 @@ class MetricsLog:
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """One line, and one point per curve."""
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        append_jsonl(self._path, [{"step": step, "time": time.time(), **metrics}])
         self.chart(metrics, step)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
@@ -98,9 +97,7 @@ class MetricsLog:
 
     def add_texts(self, texts: Sequence[Text]) -> None:
         """Rows of rollouts.jsonl, of TensorBoard's texts and of the trackers' tables."""
-        with self._texts_path.open("a", encoding="utf-8") as file:
-            for text in texts:
-                file.write(json.dumps(asdict(text), ensure_ascii=False) + "\n")
+        append_jsonl(self._texts_path, map(asdict, texts))
         for i, text in enumerate(texts):
             shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
             self._board.add_text(f"train_rollouts/text_{i}", shown, text.step)
@@ -114,26 +111,48 @@ class MetricsLog:
             self._trackers.finish()
 
 
+def each_line(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, one by one: those of a run of months are more than memory should hold.
+
+    A last line cut short by a crash is left out, a missing file is empty.
+    """
+    for line, _ in _parsed_lines(path):
+        yield line
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line cut short by a crash is left out, a missing file is empty."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    parsed = []
-    for number, line in enumerate(lines):
-        try:
-            parsed.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number != len(lines) - 1:
-                raise
-    return parsed
+    """As `each_line`, of a small file."""
+    return list(each_line(path))
 
 
 def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Replace `path` by one JSON object a line."""
-    replace_file(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    replace_file(path, map(_line, lines))
+
+
+def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Add one JSON object a line."""
+    with path.open("ab") as file:
+        file.writelines(map(_line, lines))
 
 
 def drop_steps_from(first_step: int, path: Path) -> None:
     """Leave out the lines of steps that a resumed run repeats; makes the file if there is none."""
-    write_jsonl(path, [line for line in read_jsonl(path) if line["step"] < first_step])
+    replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
+
+
+def _line(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Each object, and its line as it stands in the file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                yield json.loads(raw), raw if raw.endswith(b"\n") else raw + b"\n"
+            except ValueError:  # cut short, perhaps within a letter
+                if file.read().strip():  # and not the last one
+                    raise

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from actor.metrics import Metric
 
+KEPT_VERSIONS = 1000
+
 
 def needed_update(step: int, *, max_staleness: int, every: int) -> int:
     """The update whose answer must be in before rows of `step` are scored, so that none is too stale; may be < 1.
@@ -24,7 +26,7 @@ def needed_update(step: int, *, max_staleness: int, every: int) -> int:
 
 
 class VersionSteps:
-    """How many updates each weights version contains, as far as the critic's answers tell."""
+    """How many updates each weights version contains, as far as the critic's answers tell: of the newest versions."""
 
     def __init__(self, version: int, step: int, *, every: int, save_every: int) -> None:
         """
@@ -42,11 +44,13 @@ class VersionSteps:
         before = max((self._steps[number] for number in self._steps if number < version), default=0)
         contained = next((s for s in range(step, before, -1) if self._is_published(s)), before)
         self._steps.setdefault(version, contained)
+        if len(self._steps) > KEPT_VERSIONS:
+            del self._steps[min(self._steps)]
 
     def step_of(self, version: int) -> int:
         """The last update in `version`. One that no answer has named yet counts from the one before that was named."""
         known = max((number for number in self._steps if number <= version), default=None)
-        if known is None:  # older than all that was served when this run began
+        if known is None:  # older than all that is known here
             return 0
         step = self._steps[known]
         for _ in range(version - known):

@@ -55,8 +55,9 @@ class MlflowTracker:
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """More rows of the run's table."""
-        self._mlflow.log_table({name: [row[name] for row in rows] for name in rows[0]}, f"{TABLE}.json")
+        """A table of these rows: `log_table` would read and write all rows of the run again at each step."""
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self._mlflow.log_dict(table, f"{TABLE}/{rows[0]['step']:08d}.json")
 
     def finish(self) -> None:
         """Close the run."""

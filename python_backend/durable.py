@@ -5,12 +5,13 @@ Given: paths and bytes. Returns: nothing; OSError when the disk refuses, with th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Put `data` at `path`, replacing what was there in one step."""
-    temporary = _write_beside(path, data, durable=durable)
+def replace_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
+    """Put `data`, or its parts one after the other, at `path`, replacing what was there in one step."""
+    temporary = _write_beside(path, [data] if isinstance(data, bytes) else data, durable=durable)
     try:
         temporary.replace(path)
     except OSError:
@@ -49,7 +50,7 @@ def create_file(path: Path, *parts: bytes | memoryview, first: Callable[[], byte
     Raises:
         FileExistsError: something is there already (also in a race of two writers).
     """
-    temporary = _write_beside(path, *parts, durable=True, first=first)
+    temporary = _write_beside(path, parts, durable=True, first=first)
     try:
         os.link(temporary, path)  # the one call that both publishes and refuses an existing name
     finally:
@@ -106,14 +107,14 @@ def disk_errors(path: Path) -> Iterator[None]:
 def refusal(folder: Path) -> OSError | None:
     """Why nothing can be written in `folder`; None if something can. Tries it, with a file that is gone afterwards."""
     try:
-        _write_beside(folder / "probe", b"0" * 4096, durable=True).unlink()
+        _write_beside(folder / "probe", [b"0" * 4096], durable=True).unlink()
     except OSError as error:
         return error
     return None
 
 
 def _write_beside(
-    path: Path, *parts: bytes | memoryview, durable: bool, first: Callable[[], bytes] | None = None
+    path: Path, parts: Iterable[bytes | memoryview], *, durable: bool, first: Callable[[], bytes] | None = None
 ) -> Path:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -131,15 +132,16 @@ def _write_beside(
     return temporary
 
 
-def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+def _write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
     """Write `parts` at the file's position, many at a time and without copying them into one piece."""
-    left = [memoryview(part).cast("B") for part in parts if len(part)]
-    while left:
-        written = os.writev(descriptor, left[:MOST_PARTS])
-        done = 0
-        while done < len(left) and written >= len(left[done]):
-            written -= len(left[done])
-            done += 1
-        left = left[done:]
-        if written:  # the disk took a part of one
-            left[0] = left[0][written:]
+    not_empty = filter(len, parts)
+    while left := [memoryview(part).cast("B") for part in itertools.islice(not_empty, MOST_PARTS)]:
+        while left:
+            written = os.writev(descriptor, left)
+            done = 0
+            while done < len(left) and written >= len(left[done]):
+                written -= len(left[done])
+                done += 1
+            left = left[done:]
+            if written:  # the disk took a part of one
+                left[0] = left[0][written:]

@@ -9,6 +9,7 @@ import copy
 import functools
 import json
 import logging
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -27,11 +27,17 @@ from transformers import (
 
 from python_backend.checkpoints import CheckpointError, CheckpointInfo, Head
 from python_backend.positions import fix_rotary, rotary_limit
+from python_backend.safetensors_header import TensorInfo, read_header
 from python_backend.token_head import head_of
 from python_backend.weights import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 NOT_ARCHITECTURE = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
     "id2label", "label2id", "use_cache",
@@ -127,14 +133,31 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """All tensors of safetensors files, memory-mapped: their pages are shared until somebody writes to them."""
+    """All tensors of safetensors files, memory-mapped: their pages are shared until somebody writes to them.
+
+    Not by the library: its version 0.8.0 keeps two numbers for each tensor that it gives to torch for ever, at every
+    version that is served.
+    """
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            tensors.update(load_file(file))
-        except (OSError, SafetensorError) as error:
+            with file.open("rb") as stream:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
     return tensors
+
+
+def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
+    """A tensor of a mapped file. Raises ValueError if torch has no such type."""
+    dtype = STORED_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise ValueError(f"tensors of type {info.dtype} are not supported")
+    if not info.num_bytes:
+        return torch.empty(info.shape, dtype=dtype)
+    count = info.num_bytes // dtype.itemsize
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     file: str  # name inside the folder
     num_bytes: int
+    start: int  # where it begins in the file
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -42,17 +43,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 raise ValueError(f"its header claims {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        return {name: _tensor(item, file.name, size - 8 - length) for name, item in header.items()}
+        return {name: _tensor(item, file.name, 8 + length, size) for name, item in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file.name} is damaged or no safetensors file ({error})") from error
 
 
-def _tensor(item: Mapping[str, Any], file: str, data_bytes: int) -> TensorInfo:
+def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorInfo:
     dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
     start, end = item["data_offsets"]
     bits = _DTYPE_BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
-    if end > data_bytes:
-        raise ValueError(f"{end - data_bytes} bytes are missing at its end")
+    if data + end > size:
+        raise ValueError(f"{data + end - size} bytes are missing at its end")
     if (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"a tensor of shape {list(shape)} cannot have {end - start} bytes")
-    return TensorInfo(dtype, shape, file, end - start)
+    return TensorInfo(dtype, shape, file, end - start, data + start)

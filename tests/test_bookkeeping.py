@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,7 +18,10 @@ from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState, critic_steps, saved_steps
 from actor.client import Counters, RequestFailed
 from actor.kl_control import KLControl
+from actor.metrics import read_jsonl
 from actor.reward_shaping import RewardShaper
+from actor.rollout import Prompt, Rollout, Scores
+from actor.validation import Validation
 from python_backend.config import ActorSection, RunConfig
 
 
@@ -145,3 +149,39 @@ def test_a_save_that_cannot_be_had_in_the_end_is_an_error(tmp_path: Path, server
 
     with pytest.raises(RequestFailed, match="critic_save is away"):
         run(whole())
+
+
+def test_saves_that_are_done_are_forgotten(tmp_path: Path, server: Server):
+    async def whole() -> None:
+        book = books(tmp_path, server)
+        for step in range(1, 6):
+            await checkpoints(book, step)
+        assert len(book.saves) == 1, "the last one"
+
+    run(whole())
+
+
+def validation(reward: float) -> Validation:
+    """As far as it is written down."""
+    one, yes = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+    prompt = Prompt("1", "a", np.ones(1, np.int64))
+    rollout = Rollout([prompt], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
+    scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [])
+    return Validation(rollout, scores, kl=0.5, explained_variance=None)
+
+
+def test_a_validation_is_added_to_the_file_and_not_written_with_all_before_it(tmp_path: Path, server: Server):
+    path = tmp_path / "validations.jsonl"
+
+    async def validates(*steps: int) -> list[int]:
+        book = books(tmp_path, server)
+        await book.resume()
+        files = []
+        for step in steps:
+            book.log_validation("between", step, validation(float(step)), seconds=0.1)
+            files.append(path.stat().st_ino)
+        return files
+
+    assert len(set(run(validates(2, 4, 6)))) == 1
+    run(validates(4, 8))  # resumed from step 2
+    assert [(line["step"], line["reward"]) for line in read_jsonl(path)] == [(2, 2.0), (4, 4.0), (8, 8.0)]

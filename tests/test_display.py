@@ -2,16 +2,18 @@
 Given files that grow here as the actor's and the sidecar's do.
 """
 
+import gc
 import io
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from tools.display import RunDisplay, sparkline
+from tools.display import CURVE_POINTS, Curve, RunDisplay, sparkline
 from tools.jsonl_tail import JsonlTail
 
 
@@ -82,6 +84,52 @@ def test_what_a_resumed_run_finds_is_not_printed_again(tmp_path: Path, capsys: p
     with RunDisplay(tmp_path, 4):
         append(tmp_path / "metrics.jsonl", step_row(3))  # read on leaving, at the latest
     assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["step 3/4"]
+
+
+def test_a_resumed_actor_writes_the_file_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 6)))
+    with RunDisplay(tmp_path, 8) as display:
+        append(tmp_path / "new", *(step_row(k) for k in range(1, 4)))  # steps 4 and 5 are repeated
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+        display.refresh()
+        append(tmp_path / "metrics.jsonl", step_row(4))
+        display.refresh()
+        frame = "\n".join(last_frame(display, 80))
+    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["step 4/8"]
+    assert "step 4/8" in frame
+
+
+def held_bytes(display: RunDisplay, folder: Path, steps: range) -> int:
+    """What the display keeps when it has shown these steps, in bytes of Python objects."""
+    for step in steps:
+        append(folder / "metrics.jsonl", step_row(step))
+        display.refresh()
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    for step in range(steps.stop, steps.stop + 1000):
+        append(folder / "metrics.jsonl", step_row(step))
+        display.refresh()
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0] - before
+
+
+def test_a_run_of_months_takes_no_more_memory_than_one_of_hours(tmp_path: Path):
+    with RunDisplay(tmp_path, 10**6) as display:
+        tracemalloc.start()
+        try:
+            grown = held_bytes(display, tmp_path, range(1, 1001))
+        finally:
+            tracemalloc.stop()
+        assert grown < 100_000, "a thousand steps more"
+        assert "step 2000/1000000" in "\n".join(last_frame(display, 80))
+
+
+def test_the_curve_of_a_run_of_months_keeps_its_shape():
+    curve = Curve()
+    for value in range(100_000):
+        curve.add(float(value))
+    assert len(curve.means) < CURVE_POINTS
+    assert sparkline(curve.means, 8) == "▁▂▃▄▅▆▇█"
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -161,25 +209,26 @@ def test_failed_requests_stand_out(tmp_path: Path):
 def test_tail_waits_for_the_end_of_a_line(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     tail = JsonlTail(path)
-    assert tail.read_new() == []
+    assert list(tail.read_new()) == []
     append(path, {"a": 1}, torn='{"a": ')
-    assert tail.read_new() == [{"a": 1}]
-    assert tail.read_new() == []
+    assert list(tail.read_new()) == [{"a": 1}]
+    assert list(tail.read_new()) == []
     with path.open("a") as file:
         file.write("2}\n[3]\nno json\n")
-    assert tail.read_new() == [{"a": 2}]
+    assert list(tail.read_new()) == [{"a": 2}]
 
 
 def test_tail_follows_a_file_that_was_replaced_or_cut(tmp_path: Path):
     path = tmp_path / "x.jsonl"
     append(path, {"a": 1}, {"a": 2})
     tail = JsonlTail(path)
-    tail.read_new()
+    assert next(tail.read_new()) == {"a": 1}
+    assert next(tail.read_new()) == {"a": 2}, "what was not taken comes next"
     append(tmp_path / "new", {"a": 1}, {"a": 2}, {"a": 3})
     (tmp_path / "new").replace(path)
-    assert tail.read_new() == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert list(tail.read_new()) == [{"a": 1}, {"a": 2}, {"a": 3}]
     path.write_text('{"a": 4}\n')
-    assert tail.read_new() == [{"a": 4}]
+    assert list(tail.read_new()) == [{"a": 4}]
 
 
 def test_sparkline():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from actor.metrics import MetricsLog, Timers, read_jsonl, write_jsonl
+from actor.metrics import MetricsLog, Timers, drop_steps_from, each_line, read_jsonl, write_jsonl
 from actor.prompts import PromptError, read_prompts, take
 from actor.rollout import Prompt
 
@@ -172,6 +173,8 @@ def test_a_last_line_cut_short_is_left_out_and_any_other_is_an_error(tmp_path: P
     path = tmp_path / "x.jsonl"
     path.write_text('{"step": 1}\n{"st')
     assert read_jsonl(path) == [{"step": 1}]
+    path.write_bytes('{"step": 1}\n{"text": "é'.encode()[:-1])  # within a letter
+    assert read_jsonl(path) == [{"step": 1}]
     path.write_text('{"st\n{"step": 1}\n')
     with pytest.raises(json.JSONDecodeError):
         read_jsonl(path)
@@ -188,6 +191,21 @@ def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path):
     log.write(3, {"a": 30.0})
     log.close()
     assert [(line["step"], line["a"]) for line in read_jsonl(tmp_path / "metrics.jsonl")] == [(1, 1), (2, 2), (3, 30)]
+
+
+def test_a_resume_holds_no_file_in_memory(tmp_path: Path):
+    """After a month metrics.jsonl has hundreds of megabytes."""
+    path = tmp_path / "x.jsonl"
+    write_jsonl(path, ({"step": step, "text": "x" * 1000} for step in range(1, 20_001)))
+    tracemalloc.start()
+    try:
+        drop_steps_from(19_001, path)
+        lines = sum(1 for _ in each_line(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert lines == 19_000
+    assert peak < path.stat().st_size / 4
 
 
 def test_timers_add_up_by_phase():

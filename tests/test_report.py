@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools.report import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
-from tools.report_curves import draw_texts, svg
+from tools.report_curves import draw_texts, panels, svg
 from tools.report_data import Gain, load_run, phase_seconds, series
 from tools.report_page import SENTENCES
 from tools.summary import SUMMARY_KEYS, Pair, write_summary
@@ -66,6 +66,17 @@ def write_run(run_dir: Path, *, gold: bool, validated: bool = True, num_steps: i
 @pytest.fixture(scope="module")
 def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("full") / "demo", gold=True)
+
+
+def test_of_a_long_run_the_report_reads_every_nth_step(tmp_path: Path):
+    """The pictures of a run of months were a page of 77 MB, made in minutes."""
+    run = load_run(write_run(tmp_path / "long", gold=False, num_steps=5000))
+    steps = [row["step"] for row in run.steps]
+    assert steps == list(range(1, 5000, 4))
+    assert [row["step"] for row in run.critic if row["reload"] == "swap"] == steps
+    assert [row["step"] for row in run.critic if row["reload"] == "triton"] == [3], "rare ones are all there"
+    assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
+    assert len(panels(run)) == 7
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from actor.loop import PPORun
 from actor.metrics import MetricsLog, read_jsonl
 from actor.rollout import Prompt, Rollout
 from actor.scoring import Scorer
-from actor.staleness import VersionSteps, needed_update, staleness_metrics
+from actor.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
 from python_backend.contract import REWARDS, VALUES, WEIGHTS_VERSION
 from python_backend.tokenization import fingerprint, load_tokenizer
 
@@ -77,6 +77,15 @@ def test_answers_may_come_in_any_order() -> None:
     for step in (7, 5, 6):
         steps.learn(step + 6, step)
     assert [steps.step_of(version) for version in range(10, 14)] == [4, 5, 6, 7]
+
+
+def test_a_run_of_months_remembers_the_newest_versions_alone() -> None:
+    steps = VersionSteps(0, 0, every=1, save_every=50)
+    for step in range(1, KEPT_VERSIONS + 200):
+        steps.learn(step + 7, step)
+    assert len(steps._steps) == KEPT_VERSIONS
+    assert steps.step_of(KEPT_VERSIONS) == KEPT_VERSIONS - 7
+    assert steps.step_of(8) == 0, "an older one is no excuse"
 
 
 def test_with_rare_publishing_an_answer_names_weights_that_lack_its_step() -> None:

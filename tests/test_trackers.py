@@ -35,7 +35,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     mlflow.set_experiment = lambda name: calls.append(("mlflow.set_experiment", name))  # type: ignore[attr-defined]
     mlflow.start_run = lambda run_name: calls.append(("mlflow.start_run", run_name))  # type: ignore[attr-defined]
     mlflow.log_metrics = lambda metrics, step: calls.append(("mlflow.log", (metrics, step)))  # type: ignore[attr-defined]
-    mlflow.log_table = lambda data, name: calls.append(("mlflow.table", (data, name)))  # type: ignore[attr-defined]
+    mlflow.log_dict = lambda data, name: calls.append(("mlflow.dict", (data, name)))  # type: ignore[attr-defined]
     mlflow.end_run = lambda: calls.append(("mlflow.end_run", None))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -61,9 +61,9 @@ def test_texts_are_a_table_everywhere(said: list[tuple[str, Any]], tmp_path: Pat
     log.close()
     rows = [[1, "Once", " upon a time", 0.5], [1, "Twice", "…", None]]
     columns = ["step", "prompt", "response", "reward"]
-    table = {name: [row[i] for row in rows] for i, name in enumerate(columns)}
     assert ("wandb.log", ({"train_rollouts/table": (columns, rows)}, 1)) in said
-    assert ("mlflow.table", (table, "train_rollouts/table.json")) in said
+    table = {"columns": columns, "data": rows}  # no log_table: it reads and writes all rows of the run each time
+    assert ("mlflow.dict", (table, "train_rollouts/table/00000001.json")) in said
     assert [list(line.values()) for line in read_jsonl(tmp_path / "rollouts.jsonl")] == rows
     MetricsLog(tmp_path, first_step=1).close()  # a run that repeats step 1
     assert read_jsonl(tmp_path / "rollouts.jsonl") == []

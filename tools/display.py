@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from tools.report_data import PHASES, number, phase_seconds
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
 SPARKLINE_WIDTH = 24
+CURVE_POINTS = 1000  # even; far more than a sparkline shows
 NARROW_WIDTH = 66  # columns that the display takes beside the sparkline
 PLAIN_LINES = 100  # at most about so many steps are printed where there is no terminal
 ETA_STEPS = 20
@@ -45,7 +46,8 @@ class RunDisplay:
         self._critic_metrics = JsonlTail(Path(run_dir) / "critic_metrics.jsonl")
         self._total = total_steps
         self._every = max(1, round(total_steps / PLAIN_LINES))
-        self._rows: dict[int, dict[str, Any]] = {}
+        self._recent: tuple[dict[str, Any], ...] = ()  # the last steps
+        self._rewards = Curve()  # of all steps
         self._reloads: dict[str, dict[str, Any]] = {}
         self._num_reloads: Counter[str] = Counter()
         self._start = self._phase_start = time.monotonic()
@@ -53,7 +55,8 @@ class RunDisplay:
         self._mark: RenderableType = Spinner("dots")
 
     def __enter__(self) -> "RunDisplay":
-        self._read()  # what an earlier part of a resumed run wrote is no news
+        for _ in self._read():  # what an earlier part of a resumed run wrote is no news
+            pass
         if self._is_live:
             self._live = Live(
                 get_renderable=self._render,
@@ -100,23 +103,34 @@ class RunDisplay:
             if not self._is_live and (step % self._every == 0 or step in (1, self._total)):
                 self.log(self._plain_line(row))
 
-    def _read(self) -> list[dict[str, Any]]:
-        # Old dicts are replaced, not changed, since rich's thread may be drawing from them.
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """The steps that are news; the display stands at each of them meanwhile."""
+        # What rich's thread may be drawing from is replaced, not changed.
         for row in self._critic_metrics.read_new():
             kind = row.get("reload")
             if kind:
                 self._reloads = self._reloads | {kind: row}
                 self._num_reloads[kind] += 1
-        rows = [row for row in self._metrics.read_new() if isinstance(row.get("step"), int)]
-        self._rows = self._rows | {row["step"]: row for row in rows}
-        return rows
+        known = 0
+        for row in self._metrics.read_new():
+            step = row.get("step")
+            if not isinstance(step, int):
+                continue
+            last = self._last().get("step", 0)
+            if step <= last:  # a resumed run has written the file anew
+                known, self._recent, self._rewards = last, (row,), Curve()
+            else:
+                self._recent = (*self._recent[-ETA_STEPS:], row)
+            self._rewards.add(number(row.get("train_rollouts/rewards")))
+            if step > known:
+                yield row
 
     def _last(self) -> dict[str, Any]:
-        return self._rows[max(self._rows)] if self._rows else {}
+        return self._recent[-1] if self._recent else {}
 
     def _eta(self) -> str:
         """From the median time between lines: it has the waits, but not the pause before a resume."""
-        rows = [self._rows[step] for step in sorted(self._rows)[-ETA_STEPS - 1 :]]
+        rows = self._recent
         if not rows:
             return "-"
         gaps = [after["time"] - before["time"] for before, after in pairwise(rows)]
@@ -146,7 +160,7 @@ class RunDisplay:
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = [self._head()]
-        if self._rows:
+        if self._recent:
             lines += [self._progress(), Text(), self._table(self._last()), Text(), *_step_time(self._last())]
         return Panel(Group(*lines), title="PPO on Triton", title_align="left", border_style="blue", padding=(0, 1))
 
@@ -159,7 +173,7 @@ class RunDisplay:
         return head
 
     def _progress(self) -> RenderableType:
-        step = max(self._rows)
+        step = self._last()["step"]
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -168,10 +182,9 @@ class RunDisplay:
         return bar
 
     def _table(self, row: dict[str, Any]) -> RenderableType:
-        rewards = [number(r.get("train_rollouts/rewards")) for _, r in sorted(self._rows.items())]
         width = min(SPARKLINE_WIDTH, max(4, self._console.width - NARROW_WIDTH))
         extras = {
-            "reward": Text(sparkline([r for r in rewards if r is not None], width), style="blue"),
+            "reward": Text(sparkline(self._rewards.means, width), style="blue"),
             "KL": Text("nats/sequence", style="dim"),
             "swap reload": Text(f"×{self._num_reloads['swap']}", style="dim"),
             "triton reload": Text(f"×{self._num_reloads['triton']}", style="dim"),
@@ -186,6 +199,25 @@ class RunDisplay:
         for left, right in zip(cells[:4], cells[4:], strict=True):
             grid.add_row(*left, *right)
         return grid
+
+
+class Curve:
+    """A series of any length in a bounded number of means, each of as many values."""
+
+    def __init__(self) -> None:
+        self.means: tuple[float, ...] = ()
+        self._size = 1  # values in each
+        self._begun: list[float] = []  # values of the next one
+
+    def add(self, value: float | None) -> None:
+        """Add a value; None is none."""
+        if value is not None:
+            self._begun.append(value)
+        if len(self._begun) == self._size:
+            self.means, self._begun = (*self.means, statistics.fmean(self._begun)), []
+        if len(self.means) == CURVE_POINTS:
+            self.means = tuple((a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True))
+            self._size *= 2
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:

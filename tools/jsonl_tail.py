@@ -5,6 +5,7 @@ Returns the objects added since the last call.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,27 @@ class JsonlTail:
         self._inode = 0
         self._offset = 0
 
-    def read_new(self) -> list[dict[str, Any]]:
-        """Returns the new objects; a file that was replaced or cut is read from its start again."""
+    def read_new(self) -> Iterator[dict[str, Any]]:
+        """Yields the new objects, one by one: a run of months has written more than memory should hold.
+
+        A file that was replaced or cut is read from its start again.
+        """
         try:
-            with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                size = file.seek(0, 2)
-                if inode != self._inode or size < self._offset:
-                    self._inode, self._offset = inode, 0
-                file.seek(self._offset)
-                added = file.read()
+            file = self._path.open("rb")
         except FileNotFoundError:
-            return []
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [row for line in whole.split(b"\n") if (row := _parsed(line)) is not None]
+            return
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            size = file.seek(0, 2)
+            if inode != self._inode or size < self._offset:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                if (row := _parsed(line)) is not None:
+                    yield row
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

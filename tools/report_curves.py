@@ -72,7 +72,7 @@ def draw_reward(axes: Axes, run: Run) -> None:
     smooth = [statistics.fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
     axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **_markers(x))
     if window > 1:
-        axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps")
+        axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
     axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
     kl = run.summary["kl_final"]
@@ -137,8 +137,9 @@ def draw_versions(axes: Axes, run: Run) -> None:
         points = [(s[0], s[2]) for s, row in zip(served, run.critic, strict=True) if row.get("reload") == kind]
         if points:
             p50 = run.summary["swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50"]
-            plural = "s" if len(points) > 1 else ""
-            label = f"{len(points)} {kind} reload{plural}" + (f", median {p50:,.0f} ms" if p50 else "")
+            count = run.summary[f"reloads_{kind}"]
+            plural = "s" if count > 1 else ""
+            label = f"{count} {kind} reload{plural}" + (f", median {p50:,.0f} ms" if p50 else "")
             axes.scatter(*zip(*points, strict=True), s=size, color=colour, marker=marker, label=label, zorder=3)
     x, y = series(run.steps, "train_rollouts/weights_version")
     minutes = {row["step"]: (row["time"] - start) / 60 for row in run.steps}
@@ -162,7 +163,8 @@ def draw_reload_ms(axes: Axes, run: Run) -> None:
         points = [_reload_point(row, start) for row in run.critic if row.get("reload") == kind]
         known = [(minute, ms) for minute, ms in points if ms is not None and ms > 0]
         if known:
-            label = f"{kind}: median {statistics.median(ms for _, ms in known):,.0f} ms"
+            p50 = run.summary["swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50"]
+            label = kind + (f": median {p50:,.0f} ms" if p50 else "")
             axes.scatter(*zip(*known, strict=True), s=size, color=colour, marker=marker, label=label)
             drawn += known
     if drawn:
@@ -189,6 +191,11 @@ def _start(run: Run) -> float:
 
 def _reload_point(row: dict[str, Any], start: float) -> tuple[float, float | None]:
     return (row["time"] - start) / 60, number(row.get("reload_ms"))
+
+
+def _thinned(x: Sequence[int]) -> str:
+    every = x[1] - x[0] if len(x) > 1 else 1
+    return f", of every {every}th" if every > 1 else ""
 
 
 def _markers(x: Sequence[float]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.demo_gold import paired_ci95
-from tools.summary import Pair, gold_gains, has_samples, read_jsonl, read_pairs, read_steps
+from tools.summary import Pair, each_row, gold_gains, has_samples, read_pairs
 
 ALL_WORDS = "all words"
+MOST_DRAWN = 2000  # steps, and critic updates: more are not seen, and make a page of many megabytes
 # Timer -> what it is called; "other" is what no timer covers.
 PHASES = {
     "timers/generate": "generate",
@@ -44,8 +45,8 @@ class Run:
 
     name: str
     summary: dict[str, Any]
-    steps: list[dict[str, Any]]
-    critic: list[dict[str, Any]]  # empty where the algorithm has no critic
+    steps: list[dict[str, Any]]  # of a long run every n-th
+    critic: list[dict[str, Any]]  # the same of each kind of line; empty where the algorithm has no critic
     pairs: list[Pair]
 
     @property
@@ -75,9 +76,45 @@ def load_run(run_dir: Path) -> Run:
         name=run_dir.name,
         summary=summary,
         steps=read_steps(run_dir),
-        critic=read_jsonl(run_dir / "critic_metrics.jsonl") if summary["critic_updates"] else [],
+        critic=read_critic(run_dir) if summary["critic_updates"] else [],
         pairs=read_pairs(run_dir) if has_samples(run_dir) else [],
     )
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns metrics.jsonl by rising step, thinned; of a step done again after a resume, the last line."""
+    chosen = Thinned()
+    for row in each_row(run_dir / "metrics.jsonl"):
+        while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
+            chosen.rows.pop()
+        chosen.add(row)
+    return chosen.rows
+
+
+def read_critic(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns critic_metrics.jsonl in its order, updates and each kind of reload thinned by themselves."""
+    chosen: dict[str | None, Thinned] = {}
+    for row in each_row(run_dir / "critic_metrics.jsonl"):
+        chosen.setdefault(row.get("reload"), Thinned()).add(row)
+    return sorted((row for kind in chosen.values() for row in kind.rows), key=lambda row: row["time"])
+
+
+class Thinned:
+    """Every n-th of any number of rows, so that they are MOST_DRAWN at most; all of them where there are no more."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._every = 1
+        self._seen = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in the next row."""
+        if self._seen % self._every == 0:
+            self.rows.append(row)
+        self._seen += 1
+        if len(self.rows) > MOST_DRAWN:
+            self.rows = self.rows[::2]
+            self._every *= 2
 
 
 def reward_gain(run: Run) -> Gain | None:

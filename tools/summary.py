@@ -6,7 +6,7 @@ Returns the summary; with `gold`, samples.jsonl gets each text's gold score as w
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +60,7 @@ def write_summary(
     """
     run_dir = Path(run_dir)
     actor = _actor_summary(run_dir / "actor_summary.json")
-    critic = read_jsonl(run_dir / "critic_metrics.jsonl") if actor["critic_updates"] else []
+    critic = each_row(run_dir / "critic_metrics.jsonl") if actor["critic_updates"] else ()
     # A run that validated says so by its rewards; only one that did not may come without texts.
     validated = gold or actor["reward_before"] is not None or has_samples(run_dir)
     if gold:
@@ -79,34 +79,32 @@ def write_summary(
     return summary
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the file's objects; a last line that is still being written is left out.
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the file's objects, one by one: those of a run of months are more than memory should hold.
 
+    A last line that is still being written is left out.
     Raises FileNotFoundError, and ValueError naming the line that is no JSON object.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: did the run get as far as writing it?")
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
-        rows.append(row)
-    return rows
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
+            yield row
 
 
-def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns metrics.jsonl by rising step; of a step done again after a resume, the last line."""
-    by_step = {row["step"]: row for row in read_jsonl(run_dir / "metrics.jsonl")}
-    return [by_step[step] for step in sorted(by_step)]
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the objects of a small file; otherwise as `each_row`."""
+    return list(each_row(path))
 
 
 def has_samples(run_dir: Path) -> bool:
@@ -228,12 +226,15 @@ def _gold_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     return dict(zip(keys, values, strict=True))
 
 
-def _reload_figures(critic: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    milliseconds: dict[str, list[float | None]] = {"swap": [], "triton": []}
+    for row in critic:
+        if row.get("reload") in milliseconds:
+            milliseconds[row["reload"]].append(row.get("reload_ms"))
     figures: dict[str, Any] = {}
     for kind, p50 in (("swap", "swap_ms_p50"), ("triton", "triton_reload_ms_p50")):
-        reloads = [row for row in critic if row.get("reload") == kind]
-        times = [row["reload_ms"] for row in reloads if row.get("reload_ms") is not None]
-        figures[f"reloads_{kind}"] = len(reloads)
+        times = [ms for ms in milliseconds[kind] if ms is not None]
+        figures[f"reloads_{kind}"] = len(milliseconds[kind])
         figures[p50] = statistics.median(times) if times else None
     return figures
 
