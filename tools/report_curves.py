@@ -195,7 +195,7 @@ def _reload_point(row: dict[str, Any], start: float) -> tuple[float, float | Non
 
 def _thinned(x: Sequence[int]) -> str:
     every = x[1] - x[0] if len(x) > 1 else 1
-    return f", of every {every}th" if every > 1 else ""
+    return f", one in {every} drawn" if every > 1 else ""
 
 
 def _markers(x: Sequence[float]) -> dict[str, Any]:
