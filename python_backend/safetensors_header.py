@@ -52,6 +52,8 @@ def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorI
     dtype, shape = str(item["dtype"]), tuple(int(n) for n in item["shape"])
     start, end = item["data_offsets"]
     bits = _DTYPE_BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+    if not 0 <= start <= end:
+        raise ValueError(f"a tensor cannot begin at {start} and end at {end}")
     if data + end > size:
         raise ValueError(f"{data + end - size} bytes are missing at its end")
     if (end - start) * 8 != math.prod(shape) * bits:

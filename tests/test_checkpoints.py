@@ -177,6 +177,7 @@ def header(text: str, data: bytes = b"") -> bytes:
         header("[]"),
         header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), b"1234"),
         header(json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), b"12345678"),
+        header(json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-4, 4]}}), b"12345678"),
         header(json.dumps({"a": {"dtype": "F32", "shape": [2]}}), b"12345678"),
         header(json.dumps({"a": {"dtype": "WORDS", "shape": [2], "data_offsets": [0, 8]}}), b"12345678"),
     ],
