@@ -119,8 +119,7 @@ def test_serve_starts_a_server_that_died_again(run_dir: Path) -> None:
     _, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert any("tritonserver was killed by SIGKILL" in line for line in said)
-    assert regions(process.pid) == []
-    assert server_processes(process.pid) == []
+    wait_until_gone(process.pid)
 
 
 def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path) -> None:

@@ -83,7 +83,8 @@ class Supervisor:
 
     def _stop_watching(self) -> None:
         self._stopping.set()
-        self._watcher.join()
+        if self._watcher.is_alive():  # a signal may have come before it was started
+            self._watcher.join()
 
 
 def _watch_models(server: TritonServer, stopping: threading.Event, log: Callable[[str], None]) -> None:
