@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,31 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path, mode
         assert supervisor.server is server
     finally:
         supervisor.stop()
+
+
+def test_a_signal_before_the_watcher_runs_does_not_keep_it_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes as the watcher of a server that was started again is to be started."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    write_repository(tmp_path / "repository")
+    supervisor = Supervisor(starter(tmp_path), log=lambda line: None)
+    os.kill(supervisor.server.pid, signal.SIGKILL)
+    until(lambda: supervisor.server.poll() is not None)
+    again = starter(tmp_path)
+    try:
+        server = again()
+        monkeypatch.setattr(supervisor, "_start", lambda: server)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                supervisor.look()
+    finally:
+        supervisor.stop()
+    assert server.poll() is not None
 
 
 def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
