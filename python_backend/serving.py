@@ -64,6 +64,8 @@ class Call:
         self._request = request
         self._sender = request.get_response_sender()
         self.answered = False
+        self.wanted: frozenset[str] = frozenset(request.requested_output_names())
+        """Names of the outputs that the caller requested; all of the model's if it named none."""
 
     def array(self, name: str) -> np.ndarray | None:
         """An input tensor, or None."""
@@ -76,18 +78,20 @@ class Call:
         return next((value for key, value in sent.items() if key.lower() == name), None)
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """Names of the outputs that the caller asked for."""
-        return frozenset(self._request.requested_output_names())
-
-    @property
     def timeout_s(self) -> float | None:
         """How long the caller lets the request wait; None: as long as it takes."""
         return self._request.timeout() / 1e6 or None
 
     def answer(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Send the outputs."""
-        self._send(pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()]))
+        """Send those of the outputs that the caller requested; a model need not sort them out itself.
+
+        An unrequested tensor must never reach `send`. `send` releases the GIL and then drops such tensors from the
+        response, which was all that kept them alive: their NumPy arrays are freed by a thread that does not hold the
+        GIL. Python 3.12 segfaults at once; under 3.11 and older it is a data race on reference counts. (Servers from
+        2.53 on, container 24.12, take the GIL there.)
+        """
+        wanted = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self.wanted]
+        self._send(pb_utils.InferenceResponse(wanted))
 
     def fail(self, error: Exception) -> None:
         """Send the error: a broken contract is 400, `Unavailable`, which may be retried, 503; anything else is 500."""
@@ -101,6 +105,7 @@ class Call:
         self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)))
 
     def _send(self, response: Any) -> None:
+        # `response` stays referenced from here until `send` has returned with the GIL: what it holds is freed by us.
         if not self.answered:
             self.answered = True
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

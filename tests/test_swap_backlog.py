@@ -11,7 +11,6 @@ import queue
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,35 +23,12 @@ ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
 PATIENCE_S = 30.0
 
 
-class Metric:
-    """Takes what the model counts."""
-
-    COUNTER = GAUGE = None
-
-    def __init__(self, **_: object) -> None:
-        pass
-
-    def Metric(self, **_: object) -> Metric:
-        return self
-
-    def increment(self, _: float) -> None:
-        pass
-
-
 @pytest.fixture
-def scoring(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """python_backend.scoring, imported beside a stand-in for Triton's module."""
-    stand_in = types.ModuleType("triton_python_backend_utils")
-    stand_in.MetricFamily = Metric  # type: ignore[attr-defined]
-    names = ("python_backend.scoring", "python_backend.serving")
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def scoring() -> Iterator[Any]:
+    """python_backend.scoring; the module that it gets from Triton's stub is the stand-in among the tests."""
     interval = sys.getswitchinterval()
     yield importlib.import_module("python_backend.scoring")
     sys.setswitchinterval(interval)
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 class Call:
