@@ -99,9 +99,9 @@ class Bookkeeper:
         self._log.write(step, {**line, **measured})
         self._log.add_texts(self._texts(step, scored))
         logger.info(
-            "step %d/%d: reward %.3f, KL %.2f nats%s, %.1f s",
+            "step %d/%d: reward %.3f%s%s, %.1f s",
             step, self._settings.steps, metrics["train_rollouts/rewards"],
-            metrics["train_rollouts/init_policy_kl_per_sequence"],
+            _in_nats(metrics.get("train_rollouts/init_policy_kl_per_sequence")),
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
         )  # fmt: skip
         _warn_of_failures(f"step {step}", scores)
@@ -150,7 +150,7 @@ class Bookkeeper:
         described = {**text_metrics(result.rollout, result.scores), **line}
         charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
         self._log.chart(charted, step)
-        logger.info("validation at step %d: reward %.3f, KL %.2f nats per sequence", step, result.reward, result.kl)
+        logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
 
     def _keep_if_best(self, step: int, reward: float) -> None:
         """`best/`: the policy with the highest validation reward so far, as an ordinary folder beside its score."""
@@ -234,6 +234,10 @@ class Bookkeeper:
         for line in each_line(self._dir / "metrics.jsonl"):
             total, steps = total + line["timers/step_time"], steps + 1
         return total / max(1, steps)
+
+
+def _in_nats(kl: float | None) -> str:
+    return "" if kl is None else f", KL {kl:.2f} nats per sequence"
 
 
 def _ended_well(save: asyncio.Task[None]) -> bool:

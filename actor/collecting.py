@@ -18,34 +18,45 @@ from actor.streaming import ScoringStream
 
 async def collect(
     policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int,
-    ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False,
+    ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
+    with_logprobs: bool = True,
 ) -> ScoredRollout:  # fmt: skip
     """Write responses; each is scored as soon as it ends and `ready` is done, and the log-probs are taken meanwhile.
 
     A served reference is asked for each as soon as it ends. A row that it has no log-probs for has no score either.
 
+    Args:
+        with_kl: ask the reference.
+        with_logprobs: without `with_kl`, take the policy's own log-probs all the same.
+
     Raises:
         RequestFailed, or what `ready` raises.
     """
     stream = ScoringStream(scorer, ready=ready, rows_per_request=policy.settings.client.rows_per_request)
-    asked = reference.stream(in_thread)
+    asked = reference.stream(in_thread) if with_kl else None
 
     def finished(index: int, row: Rollout) -> None:
         stream.take(index, row)
-        asked.take(index, row)
+        if asked is not None:
+            asked.take(index, row)
 
     try:
         with timers.phase("generate"):
             rollout = await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
-        with timers.phase("logprobs"):
-            logprobs = await in_thread(policy.logprobs, rollout)
-        with timers.phase("init_logprobs"):
-            start = await asked.logprobs(rollout)
+        logprobs = start = None
+        if with_logprobs or asked is not None:
+            with timers.phase("logprobs"):
+                logprobs = await in_thread(policy.sampled_logprobs, rollout)
+        if asked is not None:
+            with timers.phase("init_logprobs"):
+                start = await asked.logprobs(rollout)
         with timers.phase("critic_wait"):
             await ready
         with timers.phase("score_wait"):
-            scores = only_known(await stream.scores(rollout.tokens.shape[1]), start)
+            scores = await stream.scores(rollout.tokens.shape[1])
         timers.note("scoring", *stream.span)
     finally:
-        await asyncio.gather(stream.close(), asked.close())
-    return ScoredRollout(rollout, scores, logprobs, start.logprobs)
+        await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
+    if start is None:
+        return ScoredRollout(rollout, scores, logprobs, None)
+    return ScoredRollout(rollout, only_known(scores, start), logprobs, start.logprobs)

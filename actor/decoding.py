@@ -22,7 +22,17 @@ from actor.slot_cache import SlotCache, cache_layers
 
 REFILL_SHARE = 4  # new rows come in when one slot in so many is free: a forward over prompts costs more than a token's
 
-Finished = Callable[[int, list[int], bool], None]
+
+@dataclass(frozen=True)
+class Response:
+    """What was written to one prompt."""
+
+    tokens: list[int]
+    ended: bool  # by an end of sequence or a stop string, not by the limit
+    logprobs: list[float] | None = None  # nats, of each token under the sampling temperature, without top-k and top-p
+
+
+Finished = Callable[[int, Response], None]
 Watch = Callable[[list[int], Tensor], None]
 
 
@@ -49,6 +59,7 @@ class _Row:
     start: int  # the column of its first token
     tokens: list[int]  # prompt and response
     prompt_length: int
+    logprobs: list[float] = field(default_factory=list)  # of the response's tokens
 
     @property
     def written(self) -> int:
@@ -76,7 +87,7 @@ class Decoder:
             prompts: int64 `[length]` each.
             draws: float64 `[N, max_new_tokens]`, uniform in [0, 1): the draw of each token, so that a response does not
                 depend on which rows were written beside it. None: take the likeliest tokens.
-            finished: gets the prompt's index, the response, and whether it ended by itself; as soon as it does.
+            finished: gets the prompt's index and the response, as soon as that has ended.
 
         Raises:
             FloatingPointError: the model's logits are not numbers.
@@ -112,17 +123,22 @@ class Decoder:
         end: int,
         draws: Tensor | None,
     ) -> list[_Row]:
-        """One forward over new prompts, into the columns up to `end`; writes their first tokens."""
+        """One forward over new prompts, into the columns up to `end`; writes their first tokens.
+
+        Prompts that several rows answer, as in a group, go through the forward once; the other rows copy the result.
+        """
+        sources, distinct = _distinct(prompts)
         width = len(prompts[0])
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
-        rows = [
-            _Row(index, end - len(prompt), prompt.tolist(), len(prompt))
-            for index, prompt in zip(indices, prompts, strict=True)
-        ]
-        cache.look_at(first, first + len(rows), end - width, end - width)
-        self._append(rows, self._logits(cache, rows, ids, end - width, end), draws)
+        ids = torch.zeros(len(distinct), width, dtype=torch.int64)
+        for row, i in zip(ids, distinct, strict=True):
+            row[width - len(prompts[i]) :] = torch.from_numpy(prompts[i])
+        order = [*distinct, *(i for i in range(len(prompts)) if i not in set(distinct))]
+        rows = [_Row(indices[i], end - len(prompts[i]), prompts[i].tolist(), len(prompts[i])) for i in order]
+        cache.look_at(first, first + len(distinct), end - width, end - width)
+        logits = self._logits(cache, rows[: len(distinct)], ids, end - width, end)
+        for slot in range(len(distinct), len(order)):
+            cache.copy_row(first + sources[order[slot]], first + slot, rows[slot].start, end)
+        self._append(rows, logits[[sources[i] for i in order]], draws)
         return rows
 
     def _write_on(self, cache: SlotCache, rows: list[_Row], end: int, draws: Tensor | None) -> None:
@@ -148,31 +164,43 @@ class Decoder:
         return output.logits[:, -1].float()
 
     def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
-        rules = self._rules
         logits[:, self._banned] = -torch.inf
         self._watch([row.index for row in rows], logits)
+        scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
+        normaliser = scaled.logsumexp(-1)
+        if not normaliser.isfinite().all():
+            raise FloatingPointError(
+                "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
+                "steps before, and lower actor.lr"
+            )
+        allowed = self._restricted(rows, logits)
+        if draws is None:
+            chosen = allowed.argmax(-1)
+        else:
+            drawn = draws[[row.index for row in rows], [row.written for row in rows]].to(logits.device)
+            chosen = draw(self._warpers(None, allowed), drawn)
+        logprobs = scaled.gather(-1, chosen[:, None])[:, 0] - normaliser
+        for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+
+    def _restricted(self, rows: list[_Row], logits: Tensor) -> Tensor:
+        """`logits` under the repetition penalty, and without ends of sequence before `min_new_tokens`: a copy if any
+        differ, because neither is a part of log-probs."""
+        rules = self._rules
+        early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
+        if rules.repetition_penalty == 1.0 and not early:
+            return logits
+        logits = logits.clone()
         if rules.repetition_penalty != 1.0:
             for row, scores in zip(rows, logits, strict=True):
                 seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)
                 scores[seen] = torch.where(
                     scores[seen] < 0, scores[seen] * rules.repetition_penalty, scores[seen] / rules.repetition_penalty
                 )
-        early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
-        if early:
-            known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may name one that the model cannot write
-            logits[torch.tensor(early, device=logits.device)[:, None], known] = -torch.inf
-        if draws is None:
-            chosen = logits.argmax(-1)
-        else:
-            drawn = draws[[row.index for row in rows], [row.written for row in rows]].to(logits.device)
-            chosen = draw(self._warpers(None, logits), drawn)
-        if logits.isnan().any():
-            raise FloatingPointError(
-                "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
-                "steps before, and lower actor.lr"
-            )
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            row.tokens.append(token)
+        known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may name one that the model cannot write
+        logits[torch.tensor(early, dtype=torch.int64, device=logits.device)[:, None], known] = -torch.inf
+        return logits
 
     def _let_go(self, cache: SlotCache, rows: list[_Row], end: int, finished: Finished) -> None:
         """Report the rows that have ended; the last ones move into their slots."""
@@ -180,11 +208,11 @@ class Decoder:
         gone = [(i, by_itself) for i, by_itself in ended if by_itself or rows[i].written == self._rules.max_new_tokens]
         for i, by_itself in gone:
             row = rows[i]
-            finished(row.index, row.tokens[row.prompt_length :], by_itself)
+            finished(row.index, Response(row.tokens[row.prompt_length :], by_itself, row.logprobs))
         for i, _ in reversed(gone):
             last = rows.pop()
             if i < len(rows):
-                cache.move_row(len(rows), i, last.start, end)
+                cache.copy_row(len(rows), i, last.start, end)
                 rows[i] = last
 
     def _ends_by_itself(self, row: _Row) -> bool:
@@ -197,6 +225,16 @@ class Decoder:
         for row in rows:
             row.start -= begin
         return end - begin
+
+
+def _distinct(prompts: list[np.ndarray]) -> tuple[list[int], list[int]]:
+    """For each prompt which of the distinct ones it equals, and the index at which each of those first comes."""
+    places: dict[bytes, int] = {}
+    first: list[int] = []
+    for i, prompt in enumerate(prompts):
+        if places.setdefault(prompt.tobytes(), len(first)) == len(first):
+            first.append(i)
+    return [places[prompt.tobytes()] for prompt in prompts], first
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:

@@ -37,12 +37,12 @@ def make_batch(
     rollout, scores = scored.rollout, scored.scores
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
     mask = mask * scores.scored[:, None]
-    # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
-    kl = torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
+    kl = _token_kl(scored, mask, method)
     prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
     learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
+    penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
     episodes = Episodes(
-        rewards, torch.zeros_like(kl) if method.kl_in_loss else kl_coef * kl, prev_values, mask, rollout.lengths,
+        rewards, penalty, prev_values, mask, rollout.lengths,
         torch.arange(len(rewards)) // responses_per_prompt, learned,
     )  # fmt: skip
     advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
@@ -61,6 +61,14 @@ def make_batch(
         prev_values,
         kl,
     )
+
+
+def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | None:
+    """KL estimates `[B, S-1]`, or None where the reference was not asked."""
+    if scored.logprobs is None or scored.ref_logprobs is None:
+        return None
+    # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
+    return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
@@ -85,14 +93,15 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
     """`train_rollouts/…` of one step; means over scored rows and response tokens."""
     scores = scored.scores
     rewards = scores.rewards[scores.scored]
-    kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
-    metrics = {
-        **text_metrics(scored.rollout, scores),
-        "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
-        "init_policy_kl_per_sequence": sequence_kl(scored, batch.mask),
-        "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
-        "kl_coef": kl_coef,
-    }
+    metrics = {**text_metrics(scored.rollout, scores), "kl_coef": kl_coef}
+    distance = sequence_kl(scored, batch.mask)
+    if batch.kl is not None and distance is not None:
+        kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
+        metrics |= {
+            "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
+            "init_policy_kl_per_sequence": distance,
+            "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
+        }
     charted = {"advantages": batch.advantages, "returns": batch.returns}
     if scores.has_values:
         charted["values"] = batch.prev_values
@@ -129,8 +138,10 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
     return metrics
 
 
-def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float:
-    """Mean over scored rows of the summed k1: nats per sequence."""
+def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
+    """Mean over scored rows of the summed k1: nats per sequence. None where the reference was not asked."""
+    if scored.logprobs is None or scored.ref_logprobs is None:
+        return None
     signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
     return float(signed[scored.scores.scored].mean())
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from actor.decoding import Decoder, Finished, Rules
+from actor.decoding import Decoder, Finished, Response, Rules
 from actor.slot_cache import cache_layers
 from python_backend.config import ActorSection
 
@@ -43,7 +43,7 @@ class Generation:
 
         Args:
             prompts: int64 `[length]` each.
-            finished: gets the prompt's index, the response and whether it ended by itself; when it has ended.
+            finished: gets the prompt's index and the response, as soon as that has ended.
             seed: the same draws the same responses. With our own decoding a response depends on `seed` and its index
                 alone, not on what is written beside it (but for the last bits of its probabilities).
             greedy: take the likeliest tokens.
@@ -100,7 +100,7 @@ class Generation:
 
         rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
         decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
-        decoder.run(tried, None, lambda index, response, _: written.update({index: response}))
+        decoder.run(tried, None, lambda index, response: written.update({index: response.tokens}))
         distances = []
         for index, start in enumerate(tried):
             row = torch.tensor([[*start.tolist(), *written[index]]], device=self._model.device)
@@ -132,7 +132,7 @@ class Generation:
             for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
                 ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
                 end = min([*ends, *stop.ends_of(i)], default=None)
-                finished(index, row[:end].tolist(), end is not None)
+                finished(index, Response(row[:end].tolist(), end is not None))
 
     def _generation_config(self, greedy: bool) -> GenerationConfig:
         s = self._settings

@@ -143,7 +143,8 @@ class PPORun:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
         self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
         self.books.log_timeline(step, timers.spans)
-        self.kl.update(sequence_kl(scored, batch.mask), len(batch.lengths))
+        if (distance := sequence_kl(scored, batch.mask)) is not None:
+            self.kl.update(distance, len(batch.lengths))
 
     def is_out_of_time(self, started: float, step: int) -> bool:
         """Whether `actor.max_minutes` have passed."""
@@ -170,6 +171,7 @@ class PPORun:
                     scored = await collect(
                         self.policy, self.scorer, self.reference, self.prompts_of(step), seed=self.seed_of(step),
                         ready=ready, in_thread=self.in_thread, timers=timers,
+                        with_kl=self.settings.measures_kl(step), with_logprobs=not self.settings.is_one_update,
                     )  # fmt: skip
             finally:
                 await cancelled([ready])
@@ -223,7 +225,7 @@ class PPORun:
             await self.in_thread(self.policy.renew_sampler)
             result = await validate(
                 self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,
-                in_thread=self.in_thread,
+                in_thread=self.in_thread, with_kl=s.uses_reference,
             )  # fmt: skip
             self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
 

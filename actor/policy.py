@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,22 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actor.adapters import merged, with_adapters
+from actor.advantages import response_mask
+from actor.decoding import Response
 from actor.generation import Generation
 from actor.rollout import Prompt, Rollout
+from actor.shared_prompts import can_share, response_hidden
 from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ActorSection
-from python_backend.logprobs import token_logprobs
+from python_backend.logprobs import sampling_entropy, target_logprobs
+from python_backend.output_head import head_logprobs, linear_head
 from python_backend.positions import fix_rotary, rotary_limit
 from python_backend.tokenization import load_tokenizer, special_tokens
 
+logger = logging.getLogger(__name__)
+PROOF_ROWS = 16
+MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
 FinishedRow = Callable[[int, Rollout], None]
 
@@ -50,7 +58,7 @@ class Policy:
             self.reference = None  # the policy without its adapters: no second copy
         else:
             self.model = model.to(settings.device).eval()
-            in_actor = settings.reference == "actor"
+            in_actor = settings.uses_reference and settings.reference == "actor"
             self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
         # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
         self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
@@ -65,12 +73,17 @@ class Policy:
         self.generation = Generation(
             written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
         )
+        self._head_is_linear = linear_head(written_by) is not None
+        # Layers that compute their activations again take no cache.
+        self._shares_prompts = not settings.gradient_checkpointing and can_share(written_by)
+        self._generation_agrees: bool | None = None  # its log-probs with a forward's; found out with the first rollout
         trained = [p for p in self.model.parameters() if p.requires_grad]
         matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=settings.lr,
             betas=settings.betas,
+            fused=True,  # one pass over the weights instead of one for each operation
         )
         self.optimizer_step = 0
 
@@ -84,11 +97,13 @@ class Policy:
         """
         rows: list[Rollout | None] = [None] * len(prompts)
 
-        def keep(index: int, response: list[int], by_itself: bool) -> None:
+        def keep(index: int, response: Response) -> None:
             prompt = prompts[index]
-            tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response, dtype=torch.int64)])
-            length = torch.tensor([tokens.numel()])
-            row = Rollout([prompt], tokens[None], length, torch.tensor([prompt.tokens.size]), torch.tensor([by_itself]))
+            tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
+            row = Rollout(
+                [prompt], tokens[None], torch.tensor([tokens.numel()]), torch.tensor([prompt.tokens.size]),
+                torch.tensor([response.ended]), _row_logprobs(prompt, response),
+            )  # fmt: skip
             rows[index] = row
             finished(index, row)
 
@@ -97,14 +112,41 @@ class Policy:
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
-        """Log-prob `[B, S-1]` of token t+1 at position t, under the policy that writes or its frozen start."""
+        """Log-probs `[B, S-1]` of the response tokens under the policy that samples, or the reference; 0 elsewhere.
+
+        Index t is of token t+1.
+        """
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
+        mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
         with torch.no_grad(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
                 tokens, lengths = trim(rollout.tokens[rows], rollout.lengths[rows])
-                part = self.token_logprobs(model, tokens, lengths)[0].cpu()
+                part = self.token_logprobs(model, tokens, lengths, mask[rows, : tokens.shape[1] - 1])[0].cpu()
                 out[rows, : part.shape[1]] = part
         return out
+
+    def sampled_logprobs(self, rollout: Rollout) -> Tensor:
+        """Log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs`.
+
+        Generation has computed them already. The first rollout shows whether they agree with a plain forward, which
+        they do not in bfloat16, for instance; where they disagree each rollout takes a forward.
+        """
+        if rollout.logprobs is None:
+            return self.logprobs(rollout)
+        if self._generation_agrees is None:
+            self._generation_agrees = self._agrees(rollout)
+        return rollout.logprobs if self._generation_agrees else self.logprobs(rollout)
+
+    def _agrees(self, rollout: Rollout) -> bool:
+        some = rollout.select(torch.arange(min(PROOF_ROWS, len(rollout.prompts))))
+        assert some.logprobs is not None
+        difference = float((self.logprobs(some) - some.logprobs).abs().max())
+        if difference <= MOST_DISAGREEMENT:
+            return True
+        logger.info(
+            "log-probs are computed anew after generation: those of generation are up to %.2g nats off", difference
+        )
+        return False
 
     @torch.no_grad()
     def renew_sampler(self) -> None:
@@ -135,14 +177,37 @@ class Policy:
         """Micro-batches within the token budget, as indices of `lengths`."""
         return plan_micro_batches(lengths.tolist(), token_budget=self.settings.token_budget, max_rows=MAX_ROWS)
 
-    def token_logprobs(self, model: Any, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`, and its logits `[B, S, V]`; differentiable."""
-        tokens = tokens.to(model.device)
+    def token_logprobs(
+        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`, where `mask` `[B, S-1]` is not 0 and 0 elsewhere.
+
+        Index t is of token t+1. With `with_entropy` also the entropies `[B, S-1]` of the distributions that these
+        tokens are sampled from. Differentiable. Only positions inside the mask get logits.
+        """
+        tokens, inside = tokens.to(model.device), mask.to(model.device) != 0
         attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
-        with self.computing():
-            logits = model(input_ids=tokens, attention_mask=attention, use_cache=False).logits
-        temperature = self.settings.temperature
-        return token_logprobs(logits, tokens, temperature=temperature, banned_token_ids=self.banned_ids), logits
+        inputs = {"input_ids": tokens, "attention_mask": attention, "use_cache": False}
+        targets = tokens[:, 1:][inside]
+        sampling: dict[str, Any] = {
+            "temperature": self.settings.temperature, "banned_token_ids": self.banned_ids,
+        }  # fmt: skip
+        causal = model.get_base_model() if self.settings.lora_rank else model
+        if self._head_is_linear:
+            with self.computing():
+                hidden = None
+                if self._shares_prompts:
+                    hidden = response_hidden(causal.base_model, tokens, lengths, inside)
+                if hidden is None:
+                    hidden = causal.base_model(**inputs)[0][:, :-1][inside]
+            head = causal.get_output_embeddings()
+            logprobs, entropies = head_logprobs(hidden, head, targets, with_entropy=with_entropy, **sampling)
+        else:
+            with self.computing():
+                logits = causal(**inputs).logits[:, :-1][inside]
+            logprobs = target_logprobs(logits, targets, **sampling)
+            entropies = sampling_entropy(logits, **sampling) if with_entropy else None
+        return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -167,6 +232,17 @@ class Policy:
         return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
 
 
+def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
+    if response.logprobs is None:
+        return None
+    return torch.tensor([[0.0] * (prompt.tokens.size - 1) + response.logprobs], dtype=torch.float32)
+
+
+def _scattered(values: Tensor, inside: Tensor) -> Tensor:
+    """`values` `[N]` at the N places that `inside` `[B, S-1]` marks, 0 elsewhere."""
+    return torch.zeros(inside.shape, dtype=values.dtype, device=values.device).masked_scatter(inside, values)
+
+
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     """Several rollouts as one, padded to the longest."""
     width = max(part.tokens.shape[1] for part in parts)
@@ -177,7 +253,15 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
         torch.cat([part.lengths for part in parts]),
         torch.cat([part.prompt_lengths for part in parts]),
         torch.cat([part.is_end for part in parts]),
+        _joined_logprobs(parts, width),
     )
+
+
+def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
+    known = [part.logprobs for part in parts if part.logprobs is not None]
+    if len(known) < len(parts):
+        return None
+    return torch.cat([torch.nn.functional.pad(logprobs, (0, width - 1 - logprobs.shape[1])) for logprobs in known])
 
 
 def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from torch import Tensor
 from actor.algorithms import Method
 from actor.policy import Policy, trim
 from actor.policy_loss import kl_loss
-from actor.ppo_loss import entropy
 from actor.rollout import PPOBatch
 
 
@@ -36,9 +35,10 @@ class PolicyUpdate:
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
-            total = float(batch.policy_weights[rows].sum())
-            if total == 0:
+            rows = rows[batch.policy_weights[rows].any(-1)]  # the others teach nothing: no forward for them
+            if not len(rows):
                 continue
+            total = float(batch.policy_weights[rows].sum())
             sums = self._gradients(batch, rows, total, kl_coef)
             if s.max_update_kl is not None and sums["approx_kl"] / total > s.max_update_kl:
                 self._policy.optimizer.zero_grad(set_to_none=True)
@@ -75,19 +75,25 @@ class PolicyUpdate:
         """The share of a micro-batch in the minibatch's loss."""
         s, policy, method = self._settings, self._policy, self._method
         tokens, lengths = trim(batch.tokens[rows], batch.lengths[rows])
-        logprobs, logits = policy.token_logprobs(policy.model, tokens, lengths)
-        old, ref, advantages, weights = (
-            tensor[rows, : tokens.shape[1] - 1].to(logprobs.device)
-            for tensor in (batch.logprobs, batch.ref_logprobs, batch.advantages, batch.policy_weights)
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[rows, : tokens.shape[1] - 1].to(policy.model.device)
+
+        advantages, weights = part(batch.advantages), part(batch.policy_weights)
+        logprobs, entropies = policy.token_logprobs(
+            policy.model, tokens, lengths, weights, with_entropy=s.entropy_bonus > 0
         )
+        # A rollout that is one minibatch meets the policy that sampled it: the ratio is 1.
+        old = logprobs.detach() if batch.logprobs is None else part(batch.logprobs)
         loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
         if method.kl_in_loss and kl_coef:
+            assert batch.ref_logprobs is not None, "a KL penalty needs the reference"
+            ref = part(batch.ref_logprobs)
             penalty = kl_coef * kl_loss(logprobs, ref, weights, kind=method.kl_estimator, total=total)
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
-        if s.entropy_bonus:
-            each = entropy(logits, temperature=s.temperature, banned_token_ids=policy.banned_ids)
-            bonus = s.entropy_bonus * (each * weights).sum() / total
+        if entropies is not None:
+            bonus = s.entropy_bonus * (entropies * weights).sum() / total
             loss = loss - bonus
             stats["scaled_entropy"] = bonus.detach() * total
         return loss, stats

@@ -1,40 +1,14 @@
-"""The actor's loss: entropy and the clipped surrogate of PPO; log-probs come from `python_backend.logprobs`.
-Given logits `[B, S, V]`, or per-token tensors `[B, S-1]` in which position t scores token t+1.
+"""The actor's loss: the clipped surrogate of PPO; log-probs and entropies come from `python_backend.logprobs`.
+Given per-token tensors `[B, S-1]` in which position t scores token t+1.
 Returns sums over a micro-batch divided by the tokens of the whole minibatch: no split changes the loss.
 """
-
-import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from actor.advantages import masked_sum, require_same_shape
-from python_backend.logprobs import sampling_logits
 
 MOST_LOG_RATIO = 20.0  # nats: where exp would overflow even a clipped loss has no finite gradient
-
-
-def entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()) -> Tensor:
-    """Entropy H_t = -sum_v p_t(v) log p_t(v) of the distribution that token t+1 was sampled from.
-
-    A banned token has p = 0 and adds 0. Takes several tensors `[B, S-1, V]`: call it for a bonus, or under
-    `torch.no_grad()`.
-
-    Args:
-        logits: `[B, S, V]`; position t predicts token t+1, the last position is unused.
-        temperature: the sampling temperature, > 0.
-        banned_token_ids: ids that sampling never draws, at any position.
-
-    Returns: `[B, S-1]` in nats (ln V for a uniform distribution over V symbols).
-    Raises: ValueError as `token_logprobs`.
-    Source: reference sections 6 and 8.
-    """
-    if logits.ndim != 3:
-        raise ValueError(f"expected logits [B, S, V], got {tuple(logits.shape)}")
-    logp = sampling_logits(logits[:, :-1], temperature, banned_token_ids).log_softmax(-1)
-    # p log p is 0 at p = 0, where the plain product would be 0 * -inf.
-    return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
 
 
 def ppo_policy_loss(

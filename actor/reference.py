@@ -140,7 +140,8 @@ Reference: TypeAlias = OwnReference | ServedReference
 
 def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> Reference:
     """The one that `actor.reference` names."""
-    return ServedReference(client, policy, config) if config.actor.reference == "triton" else OwnReference(policy)
+    served = config.actor.reference == "triton" and config.actor.uses_reference
+    return ServedReference(client, policy, config) if served else OwnReference(policy)
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:

@@ -32,10 +32,18 @@ class Rollout:
     lengths: Tensor  # int64 [B], prompt + response
     prompt_lengths: Tensor  # int64 [B]
     is_end: Tensor  # bool [B], the response ended by itself
+    logprobs: Tensor | None = None  # float32 [B, S-1] as generation computed them, 0 outside the responses
 
     def rows(self) -> list[np.ndarray]:
         """Unpadded token rows, int64 `[length]` each."""
         return [row[:length].numpy() for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
+
+    def select(self, rows: Tensor) -> Rollout:
+        """The given rows, int64 `[n]`, in that order."""
+        return Rollout(
+            [self.prompts[i] for i in rows.tolist()], self.tokens[rows], self.lengths[rows], self.prompt_lengths[rows],
+            self.is_end[rows], None if self.logprobs is None else self.logprobs[rows],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,8 @@ class ScoredRollout:
 
     rollout: Rollout
     scores: Scores
-    logprobs: Tensor  # float32 [B, S-1], under the policy that sampled
-    ref_logprobs: Tensor  # float32 [B, S-1], under the frozen initial policy; never used where not scored
+    logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled; None: not needed
+    ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; never used where not scored; None: not needed
 
 
 @dataclass(frozen=True)
@@ -89,9 +97,9 @@ class PPOBatch:
     lengths: Tensor  # int64 [B]
     mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
     policy_weights: Tensor  # float32 [B, S-1], what each token counts in the policy's loss; 0 outside the mask
-    logprobs: Tensor  # float32 [B, S-1]
-    ref_logprobs: Tensor  # float32 [B, S-1]
+    logprobs: Tensor | None  # float32 [B, S-1]; None where the update is the first since sampling
+    ref_logprobs: Tensor | None  # float32 [B, S-1]; None where no KL is charged or measured
     advantages: Tensor  # float32 [B, S-1]
     returns: Tensor  # float32 [B, S-1]
     prev_values: Tensor  # float32 [B, S-1]
-    kl: Tensor  # float32 [B, S-1], estimate of each token, not weighed
+    kl: Tensor | None  # float32 [B, S-1], estimate of each token, not weighed; None where it was not measured

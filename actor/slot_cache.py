@@ -27,8 +27,8 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.window = (first, last, begin, end)
 
-    def move_row(self, source: int, target: int, begin: int, end: int) -> None:
-        """Put row `source` where `target` is."""
+    def copy_row(self, source: int, target: int, begin: int, end: int) -> None:
+        """Copy columns `begin:end` of row `source` over those of row `target`."""
         for layer in self.layers:
             for whole in layer.tensors():
                 whole[target, :, begin:end] = whole[source, :, begin:end]

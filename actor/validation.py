@@ -29,7 +29,7 @@ class Validation:
 
     rollout: Rollout
     scores: Scores
-    kl: float  # nats per sequence against the reference, k1, over scored rows
+    kl: float | None  # nats per sequence against the reference, k1, over scored rows; None without a reference
     explained_variance: float | None  # of the score's Monte-Carlo returns, by the critic version that served
 
     @property
@@ -40,14 +40,14 @@ class Validation:
 
 async def validate(
     policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int, greedy: bool = False,
-    in_thread: InThread,
+    in_thread: InThread, with_kl: bool = True,
 ) -> Validation:  # fmt: skip
     """Sample one response per prompt, or take the likeliest, and score it. Raises RequestFailed."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     ready.set_result(None)
     scored = await collect(
         policy, scorer, reference, prompts, seed=seed + SEED_OFFSET, greedy=greedy, ready=ready, in_thread=in_thread,
-        timers=Timers(),
+        timers=Timers(), with_kl=with_kl, with_logprobs=False,
     )  # fmt: skip
     whole, scores = scored.rollout, scored.scores
     mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])

@@ -122,7 +122,9 @@ class ActorSection(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy in the loss."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the KL penalty."""
+    """Weight of the KL penalty. With 0 there is no reference: no copy of the policy and no forward."""
+    kl_every: CountOrZero = 0
+    """With `kl_coef: 0`: measure the KL to the reference at every n-th step and in validations; 0: never."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
     """Where the penalty is: in the rewards, or in the policy's loss; `auto`: `loss` for grpo, `reward` otherwise."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
@@ -184,6 +186,20 @@ class ActorSection(Section):
     environment variables."""
     client: ClientSection = ClientSection()
     """Requests to the server."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the KL to the initial policy is charged or measured."""
+        return self.kl_coef > 0 or self.kl_every > 0
+
+    @property
+    def is_one_update(self) -> bool:
+        """Whether each rollout is one minibatch, used once, of the policy that sampled it: probability ratios are 1."""
+        return self.ppo_epochs == 1 and self.minibatch_size == self.rollout_size and not self.one_step_off_policy
+
+    def measures_kl(self, step: int) -> bool:
+        """Whether the rollout of `step` needs the reference's log-probs."""
+        return self.kl_coef > 0 or (self.kl_every > 0 and step % self.kl_every == 0)
 
     @property
     def uses_critic(self) -> bool:

@@ -98,7 +98,8 @@ class RunConfig(Section):
     def served_sections(self) -> dict[str, ModelSection]:
         """Sections of the models that tritonserver loads from checkpoints, by their names in the YAML."""
         sections: dict[str, ModelSection] = {"reward": self.reward, "critic": self.critic}
-        return {**sections, "reference": self.reference} if self.actor.reference == "triton" else sections
+        served = self.actor.reference == "triton" and self.actor.uses_reference
+        return {**sections, "reference": self.reference} if served else sections
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -18,11 +18,8 @@ from python_backend.lean_decoder import lean_decoder
 from python_backend.loading import load_causal_model
 from python_backend.logprobs import target_logprobs
 from python_backend.modeling import limits_of
+from python_backend.output_head import head_logprobs, linear_head
 from python_backend.token_head import compile_body
-
-MAX_LOGITS = 1 << 24  # at once, 64 MiB in float32: a vocabulary is wide, and a position is done with its logits at once
-TOLERANCE = 1e-5  # of the logits' largest value
-PROBE_TOKENS = 4
 
 
 class LanguageModel:
@@ -42,9 +39,7 @@ class LanguageModel:
         self._temperature = temperature
         self._banned = list(banned_token_ids)
         self._lean = None if compile_forward else lean_decoder(model)
-        self._head = model.get_output_embeddings()
-        if self._head is not None and not self._is_head_of_body():
-            self._head = None
+        self._head = linear_head(model)
         if compile_forward:
             compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
 
@@ -67,29 +62,16 @@ class LanguageModel:
         targets = ids[:, 1:][predicts]
         if self._head is None:
             logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
-            return self._under(logits, targets)
+            return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
         hidden = self._hidden(ids, attention)[:, :-1][predicts]
-        step = max(1, MAX_LOGITS // self.limits.vocab_size)
-        parts = zip(hidden.split(step), targets.split(step), strict=True)
-        return torch.cat([self._under(self._head(part), wanted) for part, wanted in parts])
+        return head_logprobs(hidden, self._head, targets, temperature=self._temperature, banned_token_ids=self._banned)[
+            0
+        ]
 
     def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
         if self._lean is not None:
             return self._lean.hidden(ids)
         return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
-
-    def _under(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
-
-    @torch.no_grad()
-    def _is_head_of_body(self) -> bool:
-        """Whether the logits are the output layer's answer to the body, and nothing is done to them after it."""
-        ids = torch.arange(PROBE_TOKENS, device=self.model.device)[None] % self.limits.vocab_size
-        own = self.model(input_ids=ids, use_cache=False).logits
-        ours = self._head(self.model.base_model(input_ids=ids, use_cache=False)[0])
-        if ours.shape != own.shape:
-            return False
-        return float((ours - own).abs().max()) <= TOLERANCE * max(1.0, float(own.abs().max()))
 
 
 def load_language_model(

@@ -12,49 +12,53 @@ import torch
 from torch import Tensor
 
 
-def token_logprobs(
-    logits: Tensor, tokens: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()
-) -> Tensor:
-    """Log-prob of token t+1 at position t, under the distribution that it was sampled from.
-
-        z_t = logits_t / temperature, z_t[banned] = -inf
-        logprob_t = z_t[tokens_{t+1}] - logsumexp(z_t)
-
-    Equals log_softmax and gather, without the `[B, S, V]` result of log_softmax; half precision is computed
-    in float32. Where token t+1 is banned the result is -inf: sampling cannot have drawn it, so it belongs to a
-    prompt or to padding, outside the mask, and everything in `actor.advantages` and `actor.ppo_loss` accepts it there.
-
-    Args:
-        logits: `[B, S, V]`; position t predicts token t+1, the last position is unused.
-        tokens: `[B, S]`, integer ids in [0, V), padding included.
-        temperature: the sampling temperature, > 0.
-        banned_token_ids: ids that sampling never draws, at any position.
-
-    Returns: `[B, S-1]` in nats.
-    Raises: ValueError if temperature <= 0, a banned id is not in [0, V), all are banned, or a shape is wrong.
-    Source: reference section 6.
-    """
-    if logits.ndim != 3 or tokens.shape != logits.shape[:2]:
-        shapes = f"{tuple(logits.shape)} and {tuple(tokens.shape)}"
-        raise ValueError(f"expected logits [B, S, V] and tokens [B, S], got {shapes}")
-    return target_logprobs(logits[:, :-1], tokens[:, 1:], temperature=temperature, banned_token_ids=banned_token_ids)
-
-
 def target_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()
 ) -> Tensor:
-    """Log-prob `[...]` of the token `targets` `[...]` that each position's `logits` `[..., V]` predict.
+    """Log-prob of each target under the distribution that it was sampled from.
 
-    Raises: ValueError as `token_logprobs`.
+        z = logits / temperature, z[banned] = -inf
+        logprob = z[target] - logsumexp(z)
+
+    Equals log_softmax and gather, without the `[..., V]` result of log_softmax; half precision is computed in float32.
+    Where the target is banned the result is -inf: sampling cannot have drawn it, so it belongs to a prompt or to
+    padding, outside the mask, and everything in `actor.advantages` and `actor.ppo_loss` accepts it there.
+
+    Args:
+        logits: `[..., V]`.
+        targets: `[...]`, integer ids in [0, V).
+        temperature: the sampling temperature, > 0.
+        banned_token_ids: ids that sampling never draws, at any position.
+
+    Returns: `[...]` in nats.
+    Raises: ValueError if temperature <= 0, a banned id is not in [0, V), all are banned, or a shape is wrong.
+    Source: reference section 6.
     """
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"expected logits [..., V] and targets [...], got {tuple(logits.shape)} and {tuple(targets.shape)}"
+        )
     scaled = sampling_logits(logits, temperature, banned_token_ids)
     return scaled.gather(-1, targets[..., None].long()).squeeze(-1) - scaled.logsumexp(-1)
+
+
+def sampling_entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()) -> Tensor:
+    """Entropy `[...]` in nats, H = -sum_v p_v log p_v, of the distribution that `logits` `[..., V]` are sampled under.
+
+    A banned token has p = 0 and adds 0.
+
+    Raises: ValueError as `target_logprobs`.
+    Source: reference sections 6 and 8.
+    """
+    logp = sampling_logits(logits, temperature, banned_token_ids).log_softmax(-1)
+    # p log p is 0 at p = 0, where the plain product would be 0 * -inf.
+    return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
 
 
 def sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequence[int]) -> Tensor:
     """`logits` `[..., V]` of the sampling distribution, not normalised, at least float32.
 
-    Raises: ValueError as `token_logprobs`.
+    Raises: ValueError as `target_logprobs`.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a positive number, got {temperature}")

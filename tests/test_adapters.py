@@ -32,8 +32,9 @@ def make_policy(checkpoint: Path, **settings: Any) -> Policy:
 
 def train(policy: Policy, rollout: Rollout) -> None:
     """A step towards what the rollout holds."""
-    loss = -policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths)[0].clamp(min=-50).mean()
-    loss.backward()
+    everywhere = torch.ones_like(rollout.tokens[:, 1:])
+    logprobs, _ = policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths, everywhere)
+    (-logprobs.clamp(min=-50).mean()).backward()
     policy.optimizer.step()
     policy.optimizer.zero_grad()
     policy.optimizer_step += 1

@@ -128,7 +128,7 @@ def test_only_scoring_waits_for_the_critic(policy: Policy) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             calls.append(function.__name__)
-            if calls == ["generate", "logprobs", "logprobs"]:
+            if calls == ["generate", "sampled_logprobs", "logprobs"]:
                 computed.set()
             return result
 

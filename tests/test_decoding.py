@@ -11,10 +11,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from actor.decoding import Decoder, Rules, draw
+from actor.decoding import Decoder, Response, Rules, draw
 from actor.generation import Generation
 from actor.slot_cache import SlotCache, cache_layers
 from python_backend.config import ActorSection
+from python_backend.logprobs import target_logprobs
 
 VOCAB, EOS = 64, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -66,7 +67,7 @@ def generation(model: Any, **settings: Any) -> Generation:
 
 def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
     found: dict[int, list[int]] = {}
-    written_by.run(prompts, lambda i, response, _: found.update({i: response}), seed=seed, greedy=greedy)
+    written_by.run(prompts, lambda i, response: found.update({i: response.tokens}), seed=seed, greedy=greedy)
     assert len(found) == len(prompts)
     return [found[i] for i in range(len(prompts))]
 
@@ -111,7 +112,7 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows() -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlotCache, "shift", lambda self, *args: (shifts.append(1), shift(self, *args)))
         Watched(model, Rules(24, [EOS], [0, 1]), slots=4).run(
-            prompts, None, lambda i, response, _: found.update({i: response})
+            prompts, None, lambda i, response: found.update({i: response.tokens})
         )
     assert len(sizes) == 1
     assert len(shifts) > 3
@@ -130,7 +131,7 @@ def test_a_row_is_reported_when_it_ends_not_when_all_have() -> None:
 def test_what_ends_a_response_is_what_is_said() -> None:
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
     endings: dict[int, tuple[list[int], bool]] = {}
-    generation(model).run(prompts, lambda i, text, ended: endings.update({i: (text, ended)}), seed=0)
+    generation(model).run(prompts, lambda i, response: endings.update({i: (response.tokens, response.ended)}), seed=0)
     assert {ended for _, ended in endings.values()} == {True, False}
     for text, ended in endings.values():
         assert (text[-1] == EOS) == ended
@@ -258,3 +259,50 @@ def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out() -> None:
     settings = ActorSection(max_new_tokens=6, min_new_tokens=4)
     written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
     assert all(4 <= len(text) <= 6 for text in texts(written_by, prompts))
+
+
+@pytest.mark.parametrize("slots", [3, 8, 16])
+def test_prompts_of_a_group_go_through_one_forward(slots: int) -> None:
+    """Fewer rows in the forwards over prompts, and the same responses as without the group's other rows."""
+    model, distinct = make_model("llama", eos_bias=2.0), make_prompts(3)
+    prompts = [prompt for prompt in distinct for _ in range(4)]
+    draws = torch.rand(len(prompts), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    rows_in: list[int] = []
+
+    class Watched(Decoder):
+        def _logits(self, cache: SlotCache, rows: list[Any], ids: torch.Tensor, *window: int) -> torch.Tensor:
+            if not rows[0].written:
+                rows_in.append(len(ids))
+            return super()._logits(cache, rows, ids, *window)
+
+    def written(order: list[int]) -> list[list[int]]:
+        found: dict[int, Response] = {}
+        Watched(model, Rules(16, [EOS], [0, 1]), slots=slots).run(
+            [prompts[i] for i in order], draws[order], lambda i, response: found.update({i: response})
+        )
+        return [found[i].tokens for i in range(len(order))]
+
+    together = written(list(range(len(prompts))))
+    assert sum(rows_in) < len(prompts)
+    if slots >= len(prompts):
+        assert rows_in == [len(distinct)]
+    alone = [written([i])[0] for i in range(len(prompts))]
+    assert together == alone
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.2}])
+def test_log_probs_come_with_the_response(settings: dict[str, Any]) -> None:
+    """Those of the sampling temperature, without what else restricts the draw."""
+    model, prompts = make_model("grouped heads", eos_bias=2.0), make_prompts(5)
+    found: dict[int, Response] = {}
+    generation(model, min_new_tokens=3, **settings).run(
+        prompts, lambda i, response: found.update({i: response}), seed=1
+    )
+    for prompt, response in zip(prompts, (found[i] for i in range(5)), strict=True):
+        row = torch.tensor([*prompt.tolist(), *response.tokens])
+        with torch.no_grad():
+            logits = model(input_ids=row[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = target_logprobs(
+            logits, row[len(prompt) :], temperature=settings.get("temperature", 1.0), banned_token_ids=[0, 1]
+        )
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)

@@ -196,3 +196,33 @@ def test_each_step_of_each_run_draws_its_own_numbers():
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == len(seeds)
     draws = [torch.rand(4, generator=torch.Generator().manual_seed(step_seed(run, 1))) for run in (0, 1)]
     assert not torch.equal(*draws)
+
+
+def test_log_probs_of_generation_are_taken_once_proven(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy(checkpoint, temperature=0.7)
+    rollout = generate(policy)
+    passes: list[int] = []
+    forward = policy.logprobs
+    monkeypatch.setattr(policy, "logprobs", lambda rows: (passes.append(len(rows.prompts)), forward(rows))[1])
+    torch.testing.assert_close(policy.sampled_logprobs(rollout), forward(rollout), atol=1e-4, rtol=0)
+    assert passes == [len(PROMPTS)]
+    other = generate(policy, seed=1)
+    assert policy.sampled_logprobs(other) is other.logprobs
+    assert len(passes) == 1
+
+
+def test_log_probs_of_generation_that_are_wrong_are_not_taken(checkpoint: Path):
+    policy = make_policy(checkpoint)
+    rollout = generate(policy)
+    assert rollout.logprobs is not None
+    rollout.logprobs[1] *= 1.01
+    torch.testing.assert_close(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
+    again = generate(policy, seed=1)
+    assert torch.equal(policy.sampled_logprobs(again), policy.logprobs(again))
+
+
+def test_texts_of_transformers_get_their_log_probs_from_a_forward(checkpoint: Path):
+    policy = make_policy(checkpoint, decoding="transformers")
+    rollout = generate(policy)
+    assert rollout.logprobs is None
+    assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))

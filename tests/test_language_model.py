@@ -15,7 +15,7 @@ from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from actor.policy import Policy
-from python_backend import language_model
+from python_backend import output_head
 from python_backend.checkpoints import CheckpointError, fingerprint_weights
 from python_backend.config import ActorSection
 from python_backend.language_model import load_language_model
@@ -85,13 +85,17 @@ def test_a_wider_forward_changes_nothing(tmp_path: Path):
 def test_only_positions_that_predict_get_logits_a_part_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ):
-    monkeypatch.setattr(language_model, "MAX_LOGITS", 7 * VOCAB + 1)
+    monkeypatch.setattr(output_head, "MAX_LOGITS", 7 * VOCAB + 1)
+    sizes: list[int] = []
+    logits_of = output_head._logits
+
+    def watched(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits_of(hidden, *args)
+
+    monkeypatch.setattr(output_head, "_logits", watched)
     save_tiny(tmp_path, family, "language")
     model = load_language_model(tmp_path, **SAMPLING)
-    sizes: list[int] = []
-    model.model.get_output_embeddings().register_forward_hook(
-        lambda _module, inputs, _output: sizes.append(inputs[0].shape[:-1].numel())
-    )
     assert_direct(tmp_path, model, rows_of())
     assert max(sizes) == 7
     assert sum(sizes) == sum(LENGTHS) - len(LENGTHS)

@@ -48,8 +48,7 @@ def make_batch(policy: Policy, *, width: int = max(LENGTHS), seed: int = 0, kl_s
     noise = torch.randn(2, len(LENGTHS), max(LENGTHS) - 1, generator=generator)
     advantages, ref = (torch.nn.functional.pad(x, (0, width - max(LENGTHS))) for x in noise)
     with torch.no_grad():
-        logprobs = policy.token_logprobs(policy.model, tokens, lengths)[0]
-    logprobs = logprobs.masked_fill(mask == 0, 0.0)
+        logprobs = policy.token_logprobs(policy.model, tokens, lengths, mask)[0]
     zeros = torch.zeros_like(mask)
     return PPOBatch(
         tokens, lengths, mask, mask, logprobs, logprobs + kl_scale * ref * mask, advantages * mask, zeros, zeros, zeros
@@ -187,7 +186,7 @@ def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kin
     stats, _ = updated(policy, batch, kl_coef=1.0)
     assert stats["train_optim/scaled_kl"] > 0
     with torch.no_grad():
-        after = policy.token_logprobs(policy.model, batch.tokens, batch.lengths)[0]
+        after = policy.token_logprobs(policy.model, batch.tokens, batch.lengths, batch.mask)[0]
     assert float(((after - batch.logprobs) * batch.mask).sum()) > 0.1
 
 
@@ -209,3 +208,33 @@ def test_a_minibatch_without_weight_is_left_out(checkpoint: Path):
     stats, weights = updated(policy, dataclasses.replace(batch, policy_weights=0 * batch.policy_weights))
     assert (stats["train_optim/minibatches"], policy.optimizer_step) == (0, 0)
     assert torch.equal(weights, torch.cat([p.detach().flatten() for p in make_policy(checkpoint).model.parameters()]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_update_needs_no_log_probs_of_sampling(checkpoint: Path, name: str):
+    """The ratio is 1 where the minibatch is the rollout: the same update as with the policy's own log-probs."""
+    results = []
+    for known in (True, False):
+        policy = make_policy(checkpoint, kl_coef=0.0, **next(settings_of(name)))
+        batch = make_batch(policy)
+        if not known:
+            batch = dataclasses.replace(batch, logprobs=None, ref_logprobs=None, kl=None)
+        results.append(updated(policy, batch, kl_coef=0.0))
+    assert_same(results)
+    assert results[1][0]["train_optim/ppo_ratio"] == 1.0
+
+
+def test_rows_without_weight_cost_no_forward(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    policy = make_policy(checkpoint)
+    batch = make_batch(policy)
+    weights = batch.policy_weights.clone()
+    weights[[1, 3]] = 0
+    rows: list[int] = []
+    forward = policy.token_logprobs
+    monkeypatch.setattr(
+        policy,
+        "token_logprobs",
+        lambda model, tokens, *a, **k: (rows.append(len(tokens)), forward(model, tokens, *a, **k))[1],
+    )
+    updated(policy, dataclasses.replace(batch, policy_weights=weights))
+    assert sum(rows) == len(LENGTHS) - 2

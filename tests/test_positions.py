@@ -253,8 +253,10 @@ def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: 
     together = writer.logprobs(rollout)
     for i, length in enumerate(rollout.lengths.tolist()):
         row = rollout.tokens[i : i + 1, :length]
-        alone, logits = writer.token_logprobs(writer.model, row, torch.tensor([length]))
-        torch.testing.assert_close(together[i : i + 1, : length - 1], alone, atol=TOLERANCE, rtol=0)
         start = int(rollout.prompt_lengths[i])
+        mask = torch.arange(length - 1)[None] >= start - 1
+        alone, _ = writer.token_logprobs(writer.model, row, torch.tensor([length]), mask)
+        torch.testing.assert_close(together[i : i + 1, : length - 1], alone, atol=TOLERANCE, rtol=0)
+        logits = writer.model(input_ids=row, use_cache=False).logits
         written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*writer.banned_ids, *writer.eos_ids]), -1e9)
         assert written.argmax(-1).tolist() == row[0, start:].tolist()

@@ -4,6 +4,7 @@ Public vectors are quoted as numbers, with the file that published them beside e
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor.ppo_loss import entropy, ppo_policy_loss
-from python_backend.logprobs import token_logprobs
+from actor.ppo_loss import ppo_policy_loss
+from python_backend.logprobs import sampling_entropy, target_logprobs
 
 close = torch.testing.assert_close
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, **sampling: Any) -> torch.Tensor:
+    """Log-probs `[B, S-1]`: index t is of token t+1."""
+    return target_logprobs(logits[:, :-1], tokens[:, 1:], **sampling)
+
+
 property_test = settings(max_examples=40, deadline=None)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 5), "width": st.integers(1, 6)}
 
@@ -99,17 +107,17 @@ def test_logprobs_match_log_softmax_at_the_size_of_real_logits():
 
 
 def test_entropy_of_reference_section_8():
-    uniform = entropy(torch.zeros(1, 2, 4), temperature=1.0)
+    uniform = sampling_entropy(torch.zeros(1, 1, 4), temperature=1.0)
     assert float(uniform) / math.log(2) == pytest.approx(2.0)  # 2 bits
     logits = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0))
     expected = torch.distributions.Categorical(logits=logits[:, :-1] / 0.7).entropy()
-    close(entropy(logits, temperature=0.7), expected)
+    close(sampling_entropy(logits[:, :-1], temperature=0.7), expected)
 
 
 def test_entropy_over_the_tokens_left_by_a_ban():
     logits = f64([[[0.0, 7.0, 0.0, 7.0], [0.0, 0.0, 0.0, 0.0]]])
     logits.requires_grad_()
-    result = entropy(logits, temperature=1.0, banned_token_ids=[1, 3])
+    result = sampling_entropy(logits[:, :-1], temperature=1.0, banned_token_ids=[1, 3])
     close(result.detach(), f64([[math.log(2)]]))
     result.sum().backward()
     assert torch.isfinite(logits.grad).all()
@@ -119,7 +127,7 @@ def test_entropy_over_the_tokens_left_by_a_ban():
 def test_entropy_gradient():
     logits = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: entropy(z, temperature=0.8, banned_token_ids=[2]), logits)
+    assert torch.autograd.gradcheck(lambda z: sampling_entropy(z, temperature=0.8, banned_token_ids=[2]), logits)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
@@ -127,20 +135,18 @@ def test_temperature_is_checked(temperature: float):
     with pytest.raises(ValueError, match=f"temperature.*{temperature}"):
         token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 2).long(), temperature=temperature)
     with pytest.raises(ValueError, match=f"temperature.*{temperature}"):
-        entropy(torch.zeros(1, 2, 3), temperature=temperature)
+        sampling_entropy(torch.zeros(1, 2, 3), temperature=temperature)
 
 
 @pytest.mark.parametrize("banned", [[3], [-1], [0, 1, 2]])
 def test_banned_ids_are_checked(banned: list[int]):
     with pytest.raises(ValueError, match="banned_token_ids"):
-        entropy(torch.zeros(1, 2, 3), temperature=1.0, banned_token_ids=banned)
+        sampling_entropy(torch.zeros(1, 2, 3), temperature=1.0, banned_token_ids=banned)
 
 
 def test_shapes_are_checked():
     with pytest.raises(ValueError, match=r"\(1, 2, 3\) and \(1, 3\)"):
-        token_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 3).long(), temperature=1.0)
-    with pytest.raises(ValueError, match=r"\(2, 3\)"):
-        entropy(torch.zeros(2, 3), temperature=1.0)
+        target_logprobs(torch.zeros(1, 2, 3), torch.zeros(1, 3).long(), temperature=1.0)
     ones = torch.ones(1, 3)
     with pytest.raises(ValueError, match="advantages"):
         loss_of(ones, ones, torch.ones(1, 4), ones)

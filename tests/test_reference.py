@@ -14,7 +14,7 @@ import torch
 from live_system import Checkpoints, make_run
 
 from actor.client import Counters, RequestFailed, TrainAnswer
-from actor.experience import TooManyFailed, check_failures, sequence_kl
+from actor.experience import TooManyFailed, check_failures, rollout_metrics, sequence_kl
 from actor.loop import PPORun
 from actor.reference import ServedReference, only_known
 from actor.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
@@ -202,3 +202,29 @@ def test_a_prompt_alone_is_known(tmp_path: Path, checkpoints: Checkpoints) -> No
     found = asyncio.run(run.reference.ask(rollout))
     assert found.known.all()
     torch.testing.assert_close(found.logprobs, torch.tensor([[0.0, 0.0], [-0.06, -0.07]]))
+
+
+@pytest.mark.parametrize("reference", ["actor", "triton"])
+def test_without_a_kl_penalty_the_reference_is_not_asked(
+    tmp_path: Path, checkpoints: Checkpoints, reference: str
+) -> None:
+    server = Server(by_first_token)
+    run = make_ppo(tmp_path, checkpoints, server, reference=reference, kl_coef=0.0)
+    assert run.policy.reference is None
+    scored = collect(run)
+    assert not server.rows
+    assert scored.ref_logprobs is None
+    assert not [name for name in rollout_metrics(scored, run.make_batch(scored), kl_coef=0.0) if "kl_per_seq" in name]
+
+
+def test_without_a_kl_penalty_its_kl_is_measured_every_nth_step(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    server = Server(by_first_token)
+    run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0, kl_every=2)
+
+    async def rollouts() -> list[ScoredRollout]:
+        return [(await run.begin_rollout(step, updated=0)).scored for step in (1, 2)]
+
+    first, second = asyncio.run(asyncio.wait_for(rollouts(), PATIENCE_S))
+    assert first.ref_logprobs is None
+    assert second.ref_logprobs is not None
+    assert len(server.rows) == 8

@@ -146,7 +146,7 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
     longest = max(lengths)
     draws = torch.rand(len(prompts), longest, dtype=torch.float64)
     GivenLengths(model, Rules(longest, [], [0, 1, 2]), slots=slots).run(
-        prompts, draws, lambda index, response, _: written.update({index: response})
+        prompts, draws, lambda index, response: written.update({index: response.tokens})
     )
     return written
 
@@ -197,7 +197,7 @@ def identical(model: Any, prompts: list[np.ndarray], arguments: argparse.Namespa
     written: dict[int, list[int]] = {}
     slots = int(arguments.slots.split(",")[0])
     Decoder(model, Rules(arguments.longest, [1], [0, 2]), slots=slots).run(
-        prompts, None, lambda index, response, _: written.update({index: response})
+        prompts, None, lambda index, response: written.update({index: response.tokens})
     )
     ids, attention = padded_left(prompts)
     config = GenerationConfig(
