@@ -41,8 +41,9 @@ async def collect(
             logprobs = await in_thread(policy.logprobs, rollout)
         with timers.phase("init_logprobs"):
             start = await asked.logprobs(rollout)
-        with timers.phase("critic_wait"):
-            await ready
+        if scorer.has_critic:
+            with timers.phase("critic_wait"):
+                await ready
         with timers.phase("score_wait"):
             scores = only_known(await stream.scores(rollout.tokens.shape[1]), start)
         timers.note("scoring", *stream.span)
