@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from live_system import MEASURED, Checkpoints, make_tokenizer
+from live_system import MEASURED, Checkpoints
 from tiny_models import regions
 
 import actor.__main__
