@@ -58,6 +58,8 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
     }  # fmt: skip
     for section in checkpoints_of(algorithm, reward):
         data[section] = {"checkpoint": str(getattr(checkpoints, section)), **MEASURED}
+    if algorithm == "ppo":
+        data["trainer"] = {"nice": 0}  # on a busy machine the run would wait for it
     if REWARDS[reward] is not None:
         data["rewards"] = REWARDS[reward]
     path = folder / "my.yaml"
@@ -195,6 +197,8 @@ def signals_kept() -> Iterator[None]:
 def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The output of `python -m tools run` in this process, which has loaded the large libraries already."""
     code = tools.run.main(["--config", str(path)])
+    if code == 130:  # it was this test that somebody wanted to stop
+        raise KeyboardInterrupt
     output = capsys.readouterr()
     print(output.out, output.err)
     logs = {file.name: file.read_text()[-1500:] for file in path.parent.glob("run/logs/*.log")}
@@ -221,7 +225,7 @@ def check_run(folder: Path, output: str, algorithm: str, reward: str) -> None:
     page = (folder / "report.html").read_text()
     words = output + json.dumps(lines) + re.sub(r'src="[^"]*"', "", page)
     assert bool(re.search("critic|weights.version|reload", words)) == has_critic
-    assert not re.search("null|nan|held-out", words)
+    assert not re.search("null|NaN|held-out", words)
     assert (folder / "curves.png").is_file()
     assert (folder / "policy" / "model.safetensors").is_file()
 
