@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -18,19 +19,22 @@ import actor.__main__
 import tools.run
 import tools.serve
 import trainer.__main__
+from actor.client import RequestFailed
+from actor.scoring import ModelMismatch, Scorer
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.required_files import check_files
+from python_backend.tokenization import load_tokenizer
 from tools import calibration, render_configs
 from tools.model_loading import load_order
 
 ALGORITHMS = ("ppo", "reinforce++", "rloo", "grpo")
-FUNCTION = {"length": {"function": f"{Path(__file__).parent / 'reward_functions.py'}:num_tokens", "workers": 1}}
+FUNCTION = {"verdict": {"function": f"{Path(__file__).parent / 'reward_functions.py'}:token_sum", "workers": 1}}
 REWARDS: dict[str, dict[str, Any] | None] = {"model": None, "functions": FUNCTION, "both": {"model": {}, **FUNCTION}}
 OF_THE_CRITIC = {"critic", "critic_infer", "critic_train", "critic_save"}
 OF_THE_REWARD = {
     "model": {"reward_model"},
-    "functions": {"reward_model", "reward_mixture", "reward_function_length"},
-    "both": {"reward_model", "reward_mixture", "reward_function_length", "reward_checkpoint"},
+    "functions": {"reward_model", "reward_mixture", "reward_function_verdict"},
+    "both": {"reward_model", "reward_mixture", "reward_function_verdict", "reward_checkpoint"},
 }
 every_combination = pytest.mark.parametrize(
     ("algorithm", "reward"), [(algorithm, reward) for algorithm in ALGORITHMS for reward in REWARDS]
@@ -54,6 +58,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
         "actor": {
             "checkpoint": str(checkpoints.policy), "prompts": str(checkpoints.prompts), "algorithm": algorithm,
             "steps": 2, "rollout_size": 4, "responses_per_prompt": 2, "minibatch_size": 4, "max_new_tokens": 3,
+            "mask_unfinished": False,
         },
     }  # fmt: skip
     for section in checkpoints_of(algorithm, reward):
@@ -180,6 +185,28 @@ def test_a_sidecar_without_a_critic_has_nothing_to_do(
     assert "actor.algorithm: rloo has no critic, so there is nothing to train" in capsys.readouterr().err
 
 
+class ServesNoCritic:
+    """What the client hears from a server that was started for an algorithm without a critic."""
+
+    async def model_parameters(self, model: str) -> dict[str, str]:
+        if model == "critic":
+            raise RequestFailed("critic at localhost:8000 refused: Request for unknown model: 'critic' is not found")
+        return {"tokenizer_fingerprint": "known"}
+
+
+def test_ppo_on_a_server_without_a_critic_is_told_why(checkpoints: Checkpoints) -> None:
+    tokenizer = load_tokenizer(checkpoints.policy)
+
+    def compare(*, with_critic: bool) -> None:
+        client: Any = ServesNoCritic()
+        scorer = Scorer(client, tokenizer, rows_per_request=1, with_critic=with_critic)
+        asyncio.run(scorer.compare_tokenizers())
+
+    with pytest.raises(ModelMismatch, match=r"the server has no critic, which actor\.algorithm: ppo needs"):
+        compare(with_critic=True)
+    compare(with_critic=False)
+
+
 # ---- through `tools run` ----
 
 
@@ -212,7 +239,7 @@ def check_run(folder: Path, output: str, algorithm: str, reward: str) -> None:
     assert {path.name for path in (folder / "model_repository").iterdir()} == models_of(algorithm, reward)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert all(line["train_optim/grad_norm"] >= 0 for line in lines)
+    assert all(line["train_optim/grad_norm"] > 0 for line in lines)
     components = {key for key in lines[0] if key.startswith("train_rollouts/reward_")}
     terms = {f"train_rollouts/reward_{name}" for name in REWARDS[reward] or {}}
     assert components == terms
@@ -235,11 +262,20 @@ def test_grpo_with_a_function_needs_neither_critic_nor_reward_model(
 ) -> None:
     path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
     check_run(tmp_path / "run", run_to_the_end(path, capsys), "grpo", "functions")
-    more = path.read_text().replace("steps: 2", "steps: 3")
-    path.write_text(more)
-    assert "step 3/3" in run_to_the_end(path, capsys)  # from the checkpoint of step 2
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]
     assert not regions(psutil.Process().pid)
+
+
+@pytest.mark.slow
+def test_a_run_without_a_critic_is_resumed(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], signals_kept: None
+) -> None:
+    path = write_yaml(tmp_path, "rloo", "functions", checkpoints)
+    assert "step 2/2" in run_to_the_end(path, capsys)
+    path.write_text(path.read_text().replace("steps: 2", "steps: 3"))
+    again = run_to_the_end(path, capsys)
+    assert "step 3/3" in again
+    assert "step 2/3" not in again
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["actor"]
 
 
 @pytest.mark.slow
