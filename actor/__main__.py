@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.required_files import check_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
+        check_files(config, actor=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

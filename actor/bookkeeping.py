@@ -196,16 +196,10 @@ class Bookkeeper:
             await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
         self._log.close()
         self._policy.save(self._dir / "policy")
-        before, after = self._validation("before"), self._validation("after")
         summary = {
             "ppo_steps": steps,
-            "reward_before": before.get("reward"),
-            "reward_after": after.get("reward"),
-            "kl_final": after.get("kl"),
-            "ev_v0": before.get("explained_variance"),
-            "ev_last": await self._explained_by_last(scorer),
-            "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
-            "critic_updates": steps if self._has_critic else 0,
+            **self._validated_figures(),
+            **(await self._critic_figures(scorer, version, steps=steps) if self._has_critic else {}),
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,
             "outages": self._client.counters.outages,
@@ -217,13 +211,28 @@ class Bookkeeper:
         write_json(self._dir / "actor_summary.json", summary)
         return summary
 
-    async def _explained_by_last(self, scorer: Scorer) -> float | None:
-        """How well the last version explains the returns that version 0 was measured on: the same rollouts."""
+    def _validated_figures(self) -> dict[str, float]:
+        """Of the first and the last validation; none of a run without."""
+        before, after = self._validation("before"), self._validation("after")
+        found = {
+            "reward_before": before.get("reward"),
+            "reward_after": after.get("reward"),
+            "kl_final": after.get("kl"),
+            "ev_v0": before.get("explained_variance"),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    async def _critic_figures(self, scorer: Scorer, version: int, *, steps: int) -> dict[str, float]:
+        """Of the critic; how much of the returns that version 0 was measured on its last version explains, too."""
+        figures: dict[str, float] = {
+            "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
+            "critic_updates": steps,
+        }
         before = self._validations.get("before")
-        if before is None or not self._has_critic:  # of a resumed run the first part held them
-            return None
-        scores = await scorer.values(before.rollout)
-        return explained(before.rollout, before.scores.rewards, scores)
+        if before is not None:  # of a resumed run the first part held them
+            scores = await scorer.values(before.rollout)
+            figures["ev_last"] = explained(before.rollout, before.scores.rewards, scores)
+        return figures
 
     def _validation(self, when: str) -> dict[str, Any]:
         path = self._dir / f"validation_{when}.json"

@@ -50,8 +50,9 @@ async def collect(
         if asked is not None:
             with timers.phase("init_logprobs"):
                 start = await asked.logprobs(rollout)
-        with timers.phase("critic_wait"):
-            await ready
+        if scorer.has_critic:
+            with timers.phase("critic_wait"):
+                await ready
         with timers.phase("score_wait"):
             scores = await stream.scores(rollout.tokens.shape[1])
         timers.note("scoring", *stream.span)

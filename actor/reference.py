@@ -140,8 +140,7 @@ Reference: TypeAlias = OwnReference | ServedReference
 
 def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> Reference:
     """The one that `actor.reference` names."""
-    served = config.actor.reference == "triton" and config.actor.uses_reference
-    return ServedReference(client, policy, config) if served else OwnReference(policy)
+    return ServedReference(client, policy, config) if config.actor.serves_reference else OwnReference(policy)
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:

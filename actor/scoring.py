@@ -32,7 +32,7 @@ class Scorer:
     ) -> None:
         """`with_critic`: ask for values as well; otherwise they are 0, of version -1."""
         self._client = client
-        self._with_critic = with_critic
+        self.has_critic = with_critic
         self._tokenizer = tokenizer
         self._rows_per_request = rows_per_request
         self.sends_sentences = False
@@ -44,14 +44,14 @@ class Scorer:
         A reward model with another vocabulary is sent sentences instead.
 
         Raises:
-            ModelMismatch: the critic has another vocabulary, or a model's configuration names none; or the reward
-                model's attributes are not merged.
+            ModelMismatch: the critic is not served or has another vocabulary, or a model's configuration names none; or
+                the reward model's attributes are not merged.
             RequestFailed: the server cannot be asked.
         """
         ours = fingerprint(self._tokenizer)
         theirs, folders = {}, {}
-        for model in (REWARD_MODEL, CRITIC) if self._with_critic else (REWARD_MODEL,):
-            parameters = await self._client.model_parameters(model)
+        for model in (REWARD_MODEL, CRITIC) if self.has_critic else (REWARD_MODEL,):
+            parameters = await self._parameters_of(model)
             theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
             if int(parameters.get("num_rewards") or 1) > 1:
                 raise ModelMismatch(
@@ -72,6 +72,17 @@ class Scorer:
                 "from a checkpoint with the same vocabulary"
             )
         self.sends_sentences = theirs[REWARD_MODEL] != ours
+
+    async def _parameters_of(self, model: str) -> dict[str, str]:
+        try:
+            return await self._client.model_parameters(model)
+        except RequestFailed as error:
+            if model != CRITIC or "unknown model" not in str(error):
+                raise
+            raise ModelMismatch(
+                f"the server has no {CRITIC}, which actor.algorithm: ppo needs ({error}); start it with this "
+                "configuration, or take grpo, rloo or reinforce++"
+            ) from error
 
     async def score(self, rollout: Rollout) -> Scores:
         """Rewards, values and the version they are of, for every row."""
@@ -99,12 +110,12 @@ class Scorer:
         rows, wanted = rollout.rows()[chunk], self.mixture.outputs
         metadata = self._metadata(rollout, chunk) if self.mixture.names or self.sends_sentences else None
         try:
-            if not self.sends_sentences and self._with_critic:
+            if not self.sends_sentences and self.has_critic:
                 return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata)
             if not self.sends_sentences:
                 return await self._client.rewards(rows, wanted, metadata)
             texts = [self.render(rollout, i) for i in range(len(rollout.prompts))[chunk]]
-            if not self._with_critic:
+            if not self.has_critic:
                 return await self._client.score_sentences(texts, wanted, metadata)
             values, rewards = await asyncio.gather(
                 self._client.score(rows, (VALUES, WEIGHTS_VERSION)),

@@ -193,6 +193,11 @@ class ActorSection(Section):
         return self.kl_coef > 0 or self.kl_every > 0
 
     @property
+    def serves_reference(self) -> bool:
+        """Whether tritonserver needs the reference model."""
+        return self.reference == "triton" and self.uses_reference
+
+    @property
     def is_one_update(self) -> bool:
         """Whether each rollout is one minibatch, used once, of the policy that sampled it: probability ratios are 1."""
         return self.ppo_epochs == 1 and self.minibatch_size == self.rollout_size and not self.one_step_off_policy

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from python_backend.actor_sections import ActorSection, ClientSection, check_actor
 from python_backend.deterministic import with_fixed_values
-from python_backend.reward_terms import RewardTerm, Terms, check_terms, function_terms
+from python_backend.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.sections import (
     CriticSection,
     DemoSection,
@@ -58,11 +58,11 @@ class RunConfig(Section):
     server: ServerSection = ServerSection()
     """The tritonserver process."""
     reward: RewardSection = RewardSection()
-    """The reward model."""
+    """The reward model; needs a checkpoint unless `rewards` holds functions alone."""
     rewards: Terms | None = None
     """Names and terms of a weighted sum of rewards; default: the reward model alone."""
     critic: CriticSection = CriticSection()
-    """The critic model."""
+    """The critic model; needs a checkpoint where `actor.algorithm` is `ppo`, otherwise no critic is served."""
     reference: ReferenceSection = ReferenceSection()
     """The reference model, where `actor.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()
@@ -95,11 +95,19 @@ class RunConfig(Section):
         return function_terms(self.rewards or {})
 
     @property
+    def uses_reward_model(self) -> bool:
+        """Whether the reward checkpoint is served; `rewards` of functions alone do without it."""
+        return self.rewards is None or MODEL_TERM in self.rewards
+
+    @property
     def served_sections(self) -> dict[str, ModelSection]:
         """Sections of the models that tritonserver loads from checkpoints, by their names in the YAML."""
-        sections: dict[str, ModelSection] = {"reward": self.reward, "critic": self.critic}
-        served = self.actor.reference == "triton" and self.actor.uses_reference
-        return {**sections, "reference": self.reference} if served else sections
+        sections: dict[str, tuple[bool, ModelSection]] = {
+            "reward": (self.uses_reward_model, self.reward),
+            "critic": (self.actor.uses_critic, self.critic),
+            "reference": (self.actor.serves_reference, self.reference),
+        }
+        return {name: section for name, (is_served, section) in sections.items() if is_served}
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

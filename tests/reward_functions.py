@@ -20,6 +20,11 @@ def num_tokens(sample: Sample) -> float:
     return float(len(sample.tokens))
 
 
+def token_sum(sample: Sample) -> float:
+    """Differs between nearly any two responses."""
+    return float(sum(sample.tokens))
+
+
 def equals_label(sample: Sample) -> float:
     """A verifier: 1 if the response holds the row's label. A row without a label is an error, not a 0."""
     return float(str(sample.metadata["label"]) in (sample.response or sample.text))

@@ -43,7 +43,9 @@ def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None
     assert all(line["train_optim/grad_norm"] > 0 for line in lines)
     assert lines[-1]["train_rollouts/consumed_samples"] == 3 * 8 // 2
     summary = json.loads((tmp_path / "run" / "actor_summary.json").read_text())
-    assert (summary["critic_updates"], summary["ev_v0"], summary["failed_requests"]) == (0, None, 0)
+    assert not summary.keys() & {"critic_updates", "weights_version", "ev_v0", "ev_last"}
+    assert None not in summary.values()
+    assert summary["failed_requests"] == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 

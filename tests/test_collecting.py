@@ -37,6 +37,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 class Server:
     """Rewards a row with the sum of its tokens, each of its values with the token; answers when it is let."""
 
+    has_critic = True
+
     def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
         self.asked = 0
         self._answer = answer

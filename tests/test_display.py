@@ -65,9 +65,23 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "\x1b" not in out
     assert out.splitlines()[:2] == ["[0:00] starting [bold]tritonserver[/bold]", "a message"]
     first, second = out.splitlines()[2:4]
-    assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  critic explains -  weights version 1")
+    assert first.startswith("step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  weights version 1  swap reload 12 ms")
     assert "swap reload 12 ms  triton reload 2,345 ms  failed requests 0  2.0 s  ETA 0:04" in second
     assert out.splitlines()[4:] == ["another"]
+
+
+OF_THE_CRITIC = ("critic", "version", "reload", "×", "waiting for", " -")
+
+
+def test_a_run_without_a_critic_has_no_words_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunDisplay(tmp_path, 4) as display:
+        append(tmp_path / "metrics.jsonl", step_row(1, **{"timers/score_wait": 0.001}))
+        display.refresh()
+        frame = "\n".join(last_frame(display, 80))
+    line = "step 1/4  reward +0.100  KL 0.50  tokens/s 1,234  failed requests 0  2.0 s  ETA 0:06"
+    assert capsys.readouterr().out.splitlines() == [line]
+    assert "failed requests" in frame
+    assert not [word for word in OF_THE_CRITIC if word in frame]
 
 
 def test_many_steps_print_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -48,15 +48,14 @@ def test_model_and_functions() -> None:
     assert list(components.dims) == [3]
 
 
-def test_functions_alone_serve_no_checkpoint_and_take_the_critics_tokenizer(tmp_path: Path) -> None:
-    make_tokenizer().save_pretrained(tmp_path / "critic")
-    critic = {"checkpoint": str(tmp_path / "critic")}
-    configs = parsed(rewards={"label": LABEL}, critic=critic, reward={"checkpoint": str(tmp_path / "none")})
-    assert "reward_checkpoint" not in configs
-    assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / "critic")
-    make_tokenizer().save_pretrained(tmp_path / "reward")
-    configs = parsed(rewards={"label": LABEL}, critic=critic, reward={"checkpoint": str(tmp_path / "reward")})
-    assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / "reward")
+def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path) -> None:
+    """Where the policy is another trainer's, the critic's, or what the reward names."""
+    sections = {role: {"checkpoint": str(tmp_path / role)} for role in ("reward", "critic", "actor")}
+    for role in sections:
+        make_tokenizer().save_pretrained(tmp_path / role)
+        configs = parsed(rewards={"label": LABEL}, **sections)
+        assert "reward_checkpoint" not in configs
+        assert parameters(configs["reward_function_label"])["tokenizer"] == str(tmp_path / role)
 
 
 def test_the_tokenizer_of_functions_alone_has_a_fingerprint(tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from tools.report import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
-from tools.report_curves import draw_texts, panels, svg
+from tools.report_curves import (
+    CAPTIONS,
+    draw_kl,
+    draw_reward,
+    draw_step_time,
+    draw_texts,
+    drawn,
+    panels,
+    svg,
+)
 from tools.report_data import Gain, load_run, phase_seconds, series
 from tools.report_page import SENTENCES
 from tools.summary import SUMMARY_KEYS, Pair, write_summary
@@ -19,16 +28,19 @@ from tools.summary import SUMMARY_KEYS, Pair, write_summary
 EVIL = " <script>alert('x')</script> & great"
 
 
-def write_run(run_dir: Path, *, gold: bool, validated: bool = True, num_steps: int = 12) -> Path:
+def write_run(run_dir: Path, *, gold: bool, validated: bool = True, critic: bool = True, num_steps: int = 12) -> Path:
     run_dir.mkdir()
     steps = range(1, num_steps + 1)
     metrics = [
         {
             "step": k, "time": 100.0 + 2 * k, "train_rollouts/rewards": 0.1 * k,
             "train_rollouts/rewards_with_kl": 0.08 * k, "train_rollouts/init_policy_kl_per_sequence": 0.2 * k,
-            "train_rollouts/explained_variance": float("nan") if k == 1 else 0.04 * k,
-            "train_rollouts/weights_version": k - 1, "train_rollouts/distinct2": 0.5,
+            "train_rollouts/distinct2": 0.5,
             "timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0,
+            **({
+                "train_rollouts/explained_variance": float("nan") if k == 1 else 0.04 * k,
+                "train_rollouts/weights_version": k - 1, "timers/critic_wait": 0.1,
+            } if critic else {}),
         }
         for k in steps
     ]  # fmt: skip
@@ -44,7 +56,8 @@ def write_run(run_dir: Path, *, gold: bool, validated: bool = True, num_steps: i
         "reason": "save",
     }
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics) + '{"step": 13, "ti')
-    (run_dir / "critic_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*swaps, triton]))
+    if critic:
+        (run_dir / "critic_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*swaps, triton]))
     if validated:
         rows = [
             {"prompt_id": f"p{i}", "when": when, "prompt": "It <b>is</b>", "response": text, "reward": reward}
@@ -55,10 +68,11 @@ def write_run(run_dir: Path, *, gold: bool, validated: bool = True, num_steps: i
             )
         ]
         (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = dict.fromkeys(("reward_before", "reward_after", "kl_final", "ev_v0", "ev_last"), 0.5 if validated else None)
-    counts = {"ppo_steps": num_steps, "weights_version": num_steps, "critic_updates": num_steps}
-    zeros = {"failed_requests": 0, "masked_samples": 0, "seconds_per_step": 2.0}
-    (run_dir / "actor_summary.json").write_text(json.dumps(known | counts | zeros))
+    validations = dict.fromkeys(("reward_before", "reward_after", "kl_final"), 0.5) if validated else {}
+    critics = dict.fromkeys(("weights_version", "critic_updates"), num_steps) if critic else {}
+    explained = dict.fromkeys(("ev_v0", "ev_last"), 0.5) if critic and validated else {}
+    always = {"ppo_steps": num_steps, "failed_requests": 0, "masked_samples": 0, "seconds_per_step": 2.0}
+    (run_dir / "actor_summary.json").write_text(json.dumps({**validations, **critics, **explained, **always}))
     write_summary(run_dir, gold=gold, server_failures=0, peak_rss_mb=100.0, seconds_total=50.0)
     return run_dir
 
@@ -121,9 +135,9 @@ def test_same_run_same_bytes(full_run: Path):
 
 
 def test_a_run_without_gold(tmp_path: Path):
-    text = write_report(write_run(tmp_path / "mine", gold=False, num_steps=1)).read_text(encoding="utf-8")
+    text = write_report(write_run(tmp_path / "mine", gold=False, num_steps=2)).read_text(encoding="utf-8")
     assert "which PPO never saw" not in text
-    assert "The reward model&#x27;s score rose by 2.000" in text
+    assert "The reward rose by 2.000" in text
     assert "Largest gains" in text
     assert text.count("<figure>") == 7
 
@@ -131,10 +145,35 @@ def test_a_run_without_gold(tmp_path: Path):
 def test_a_run_without_validation(tmp_path: Path):
     run_dir = write_run(tmp_path / "short", gold=False, validated=False, num_steps=2)
     text = write_report(run_dir).read_text(encoding="utf-8")
-    assert "This run kept no held-out texts." in text
-    assert "held-out prompts continued" not in text
+    assert "The mean training reward was 0.100 in the first step and 0.200 in the last." in text
+    assert "Texts before and after" not in text
+    assert "held-out" not in text
     write_curves(run_dir, tmp_path / "short.png")
     assert (tmp_path / "short.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_run_without_a_critic_has_no_words_and_no_pictures_of_it(tmp_path: Path, validated: bool):
+    run_dir = write_run(tmp_path / "mine", gold=False, validated=validated, critic=False)
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert not re.search("critic|version|reload|PPO", re.sub(r'src="[^"]*"', "", text))
+    run = load_run(run_dir)
+    assert drawn(run) == [draw_reward, draw_kl, draw_step_time, draw_texts]
+    assert text.count("<figure>") == 4
+    assert "<td class=n>–</td>" not in text
+    write_curves(run_dir, tmp_path / "curves.png")
+
+
+def test_pictures_without_data_leave_no_axes(tmp_path: Path):
+    """A run without a penalty need not measure the KL."""
+    run_dir = write_run(tmp_path / "mine", gold=False, validated=False, critic=False, num_steps=3)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:3]]
+    kept = [{key: row[key] for key in row if "kl" not in key} for row in rows]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    run = load_run(run_dir)
+    assert drawn(run) == [draw_reward, draw_step_time, draw_texts]
+    assert [caption for caption, _ in panels(run)] == [CAPTIONS[draw] for draw in drawn(run)]
+    write_curves(run_dir, tmp_path / "curves.png")
 
 
 def test_curves_are_wide_enough_for_a_readme(full_run: Path, tmp_path: Path):

@@ -90,18 +90,35 @@ def test_without_gold(run_dir: Path):
     summary = write_summary(run_dir, gold=False, **MEASURED)
     gold_keys = [key for key in SUMMARY_KEYS if key.startswith("gold") or key == "top_word"]
     assert len(gold_keys) == 5
-    assert all(summary[key] is None for key in gold_keys)
+    assert not any(key in summary for key in gold_keys)
     assert summary["distinct2_before"] == 3 / 8
     assert read_jsonl(run_dir / "samples.jsonl") == SAMPLES
 
 
 def test_without_validation(run_dir: Path):
-    nothing = {"reward_before": None, "reward_after": None, "kl_final": float("nan"), "ev_v0": None}
-    (run_dir / "actor_summary.json").write_text(json.dumps(ACTOR | nothing))
+    validated = {"reward_before", "reward_after", "kl_final", "ev_v0", "ev_last"}
+    actor = {key: value for key, value in ACTOR.items() if key not in validated}
+    (run_dir / "actor_summary.json").write_text(json.dumps(actor))
     (run_dir / "samples.jsonl").unlink()
     summary = write_summary(run_dir, gold=False, **MEASURED)
-    assert summary["distinct2_after"] is None
-    assert summary["kl_final"] is None  # NaN is no JSON
+    assert None not in summary.values()
+    of_texts = {f"{what}_{when}" for what in ("distinct2", "unique") for when in ("before", "after")}
+    assert not summary.keys() & (validated | of_texts)
+
+
+def test_without_a_critic(run_dir: Path):
+    """Not even where an earlier run in this folder had one."""
+    critic = {"ev_v0", "ev_last", "weights_version", "critic_updates"}
+    (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k not in critic}))
+    summary = write_summary(run_dir, gold=False, **MEASURED)
+    reloads = {"reloads_swap", "reloads_triton", "swap_ms_p50", "triton_reload_ms_p50"}
+    assert not summary.keys() & (critic | reloads)
+    assert summary["reward_after"] == 3.0
+
+
+def test_what_is_no_number_is_left_out(run_dir: Path):
+    (run_dir / "actor_summary.json").write_text(json.dumps(ACTOR | {"kl_final": float("nan")}))
+    assert "kl_final" not in write_summary(run_dir, gold=False, **MEASURED)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -120,8 +137,8 @@ def test_a_missing_file_is_named(run_dir: Path, name: str):
 
 
 def test_missing_key_of_the_actor_is_named(run_dir: Path):
-    (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k != "ev_last"}))
-    with pytest.raises(ValueError, match="lacks ev_last"):
+    (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k != "ppo_steps"}))
+    with pytest.raises(ValueError, match="lacks ppo_steps"):
         write_summary(run_dir, gold=True, **MEASURED)
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tools.jsonl_tail import JsonlTail
-from tools.report_data import PHASES, number, phase_seconds
+from tools.report_data import PHASES, SHOWN_S, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
@@ -147,7 +147,7 @@ class RunDisplay:
         swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
         newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
         served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
-        return [
+        figures = [
             ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
             ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
             ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
@@ -157,12 +157,13 @@ class RunDisplay:
             ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
+        return [(name, text) for name, text in figures if text]  # a run without a critic has nothing to say of it
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = [self._head()]
         if self._recent:
             lines += [self._progress(), Text(), self._table(self._last()), Text(), *_step_time(self._last())]
-        return Panel(Group(*lines), title="PPO on Triton", title_align="left", border_style="blue", padding=(0, 1))
+        return Panel(Group(*lines), title="RLHF on Triton", title_align="left", border_style="blue", padding=(0, 1))
 
     def _head(self) -> RenderableType:
         head = Table.grid(padding=(0, 1, 0, 0), expand=True)
@@ -191,12 +192,13 @@ class RunDisplay:
         }
         cells = []
         for name, text in self._figures(row):
-            style = "bold red" if name == "failed requests" and text not in ("0", "-") else "bold"
+            style = "bold red" if name == "failed requests" and text != "0" else "bold"
             cells.append((Text(name, style="dim"), Text(text, style=style), extras.get(name, Text())))
         grid = Table.grid(padding=(0, 2, 0, 0))
         for _ in range(6):
             grid.add_column(no_wrap=True)
-        for left, right in zip(cells[:4], cells[4:], strict=True):
+        rows = (len(cells) + 1) // 2
+        for left, right in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
             grid.add_row(*left, *right)
         return grid
 
@@ -231,7 +233,7 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
 
 def _step_time(row: dict[str, Any]) -> list[RenderableType]:
     """A bar cut by phase, and what its colours mean."""
-    seconds = {name: value for name, value in phase_seconds(row).items() if value > 0}
+    seconds = {name: value for name, value in phase_seconds(row).items() if value >= SHOWN_S}
     total = sum(seconds.values())
     if not total:
         return []
@@ -245,7 +247,7 @@ def _step_time(row: dict[str, Any]) -> list[RenderableType]:
 
 def _format(row: dict[str, Any], key: str, spec: str, unit: str = "") -> str:
     value = number(row.get(key))
-    return "-" if value is None else f"{value:{spec}}{unit}"
+    return "" if value is None else f"{value:{spec}}{unit}"
 
 
 def _clock(seconds: float) -> str:

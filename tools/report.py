@@ -4,6 +4,7 @@ Returns the path; nothing in the page depends on the machine that wrote it.
 """
 
 import re
+import statistics
 from base64 import b64encode
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.report_curves import panels, write_curves
-from tools.report_data import ALL_WORDS, Gain, Run, load_run, reward_gain
+from tools.report_data import ALL_WORDS, Gain, Run, load_run, reward_gain, series
 from tools.report_page import PAGE, SENTENCES
 from tools.summary import Pair, word_gains
 
@@ -26,7 +27,9 @@ def write_report(run_dir: Path) -> Path:
     run = load_run(run_dir)
     words = word_gains(run.pairs) if run.gold else []
     sections = [_headline(run), _pictures(run), _words(run, words), _texts(run, words), _numbers(run)]
-    page = PAGE.format(title=escape(f"{run.name}: PPO on Triton"), name=escape(run.name), body="\n".join(sections))
+    page = PAGE.format(
+        title=escape(f"{run.name}: RLHF on Triton"), name=escape(run.name), body="\n".join(filter(None, sections))
+    )
     path = Path(run_dir) / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -65,23 +68,25 @@ def verdict(what: str, gain: Gain) -> str:
 def _headline(run: Run) -> str:
     s = run.summary
     sentences = [f"<b>{escape(verdict(what, gain))}</b>" for what, gain in _results(run)]
-    if s["kl_final"] is not None:
+    if not run.pairs:
+        sentences += _of_training(run)
+    if "kl_final" in s:
         sentences.append(f"The policy is {s['kl_final']:.2f} nats per sequence away from where it started.")
-    if s["ev_v0"] is not None and s["ev_last"] is not None:
+    if "ev_v0" in s and "ev_last" in s:
         sentences.append(
             f"On the same held-out rollouts critic version {s['weights_version']} explains "
             f"{s['ev_last']:.2f} of the returns' variance, version 0 explains {s['ev_v0']:.2f}."
         )
     if run.critic:
         sentences.append(
-            f"Meanwhile the server took {s['reloads_swap']} new critic versions by swap{_median(s['swap_ms_p50'])} and "
-            f"{s['reloads_triton']} by Triton reload{_median(s['triton_reload_ms_p50'])}."
+            f"Meanwhile the server took {s['reloads_swap']} new critic versions by swap{_median(s, 'swap_ms_p50')} and "
+            f"{s['reloads_triton']} by Triton reload{_median(s, 'triton_reload_ms_p50')}."
         )
     sentences.append(
         f"{s['failed_requests']} requests failed by the client's count, {s['server_failures']} by the server's."
     )
     items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
-    lead = f"After {s['ppo_steps']} PPO steps"
+    lead = f"After {s['ppo_steps']} steps"
     lead += f", on {len(run.pairs)} held-out prompts continued before and after:" if run.pairs else ":"
     cards = f'<div class="cards">{_cards(run)}</div>'
     return f'<section class="headline">{cards}<p>{lead}</p><ul>{items}</ul></section>'
@@ -93,7 +98,7 @@ def _results(run: Run) -> list[tuple[str, Gain]]:
         name = ", which PPO never saw," if gain.label == ALL_WORDS else f" {gain.label}, the word that gained most,"
         results.append((f"The gold score{name}", gain))
     reward = reward_gain(run)
-    return results + ([("The reward model's score", reward)] if reward else [])
+    return results + ([("The reward", reward)] if reward else [])
 
 
 def _cards(run: Run) -> str:
@@ -102,9 +107,9 @@ def _cards(run: Run) -> str:
     reward = reward_gain(run)
     if reward:
         cards.append(("reward gain", f"{reward.mean:+.2f}", f"[{reward.low:.2f}, {reward.high:.2f}]"))
-    if s["kl_final"] is not None:
+    if "kl_final" in s:
         cards.append(("KL", f"{s['kl_final']:.2f}", "nats per sequence"))
-    if s["ev_v0"] is not None and s["ev_last"] is not None:
+    if "ev_v0" in s and "ev_last" in s:
         cards.append(("critic explains", f"{s['ev_last']:.2f}", f"version 0: {s['ev_v0']:.2f}"))
     if run.critic:
         cards.append(("reloads", f"{s['reloads_swap']} + {s['reloads_triton']}", "swap + Triton"))
@@ -112,13 +117,24 @@ def _cards(run: Run) -> str:
     return "".join(f"<div><small>{name}</small><b>{big}</b><small>{small}</small></div>" for name, big, small in cards)
 
 
+def _of_training(run: Run) -> list[str]:
+    """Of a run without held-out texts: the rewards of its own rollouts, first and last."""
+    _, rewards = series(run.steps, "train_rollouts/rewards")
+    count = max(1, len(rewards) // 10)
+    if len(rewards) < 2 * count:
+        return []
+    first, last = statistics.fmean(rewards[:count]), statistics.fmean(rewards[-count:])
+    part = "tenth of the steps" if count > 1 else "step"
+    return [f"The mean training reward was {first:.3f} in the first {part} and {last:.3f} in the last."]
+
+
 def _pictures(run: Run) -> str:
-    figures = (
+    figures = "".join(
         f'<figure><img alt="{escape(caption)}" src="{_data_url(svg)}">'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
         for caption, svg in panels(run)
     )
-    return f'<section><h2>Curves</h2><div class="curves">{"".join(figures)}</div></section>'
+    return f'<section><h2>Curves</h2><div class="curves">{figures}</div></section>' if figures else ""
 
 
 def _data_url(svg: str) -> str:
@@ -163,7 +179,7 @@ def _word_row(run: Run, word: str, gain: float, total: float, scale: float) -> s
 def _texts(run: Run, words: Sequence[tuple[str, float]]) -> str:
     groups = pick_texts(run.pairs, run.gold)
     if not groups:
-        return "<section><h2>Texts</h2><p>This run kept no held-out texts.</p></section>"
+        return ""
     score = "gold score" if run.gold else "reward"
     marked = word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0])
     rows = []
@@ -174,7 +190,7 @@ def _texts(run: Run, words: Sequence[tuple[str, float]]) -> str:
     hint = " Marked are the words that gained most." if words else ""
     return (
         f"<section><h2>Texts before and after</h2><p>{note}{hint}</p><table class=texts>"
-        f"<tr><th>before PPO</th><th>after PPO</th><th>change</th></tr>{''.join(rows)}</table></section>"
+        f"<tr><th>before training</th><th>after training</th><th>change</th></tr>{''.join(rows)}</table></section>"
     )
 
 
@@ -229,5 +245,5 @@ def _shown(value: Any) -> str:
     return f"{value}"
 
 
-def _median(ms: float | None) -> str:
-    return "" if ms is None else f" (median {ms:,.0f} ms)"
+def _median(summary: dict[str, Any], key: str) -> str:
+    return f" (median {summary[key]:,.0f} ms)" if key in summary else ""

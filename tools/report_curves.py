@@ -6,16 +6,22 @@ Returns panels as SVG texts for the report, or writes a PNG of the four that say
 import statistics
 from collections.abc import Callable, Sequence
 from io import StringIO
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tools.report_data import PHASES, Run, load_run, number, phase_seconds, series
+from tools.report_data import PHASES, SHOWN_S, Run, load_run, number, phase_seconds, series
 
 Axes = Any  # matplotlib is imported late, and only where it draws
+Draw = Callable[[Axes, Run], None]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98",
 )  # fmt: skip
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
+TEXT_SHARES = {
+    "train_rollouts/distinct2": ("distinct bigrams", GREEN),
+    "train_rollouts/fraction_of_samples_properly_ended": ("ended properly", ORANGE),
+}
 RELOADS = (("swap", BLUE, "o", 14), ("triton", RED, "D", 46))
 STYLE = {
     "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -27,42 +33,44 @@ STYLE = {
 
 def panels(run: Run) -> list[tuple[str, str]]:
     """Returns (caption, SVG text) for every picture that this run has data for."""
-    chosen: list[tuple[str, Callable[[Axes, Run], None]]] = [
-        ("The score PPO optimises: mean per batch, and after the KL penalty.", draw_reward),
-        ("How far the policy moved from where it started.", draw_kl),
-        ("How much of the returns' variance the critic explains.", draw_explained_variance),
-        (
-            "Where a step's time goes; the frame ends above the usual step, rare long ones reach past it.",
-            draw_step_time,
-        ),
-        ("Which critic version is served, and when it was replaced.", draw_versions),
-        ("What a reload costs, from publishing to serving; old weights serve meanwhile.", draw_reload_ms),
-        ("Whether texts stay varied and end properly.", draw_texts),
-    ]
-    if not run.critic:
-        chosen = [(caption, draw) for caption, draw in chosen if draw not in OF_THE_CRITIC]
-    if run.gold:
-        chosen.insert(1, ("The score PPO never saw, on held-out prompts, with 95 % intervals.", draw_gold))
-    return [(caption, svg(draw, run)) for caption, draw in chosen]
+    return [(CAPTIONS[draw], svg(draw, run)) for draw in drawn(run)]
+
+
+def drawn(run: Run) -> list[Draw]:
+    """Returns the pictures that this run has data for, in the report's order."""
+    recorded: dict[Draw, bool] = {
+        draw_reward: _has(run.steps, "train_rollouts/rewards"),
+        draw_gold: run.gold,
+        draw_kl: _has(run.steps, "train_rollouts/init_policy_kl_per_sequence"),
+        draw_explained_variance: _has(run.steps, "train_rollouts/explained_variance"),
+        draw_step_time: _has(run.steps, "timers/step_time"),
+        draw_versions: bool(run.critic),
+        draw_reload_ms: _has(run.critic, "reload_ms"),
+        draw_texts: any(_has(run.steps, key) for key in TEXT_SHARES),
+    }
+    return [draw for draw, is_there in recorded.items() if is_there]
 
 
 def write_curves(run_dir: Path, out_png: Path) -> None:
-    """Writes one PNG of 1500 x 1020 pixels: reward, gold (KL where there is none), critic, versions; without a critic
-    step times and texts."""
+    """Writes one PNG of 1500 x 1020 pixels with the four pictures that say most of what this run has."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     run = load_run(run_dir)
+    distance = draw_gold if run.gold else draw_kl
+    ranked = (draw_reward, distance, draw_explained_variance, draw_versions, draw_step_time, draw_texts)
+    chosen = [draw for draw in ranked if draw in drawn(run)][:4]
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
         figure = Figure(figsize=(10, 6.8), dpi=150, layout=layout)
         FigureCanvasAgg(figure)
-        others = (draw_explained_variance, draw_versions) if run.critic else (draw_step_time, draw_texts)
-        draws = (draw_reward, draw_gold if run.gold else draw_kl, *others)
-        for axes, draw in zip(figure.subplots(2, 2).flat, draws, strict=True):
-            draw(axes, run)
+        for axes, draw in zip_longest(figure.subplots(2, 2).flat, chosen):
+            if draw is None:
+                axes.remove()
+            else:
+                draw(axes, run)
         figure.savefig(out_png, metadata={"Software": None})
 
 
@@ -74,9 +82,10 @@ def draw_reward(axes: Axes, run: Run) -> None:
     if window > 1:
         axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
-    axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
-    kl = run.summary["kl_final"]
-    _finish(axes, "Reward model's score" + (f", at {kl:.1f} nats of KL" if kl is not None else ""), "PPO step", x)
+    if with_kl != (x, y):
+        axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
+    kl = run.summary.get("kl_final")
+    _finish(axes, "Reward" + (f", at {kl:.1f} nats of KL" if kl is not None else ""), "step")
 
 
 def draw_gold(axes: Axes, run: Run) -> None:
@@ -101,32 +110,32 @@ def draw_gold(axes: Axes, run: Run) -> None:
 def draw_kl(axes: Axes, run: Run) -> None:
     x, y = series(run.steps, "train_rollouts/init_policy_kl_per_sequence")
     axes.plot(x, y, color=PURPLE, lw=1.8, label="training batch", **_markers(x))
-    _level(axes, run.summary["kl_final"], PURPLE, "held-out, at the end")
-    axes.set_ylim(bottom=min(0.0, *y) if y else 0.0)
-    _finish(axes, "KL to the initial policy (nats per sequence)", "PPO step", x)
+    _level(axes, run.summary.get("kl_final"), PURPLE, "held-out, at the end")
+    axes.set_ylim(bottom=min(0.0, *y))
+    _finish(axes, "KL to the initial policy (nats per sequence)", "step")
 
 
 def draw_explained_variance(axes: Axes, run: Run) -> None:
     x, y = series(run.steps, "train_rollouts/explained_variance")
     axes.plot(x, y, color=GREEN, lw=1.4, alpha=0.8, label="training batch, version in service", **_markers(x))
-    _level(axes, run.summary["ev_v0"], RED, "version 0, held-out")
-    _level(axes, run.summary["ev_last"], BLUE, f"version {run.summary['weights_version']}, held-out")
-    finite = [v for v in (*y, run.summary["ev_v0"], run.summary["ev_last"]) if v is not None]
+    _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
+    _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary['weights_version']}, held-out")
+    finite = [v for v in (*y, run.summary.get("ev_v0"), run.summary.get("ev_last")) if v is not None]
     # A fresh critic can be arbitrarily bad; below -1 the curve would flatten everything else.
     axes.set_ylim(max(-1.0, min((0.0, *finite)) - 0.08), 1.0)
-    _finish(axes, "Critic: explained variance of the returns", "PPO step", x)
+    _finish(axes, "Critic: explained variance of the returns", "step")
 
 
 def draw_step_time(axes: Axes, run: Run) -> None:
     rows = [row for row in run.steps if number(row.get("timers/step_time")) is not None]
     phases = [phase_seconds(row) for row in rows]
     x = [row["step"] for row in rows]
-    if x:
-        layers = [[phase[name] for phase in phases] for name in PHASE_COLOURS]
-        axes.stackplot(x, layers, labels=list(PHASE_COLOURS), colors=list(PHASE_COLOURS.values()), lw=0)
-        totals = sorted(row["timers/step_time"] for row in rows)
-        axes.set_ylim(0, 1.75 * totals[int(0.95 * (len(totals) - 1))])
-    _finish(axes, "Seconds per step, by phase", "PPO step", x, columns=2)
+    layers = {name: [phase[name] for phase in phases] for name in PHASE_COLOURS}
+    layers = {name: layer for name, layer in layers.items() if max(layer) >= SHOWN_S}
+    axes.stackplot(x, layers.values(), labels=list(layers), colors=[PHASE_COLOURS[name] for name in layers], lw=0)
+    totals = sorted(row["timers/step_time"] for row in rows)
+    axes.set_ylim(0, 1.75 * totals[int(0.95 * (len(totals) - 1))])
+    _finish(axes, "Seconds per step, by phase", "step", columns=2)
 
 
 def draw_versions(axes: Axes, run: Run) -> None:
@@ -136,7 +145,7 @@ def draw_versions(axes: Axes, run: Run) -> None:
     for kind, colour, marker, size in RELOADS:
         points = [(s[0], s[2]) for s, row in zip(served, run.critic, strict=True) if row.get("reload") == kind]
         if points:
-            p50 = run.summary["swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50"]
+            p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
             count = run.summary[f"reloads_{kind}"]
             plural = "s" if count > 1 else ""
             label = f"{count} {kind} reload{plural}" + (f", median {p50:,.0f} ms" if p50 else "")
@@ -153,36 +162,32 @@ def draw_versions(axes: Axes, run: Run) -> None:
         label="version that scored the step",
     )
     axes.yaxis.get_major_locator().set_params(integer=True)
-    _finish(axes, "Critic weights version in service", "minutes since the first step", [s[0] for s in served])
+    _finish(axes, "Critic weights version in service", "minutes since the first step")
 
 
 def draw_reload_ms(axes: Axes, run: Run) -> None:
     start = _start(run)
-    drawn = []
+    slowest = []
     for kind, colour, marker, size in RELOADS:
         points = [_reload_point(row, start) for row in run.critic if row.get("reload") == kind]
         known = [(minute, ms) for minute, ms in points if ms is not None and ms > 0]
         if known:
-            p50 = run.summary["swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50"]
+            p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
             label = kind + (f": median {p50:,.0f} ms" if p50 else "")
             axes.scatter(*zip(*known, strict=True), s=size, color=colour, marker=marker, label=label)
-            drawn += known
-    if drawn:
-        axes.set_yscale("log")
-        axes.set_ylim(top=6 * max(ms for _, ms in drawn))
-    _finish(axes, "Milliseconds per reload", "minutes since the first step", [minute for minute, _ in drawn])
+            slowest.append(max(ms for _, ms in known))
+    axes.set_yscale("log")
+    axes.set_ylim(top=6 * max(slowest))
+    _finish(axes, "Milliseconds per reload", "minutes since the first step")
 
 
 def draw_texts(axes: Axes, run: Run) -> None:
-    x: list[int] = []
-    for key, label, colour in (
-        ("train_rollouts/distinct2", "distinct bigrams", GREEN),
-        ("train_rollouts/fraction_of_samples_properly_ended", "ended properly", ORANGE),
-    ):
+    for key, (label, colour) in TEXT_SHARES.items():
         x, y = series(run.steps, key)
-        axes.plot(x, y, color=colour, lw=1.6, label=label, **_markers(x))
+        if x:
+            axes.plot(x, y, color=colour, lw=1.6, label=label, **_markers(x))
     axes.set_ylim(0, 1.25)
-    _finish(axes, "Diversity and endings (share)", "PPO step", x)
+    _finish(axes, "Diversity and endings (share)", "step")
 
 
 def _start(run: Run) -> float:
@@ -207,18 +212,20 @@ def _level(axes: Axes, value: float | None, colour: str, label: str) -> None:
         axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {value:.2f}")
 
 
-def _finish(axes: Axes, title: str, xlabel: str, x: Sequence[float], *, columns: int = 1) -> None:
+def _has(rows: Sequence[dict[str, Any]], key: str) -> bool:
+    return any(number(row.get(key)) is not None for row in rows)
+
+
+def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
     axes.set_title(title)
     axes.set_xlabel(xlabel)
-    if xlabel == "PPO step":
+    if xlabel == "step":
         axes.xaxis.get_major_locator().set_params(integer=True)
-    if not x:
-        axes.text(0.5, 0.5, "not recorded in this run", transform=axes.transAxes, ha="center", color=GREY)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", ncols=columns)
 
 
-def svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
+def svg(draw: Draw, run: Run) -> str:
     """Returns one picture as an SVG text, the same bytes for the same run."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -231,4 +238,13 @@ def svg(draw: Callable[[Axes, Run], None], run: Run) -> str:
     return out.getvalue()
 
 
-OF_THE_CRITIC = (draw_explained_variance, draw_versions, draw_reload_ms)
+CAPTIONS: dict[Draw, str] = {
+    draw_reward: "The reward that is optimised: mean per batch, and after the KL penalty where there is one.",
+    draw_gold: "The score PPO never saw, on held-out prompts, with 95 % intervals.",
+    draw_kl: "How far the policy moved from where it started.",
+    draw_explained_variance: "How much of the returns' variance the critic explains.",
+    draw_step_time: "Where a step's time goes; the frame ends above the usual step, rare long ones reach past it.",
+    draw_versions: "Which critic version is served, and when it was replaced.",
+    draw_reload_ms: "What a reload costs, from publishing to serving; old weights serve meanwhile.",
+    draw_texts: "Whether texts stay varied and end properly.",
+}

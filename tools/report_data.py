@@ -17,6 +17,7 @@ from tools.summary import Pair, each_row, gold_gains, has_samples, read_pairs
 
 ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # steps, and critic updates: more are not seen, and make a page of many megabytes
+SHOWN_S = 0.005  # a phase shorter than this would read 0.00
 # Timer -> what it is called; "other" is what no timer covers.
 PHASES = {
     "timers/generate": "generate",
@@ -51,7 +52,8 @@ class Run:
 
     @property
     def gold(self) -> bool:
-        return self.summary["gold_before"] is not None
+        """Whether the held-out texts have a score that the run never saw."""
+        return "gold_before" in self.summary
 
     @cached_property
     def gains(self) -> list[Gain]:
@@ -59,7 +61,7 @@ class Run:
         if not self.gold:
             return []
         gains = [_gain(ALL_WORDS, *gold_gains(self.pairs))]
-        top_word = self.summary["top_word"]
+        top_word = self.summary.get("top_word")
         if top_word:
             gains.append(_gain(f"without “{top_word}”", *gold_gains(self.pairs, [top_word])))
         return gains
@@ -76,7 +78,7 @@ def load_run(run_dir: Path) -> Run:
         name=run_dir.name,
         summary=summary,
         steps=read_steps(run_dir),
-        critic=read_critic(run_dir) if summary["critic_updates"] else [],
+        critic=read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=read_pairs(run_dir) if has_samples(run_dir) else [],
     )
 

@@ -4,8 +4,8 @@ Returns texts only: no script, no font and no picture from elsewhere.
 """
 
 SENTENCES = {
-    "ppo_steps": "PPO steps: one batch of rollouts each.",
-    "reward_before": "Mean reward-model score of the initial policy's texts on the held-out prompts.",
+    "ppo_steps": "Steps: one batch of rollouts and its update each.",
+    "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
     "reward_after": "The same for the final policy, same prompts and sampling seeds.",
     "gold_before": "Mean gold score of the initial policy's texts; PPO never sees it.",
     "gold_after": "The same for the final policy.",
@@ -13,10 +13,10 @@ SENTENCES = {
     "top_word": "The rated word that contributed most to the gold gain.",
     "gold_gain_without_top_word_ci95": "The gain's 95 % interval when that word is taken out of the lexicon.",
     "kl_final": "KL from the initial to the final policy, nats per sequence, on the held-out prompts.",
-    "distinct2_before": "Distinct bigrams of words over all bigrams, in all held-out responses before PPO.",
-    "distinct2_after": "The same after PPO: a collapse onto a few phrases would show here.",
-    "unique_before": "Share of different responses among the held-out responses before PPO.",
-    "unique_after": "The same after PPO.",
+    "distinct2_before": "Distinct bigrams of words over all bigrams, in all held-out responses before training.",
+    "distinct2_after": "The same after training: a collapse onto a few phrases would show here.",
+    "unique_before": "Share of different responses among the held-out responses before training.",
+    "unique_after": "The same after training.",
     "ev_v0": "Share of the returns' variance that critic version 0 explains on the held-out rollouts.",
     "ev_last": "The same for the last version, asked through the server, on the same rollouts.",
     "weights_version": "Version of the critic's weights that the server ended with.",
@@ -25,9 +25,9 @@ SENTENCES = {
     "reloads_triton": "New weights taken through Triton's load call, in a fresh model instance.",
     "failed_requests": "Requests that failed, by the client's count.",
     "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
-    "masked_samples": "Samples left out of PPO because no reward could be had for them.",
+    "masked_samples": "Samples left out of training because they have no reward.",
     "seconds_total": "Seconds of the whole command, preparation included.",
-    "seconds_per_step": "Seconds per PPO step.",
+    "seconds_per_step": "Seconds per step.",
     "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
     "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
     "peak_rss_mb": "Largest memory of all processes together, in MB.",
@@ -70,7 +70,7 @@ td.up {{ color: #0072b2; }} td.down {{ color: #d55e00; }}
 .texts small {{ float: right; padding-left: 8px; font-variant-numeric: tabular-nums; }}
 mark {{ background: #d6ebf7; color: inherit; border-radius: 2px; padding: 0 2px; }}
 </style></head><body>
-<h1>{name}: PPO with reward and critic on Triton</h1>
+<h1>{name}: RLHF on Triton</h1>
 {body}
 </body></html>
 """

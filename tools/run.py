@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.child import Child, ChildDied
 from tools.display import RunDisplay
@@ -66,7 +67,7 @@ class Run:
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
-        self._display.phase("PPO")
+        self._display.phase(f"training: {self.config.actor.algorithm}")
         if self.config.actor.uses_critic:
             self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
         self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
@@ -199,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         config = load_config(args.config, args.overrides)
+        if config.demo is None:  # its files are made first
+            check_files(config, server=True, actor=True)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

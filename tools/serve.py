@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.ports import with_free_ports
 from tools.supervisor import Supervisor
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _run_module("preparing the demo", preparation)
             overrides = [*made, *overrides]
             config = load_config(arguments.config, overrides)
+        check_files(config, server=True)
         overrides += settle(config, _say)
         config = load_config(arguments.config, overrides)
         ensure_first_version(config, arguments.config, overrides)
@@ -89,7 +91,7 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Have the trainer write version 0 of the critic's weights if there is none.
+    """Have the trainer write version 0 of the critic's weights if a critic is served and there is none.
 
     Args:
         config: what `path` and `overrides` say.
@@ -97,7 +99,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     Raises:
         ServerStartError: the trainer could not, and has said why.
     """
-    if (config.run.weights_dir / "CURRENT").exists():
+    if not config.actor.uses_critic or (config.run.weights_dir / "CURRENT").exists():
         return
     _run_module(
         "making version 0 of the critic's weights",

@@ -15,10 +15,7 @@ from typing import Any
 from python_backend.durable import replace_file
 from tools.demo_gold import gold_scorer, paired_ci95, words_that_gained
 
-FROM_ACTOR = (
-    "ppo_steps", "reward_before", "reward_after", "kl_final", "ev_v0", "ev_last", "weights_version",
-    "critic_updates", "failed_requests", "masked_samples", "seconds_per_step",
-)  # fmt: skip
+OF_EVERY_ACTOR = ("ppo_steps", "failed_requests", "masked_samples", "seconds_per_step")
 SUMMARY_KEYS = (
     "ppo_steps", "reward_before", "reward_after", "gold_before", "gold_after", "gold_ci95", "top_word",
     "gold_gain_without_top_word_ci95", "kl_final", "distinct2_before", "distinct2_after", "unique_before",
@@ -52,7 +49,7 @@ def write_summary(
     peak_rss_mb: float,
     seconds_total: float,
 ) -> dict[str, Any]:
-    """Writes summary.json and returns it: SUMMARY_KEYS, null for what the run did not measure.
+    """Writes summary.json and returns it: SUMMARY_KEYS, without those that the run did not measure.
 
     The gold score is that of prompt + response, as in the reward model's training labels: a negation or a
     booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides.
@@ -60,20 +57,21 @@ def write_summary(
     """
     run_dir = Path(run_dir)
     actor = _actor_summary(run_dir / "actor_summary.json")
-    critic = each_row(run_dir / "critic_metrics.jsonl") if actor["critic_updates"] else ()
+    figures = dict(actor)
     # A run that validated says so by its rewards; only one that did not may come without texts.
-    validated = gold or actor["reward_before"] is not None or has_samples(run_dir)
-    if gold:
-        _add_gold(run_dir / "samples.jsonl")
-    pairs = read_pairs(run_dir) if validated else []
-    figures = {key: actor[key] for key in FROM_ACTOR}
-    figures |= _text_figures(pairs) | _gold_figures(pairs if gold else []) | _reload_figures(critic)
+    if gold or "reward_before" in actor or has_samples(run_dir):
+        if gold:
+            _add_gold(run_dir / "samples.jsonl")
+        pairs = read_pairs(run_dir)
+        figures |= _text_figures(pairs) | (_gold_figures(pairs) if gold else {})
+    if "critic_updates" in actor:
+        figures |= _reload_figures(each_row(run_dir / "critic_metrics.jsonl"))
     figures |= {
         "server_failures": server_failures,
         "peak_rss_mb": peak_rss_mb,
         "seconds_total": seconds_total,
     }
-    summary = {key: _finite(figures[key]) for key in SUMMARY_KEYS}
+    summary = {key: figures[key] for key in SUMMARY_KEYS if _is_known(figures.get(key))}
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     replace_file(run_dir / "summary.json", text.encode(), durable=False)
     return summary
@@ -174,7 +172,7 @@ def _actor_summary(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the actor writes it when its last step is done")
     actor = json.loads(path.read_text(encoding="utf-8"))
-    missing = [key for key in FROM_ACTOR if key not in actor]
+    missing = [key for key in OF_EVERY_ACTOR if key not in actor]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     return dict(actor)
@@ -195,7 +193,7 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     for when in ("before", "after"):
         responses = [getattr(pair, f"response_{when}") for pair in pairs]
         figures[f"distinct2_{when}"] = distinct2(responses)
-        figures[f"unique_{when}"] = len(set(responses)) / len(responses) if responses else None
+        figures[f"unique_{when}"] = len(set(responses)) / len(responses)
     scored = [
         (pair.reward_before, pair.reward_after)
         for pair in pairs
@@ -208,22 +206,18 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _gold_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    keys = ("gold_before", "gold_after", "gold_ci95", "top_word", "gold_gain_without_top_word_ci95")
-    if not pairs:
-        return dict.fromkeys(keys)
     before, after = gold_gains(pairs)
     # Negations and boosters can gain too, but cannot be taken out of the lexicon: alone they score 0.
     score = gold_scorer()
     top_word = next((word for word, _ in word_gains(pairs) if score(word)), None)
     without = gold_gains(pairs, [top_word] if top_word else [])
-    values = (
-        statistics.fmean(before),
-        statistics.fmean(after),
-        list(paired_ci95(before, after)),
-        top_word,
-        list(paired_ci95(*without)),
-    )
-    return dict(zip(keys, values, strict=True))
+    return {
+        "gold_before": statistics.fmean(before),
+        "gold_after": statistics.fmean(after),
+        "gold_ci95": list(paired_ci95(before, after)),
+        "top_word": top_word,
+        "gold_gain_without_top_word_ci95": list(paired_ci95(*without)),
+    }
 
 
 def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -239,5 +233,5 @@ def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return figures
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _is_known(value: Any) -> bool:
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))

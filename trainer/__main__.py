@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from python_backend.config import ConfigError, RunConfig, TrainerSection, load_config
+from python_backend.required_files import check_critic
 from python_backend.stop_signal import stop_event
 
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
+        check_critic(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
