@@ -71,7 +71,7 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
     place = Path.absolute if resolve_paths else Path
     render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
     texts = _rewards(config, place, render)
-    if config.actor.reference == "triton":
+    if config.actor.serves_reference:
         texts |= _reference(config, place, render)
     if config.actor.uses_critic:
         texts |= _critic(config, place, render)
