@@ -4,6 +4,7 @@ PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .PHONY: demo test test-all check format clean
 
@@ -11,10 +12,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
