@@ -5,10 +5,13 @@ SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo demo-llm test test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
+
+demo-llm: $(INSTALLED)
+	$(BIN)/python -m tools run --fresh --config configs/smollm2.yaml run.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m "not slow"
