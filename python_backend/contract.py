@@ -27,8 +27,10 @@ REWARD_FUNCTION_PREFIX = "reward_function_"
 
 TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
 SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
-SENTENCES = "sentences"  # BYTES [B, 1], UTF-8; wins over tokens
-METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
+# BYTES [B, 1], UTF-8; wins over tokens. The reward's tokenizer adds its special tokens unless
+# `reward.add_special_tokens` is false; the critic's adds none: values are of the tokens that the policy has.
+SENTENCES = "sentences"
+METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; `messages` in it: the chat that the sentence replies to
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
 REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
 AFTER_CRITIC = "after_critic"  # INT64 [B, 1], from critic to reward_model within critic_infer: one after the other

@@ -61,7 +61,7 @@ class TritonPythonModel(ScoringModel):
         self._follower.start()
         version = self._follower.version
         self.limits = read_limits(version.critic.limits, parameters)
-        self._reader = RowReader(parameters.path("checkpoint"), self.limits)
+        self._reader = RowReader(parameters.path("checkpoint"), self.limits, add_special_tokens=False)
         self.start()
         log(f"{parameters.model}: serving weights version {version.number}")
 

@@ -13,7 +13,8 @@ def pool_last(outputs: Tensor, lengths: Tensor) -> Tensor:
     """`[B, A]`: what `outputs` `[B, S, A]` says at each row's last token, index length-1.
 
     Hugging Face pools the last token *that is not the padding id*. The two differ where a row itself ends with
-    that id, as it does when the end-of-text token is also the padding token. The length is the truth here.
+    that id, as it does when the end-of-text token is also the padding token. The length is the truth here; a text
+    that a reward model tokenises itself ends before such tokens (`RewardModel.skipped_pad_id`).
 
     Args:
         lengths: int64 `[B]`, in tokens, each in [1, S].

@@ -36,12 +36,14 @@ class RewardModel:
     """Scores of rows: the head's outputs, pooled, merged, standardised, in fp32."""
 
     def __init__(
-        self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants
-    ) -> None:
+        self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants,
+        skipped_pad_id: int | None = None,
+    ) -> None:  # fmt: skip
         self.model = outputs.model if isinstance(outputs, TokenHead) else outputs
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
         self.limits = limits_of(self.model)
+        self.skipped_pad_id = skipped_pad_id  # ends no text: transformers pools the token before it
         self._token_head = outputs if isinstance(outputs, TokenHead) else None
         self._pool = POOLS.get(pooling)
         self._weights = weights
@@ -128,8 +130,8 @@ def load_reward(
     """The reward model in a checkpoint with a trained head of one label or more (attributes).
 
     Args:
-        pooling: of a linear head: `last` (index length-1, also what `auto` means) or `mean`; encoders whose
-            classification head pools in its own way take `auto` alone.
+        pooling: of a linear head: `last` (index length-1), `mean`, or `auto`, which is `last` and sets
+            `skipped_pad_id`; encoders whose classification head pools in its own way take `auto` alone.
         attribute_weights: of the merged sum; default: 1/A each.
         merge_attributes: give the weighted sum; otherwise all A scores.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
@@ -149,11 +151,14 @@ def load_reward(
     constants = _constants(info, standardization)
     num_outputs = 1 if merge_attributes else head.num_labels
     outputs: Any
+    skipped_pad_id = None
     if head.is_plain:
         outputs = TokenHead(
             load_token_model(info, read_head(info, head), dtype).to(device), compile_forward=compile_forward
         )
-        pooling = "last" if pooling == "auto" else pooling
+        if pooling == "auto":
+            pooling = "last"
+            skipped_pad_id = _skipped_pad_id(outputs, head)
     else:
         outputs = _load_pooled(info, head, device, dtype, pooling)
         if compile_forward:
@@ -161,7 +166,7 @@ def load_reward(
     merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
     return RewardModel(
         outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,
-        constants=constants,
+        constants=constants, skipped_pad_id=skipped_pad_id,
     )  # fmt: skip
 
 
@@ -239,6 +244,13 @@ def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pool
             "use a checkpoint whose head is a linear `score`"
         )
     return model
+
+
+def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
+    """The padding id, where transformers' own class pools the last token that is not padding."""
+    if head.kind != "sequence" or not outputs.is_causal:
+        return None
+    return outputs.model.config.get_text_config().pad_token_id
 
 
 def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:

@@ -1,12 +1,10 @@
-"""Reads a scoring request: token rows as they came, or sentences tokenised here.
-Given: a request, the checkpoint's tokenizer and limits. Returns: `ScoringRows`, or a ContractError.
-"""
+"""Reads a scoring request: token rows as they came, or sentences tokenised by the model's own tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,8 +22,10 @@ from python_backend.contract import (
     scoring_rows,
     sentence_texts,
 )
-from python_backend.serving import Call, Parameters
-from python_backend.tokenization import load_tokenizer
+from python_backend.tokenization import encode_text, load_tokenizer
+
+if TYPE_CHECKING:  # it imports what exists only inside tritonserver
+    from python_backend.serving import Call, Parameters
 
 MESSAGES = "messages"
 LONGEST_ROW_TOKENS = 32_768  # for a checkpoint that names no limit, and a configuration that sets none
@@ -34,9 +34,23 @@ LONGEST_ROW_TOKENS = 32_768  # for a checkpoint that names no limit, and a confi
 class RowReader:
     """Reads requests for one model; `sentences` win over `tokens`."""
 
-    def __init__(self, checkpoint: Path, limits: Limits) -> None:
+    def __init__(
+        self, checkpoint: Path, limits: Limits, *, add_special_tokens: bool, skipped_pad_id: int | None = None
+    ) -> None:
+        """Read for the model in `checkpoint`.
+
+        Args:
+            checkpoint: folder with the tokenizer.
+            limits: of the rows.
+            add_special_tokens: tokenise sentences as `tokenizer(text)`; otherwise without special tokens, and cut to
+                their first `max_length` tokens.
+            skipped_pad_id: padding id that transformers skips when it looks for a row's last token; with
+                `add_special_tokens`, sentences end before it.
+        """
         self._checkpoint = checkpoint
         self._limits = limits
+        self._adds_special_tokens = add_special_tokens
+        self._skipped_pad_id = skipped_pad_id
         self._tokenizer: Any = None
 
     def read(self, call: Call) -> ScoringRows:
@@ -53,17 +67,25 @@ class RowReader:
         return ScoringRows(rows, max(row.size for row in rows))
 
     def _tokenize(self, index: int, text: str, metadata: dict[str, Any]) -> np.ndarray:
-        """Ids int64 `[length]`, without BOS or EOS of their own, cut to the model's limit."""
+        """Ids int64 `[length]`, cut to the model's limit."""
         if self._tokenizer is None:  # only clients with another tokenizer need it
             self._tokenizer = load_tokenizer(self._checkpoint)
         if MESSAGES in metadata:
             text = self._render(index, text, metadata[MESSAGES])
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        row = np.asarray(ids[: self._limits.max_length], dtype=np.int64)
+        row = np.asarray(self._encode(text), dtype=np.int64)
         if row.size == 0:
             raise ContractError(f"{SENTENCES}[{index}]: {text[:80]!r} has no token, an empty sequence cannot be scored")
         check_row(row, index, self._limits)
         return row
+
+    def _encode(self, text: str) -> list[int]:
+        max_length = self._limits.max_length or LONGEST_ROW_TOKENS
+        if not self._adds_special_tokens:
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"][:max_length]
+        ids = encode_text(self._tokenizer, text, max_length)
+        while len(ids) > 1 and ids[-1] == self._skipped_pad_id:
+            ids.pop()
+        return ids
 
     def _render(self, index: int, reply: str, messages: Any) -> str:
         """The conversation `messages` and, where there is one, `reply` to it, in the checkpoint's chat template."""
@@ -71,7 +93,10 @@ class RowReader:
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise ContractError(f'{where}: {str(messages)[:80]}, must be a list of {{"role": …, "content": …}}')
         if not self._tokenizer.chat_template:
-            raise ContractError(f"{where}: the tokenizer of {self._checkpoint.name} has no chat template")
+            raise ContractError(
+                f"{where}: the tokenizer of {self._checkpoint.name} has no chat template; "
+                "save one in that folder (chat_template.jinja), or send the conversation as one text"
+            )
         conversation = [*messages, {"role": "assistant", "content": reply}] if reply else messages
         try:
             return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))

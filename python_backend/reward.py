@@ -44,7 +44,12 @@ class TritonPythonModel(ScoringModel):
             compile_forward=parameters.text("compile") == "true",
         )
         self.limits = read_limits(self._model.limits, parameters)
-        self._reader = RowReader(folder, self.limits)
+        self._reader = RowReader(
+            folder,
+            self.limits,
+            add_special_tokens=parameters.text("add_special_tokens") == "true",
+            skipped_pad_id=self._model.skipped_pad_id,
+        )
         self.start()
         log(f"{parameters.model}: {folder.name}, rewards are (score - {self._model.mean:g}) / {self._model.std:g}")
 

@@ -203,11 +203,15 @@ class RewardSection(ModelSection):
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
     """`checkpoint`: `reward_standardization` of its config.json when there; `off`; or {mean, std}."""
     pooling: Literal["auto", "last", "mean"] = "auto"
-    """Of a linear head: `last` (index length-1, also `auto`) or `mean`; encoders' pooled heads take `auto` alone."""
+    """Of a linear head: `last` (index length-1), `mean`, or `auto`: `last`, and of `sentences` the last token that is
+    not the padding token, as transformers pools. Encoders' pooled heads take `auto` alone."""
     attribute_weights: list[float] | None = None
     """Weights of the merged sum, one for each label; default: 1/A each."""
     merge_attributes: bool = True
     """Give the weighted sum [B, 1]; otherwise all A labels [B, A]."""
+    add_special_tokens: bool = True
+    """Tokenise `sentences` as transformers' pipelines do, with the [CLS], [SEP], BOS or EOS that the checkpoint's
+    tokenizer adds and a chat template does not have already. `false`: add none, as NeMo-Aligner's server did."""
 
 
 class CriticSection(ModelSection):

@@ -1,6 +1,4 @@
-"""Tokenizers of checkpoints: loading one, the fingerprint by which two are compared, and tokens with a role.
-Given: a checkpoint folder. Returns: a tokenizer; the sha256 of its vocabulary; ids.
-"""
+"""Tokenizers of checkpoints: loading and comparing them, special tokens, and texts as token ids."""
 
 from __future__ import annotations
 
@@ -19,6 +17,35 @@ def load_tokenizer(folder: Path | str) -> Any:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no tokenizer that transformers can load: {error}") from error
+
+
+def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
+    """Return the ids of `tokenizer(text)`, at most `max_length`, special tokens included.
+
+    Two differences from transformers. A special token that the text itself has at that end, as the output of a chat
+    template does, is not added twice; the ids are then those of `apply_chat_template(tokenize=True)`. And where cutting
+    removes such a token from the text, the tokenizer's own takes its place. Cutting keeps the special tokens that the
+    tokenizer adds, and takes from the tokenizer's `truncation_side`.
+    """
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # in a text's own special tokens the mask is 0
+    if 0 not in added or len(added) != len(ids):  # nothing of the text is left; T5, which adds no second </s> itself
+        return ids[:max_length]
+    start, end = added.index(0), len(ids) - added[::-1].index(0)
+    before, content, after = ids[:start], ids[start:end], ids[end:]
+    keeps_start = len(content) <= max_length or tokenizer.truncation_side == "right"
+    keeps_end = len(content) <= max_length or tokenizer.truncation_side == "left"
+    if keeps_start and text.lstrip().startswith(_literal(tokenizer, before)):
+        before = []
+    if keeps_end and text.rstrip().endswith(_literal(tokenizer, after)):
+        after = []
+    excess = max(0, len(before) + len(content) + len(after) - max_length)
+    content = content[excess:] if tokenizer.truncation_side == "left" else content[: max(0, len(content) - excess)]
+    return [*before, *content, *after]
+
+
+def _literal(tokenizer: Any, special_ids: list[int]) -> str:
+    return "".join(tokenizer.convert_ids_to_tokens(special_ids))
 
 
 def fingerprint(tokenizer: Any) -> str:

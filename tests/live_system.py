@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -66,7 +66,9 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NU
 # ---- checkpoints ----
 
 
-def make_tokenizer(texts: Sequence[str] = TEXTS, vocab_size: int = 200) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    texts: Sequence[str] = TEXTS, vocab_size: int = 200, *, adds_bos: bool = False
+) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -76,6 +78,8 @@ def make_tokenizer(texts: Sequence[str] = TEXTS, vocab_size: int = 200) -> PreTr
         vocab_size=vocab_size, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False, initial_alphabet=alphabet
     )
     tokenizer.train_from_iterator(texts, trainer)
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS,
         chat_template=CHAT_TEMPLATE,
@@ -106,7 +110,7 @@ def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast,
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """One folder each; `other_reward` counts tokens in a vocabulary of its own."""
+    """One folder each; `other_reward` has a vocabulary of its own, and its tokenizer adds BOS."""
 
     reward: Path
     critic: Path
@@ -118,7 +122,7 @@ class Checkpoints:
 
 def make_checkpoints(folder: Path) -> Checkpoints:
     """All that a run needs."""
-    ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160)
+    ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": " ".join(text.split()[:3])}) + "\n" for text in TEXTS))
     return Checkpoints(

@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import change_config, save_tiny, save_with_value_head
+from tiny_tokenizers import save_text_reward
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -52,6 +53,12 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)  # never writes over a file
     assert "exists already" in capsys.readouterr().err
+
+
+def test_the_special_tokens_of_a_sentence_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_text_reward(tmp_path, "bert")
+    assert main(["--reward", str(tmp_path)]) == 0
+    assert re.search(r"\n  sentences     'A text.' is read as: \[CLS\] \S.* \[SEP\]\n", capsys.readouterr().out)
 
 
 def test_a_critic_from_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

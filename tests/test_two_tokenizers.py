@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from live_system import (
     reload_model,
     stop_process,
 )
+from tiny_tokenizers import save_text_reward
+from transformers import pipeline
 
 from actor.client import TritonClient
 from actor.rollout import Prompt, Rollout, Scores
@@ -50,37 +53,64 @@ async def compare_and_score(system: System, tokenizer: Any, rollout: Rollout) ->
 
 
 @pytest.fixture
-def other_reward(finished: FinishedRun, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
-    """The finished run's server with a reward model of another tokenizer, rendered as the configuration would."""
+def serve_reward(finished: FinishedRun, checkpoints: Checkpoints) -> Iterator[Callable[..., FinishedRun]]:
+    """Loads another reward model into the finished run's server, rendered as the configuration would."""
 
-    def serve(checkpoint: Path) -> None:
-        reward = finished.run.config.reward.model_copy(update={"checkpoint": checkpoint})
+    def serve(checkpoint: Path, **settings: Any) -> FinishedRun:
+        reward = finished.run.config.reward.model_copy(update={"checkpoint": checkpoint, **settings})
         text = render_configs(finished.run.config.model_copy(update={"reward": reward}))[REWARD_MODEL]
         rendered = parse_config(REWARD_MODEL, text).parameters
         parameters = {key: {"string_value": rendered[key].string_value} for key in rendered}
         reload_model(finished.run, REWARD_MODEL, lambda config: config["parameters"].update(parameters))
 
-    serve(checkpoints.other_reward)
-    yield finished
+        return finished
+
+    yield serve
     serve(checkpoints.reward)
 
 
 def test_a_reward_model_with_another_tokenizer_is_sent_sentences(
-    other_reward: FinishedRun, checkpoints: Checkpoints
+    serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints
 ) -> None:
+    other_reward = serve_reward(checkpoints.other_reward)
     ours, theirs = load_tokenizer(checkpoints.policy), load_tokenizer(checkpoints.other_reward)
     rollout = written(ours, list(TEXTS))
     scorer, scores = asyncio.run(compare_and_score(other_reward, ours, rollout))
     assert scorer.sends_sentences
     assert scores.scored.all()
-    their_rows = [np.asarray(theirs(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
-    assert [row.tolist() for row in their_rows] != [row.tolist()[:-1] for row in rollout.rows()]
+    their_rows = [np.asarray(theirs(text)["input_ids"]) for text in TEXTS]
+    assert {row[0] for row in their_rows} == {theirs.bos_token_id}
+    assert [row.tolist()[1:] for row in their_rows] != [row.tolist()[:-1] for row in rollout.rows()]
     direct = direct_rewards(checkpoints.other_reward, their_rows)
     np.testing.assert_allclose(scores.rewards, direct, atol=TOLERANCE, rtol=0)
     # The values still belong to the policy's own tokens.
     folder = other_reward.run.store.folder(int(scores.versions[0]))
     for row, values, expected in zip(rollout.rows(), scores.values, direct_values(folder, rollout.rows()), strict=True):
         np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
+
+
+def test_an_encoder_scores_texts_and_chats_as_in_the_pipeline(
+    serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    theirs = save_text_reward(tmp_path, "bert")
+    system = serve_reward(tmp_path)
+    ours = load_tokenizer(checkpoints.policy)
+    rollout = written(ours, list(TEXTS[:4]))
+    messages = [{"role": "user", "content": "Open the file."}]
+    rollout.prompts[1] = dataclasses.replace(rollout.prompts[1], metadata={"messages": messages})
+    scorer, scores = asyncio.run(compare_and_score(system, ours, rollout))
+    reply = {"role": "assistant", "content": scorer.render(rollout, 1)}
+    chat = theirs.apply_chat_template([*messages, reply], tokenize=False)
+    classifier = pipeline("text-classification", model=str(tmp_path), device="cpu")
+    expected = classifier([TEXTS[0], chat, *TEXTS[2:4]], function_to_apply="none", truncation=True)
+    np.testing.assert_allclose(scores.rewards, [found["score"] for found in expected], atol=TOLERANCE, rtol=0)
+
+    serve_reward(tmp_path, add_special_tokens=False)
+    bare = [torch.tensor([theirs(text, add_special_tokens=False)["input_ids"]]) for text in TEXTS[2:4]]
+    with torch.no_grad():
+        expected = [float(classifier.model(input_ids=ids).logits) for ids in bare]
+    _, scores = asyncio.run(compare_and_score(system, ours, rollout))
+    np.testing.assert_allclose(scores.rewards[2:], expected, atol=TOLERANCE, rtol=0)
 
 
 def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) -> None:

@@ -20,6 +20,7 @@ from python_backend.config import RunConfig
 
 FROM_REWARD = "from-reward"
 TRIAL_TOKENS = 8
+TRIAL_TEXT = "A text."
 HALF = {"BF16": "bfloat16"}
 HEADS = {"sequence": "sequence classification", "token": "token classification", "value": "value head"}
 
@@ -156,6 +157,19 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
     (score,) = model.score([_trial_row(model.limits.vocab_size)])
     _expect_finite(info, score)
     say(f"  {'tried out':<13} loads; the tokens 1 to {TRIAL_TOKENS} score {', '.join(f'{x:.4f}' for x in score)}")
+    if info.tokenizer is not None:
+        say(f"  {'sentences':<13} {TRIAL_TEXT!r} is read as: {' '.join(_tokens_of(info.folder, TRIAL_TEXT))}")
+
+
+def _tokens_of(folder: Path, text: str) -> list[str]:
+    """The tokens, special ones included, that the reward model gets of a sentence. Raises CheckpointError."""
+    from python_backend.tokenization import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 
 
 def _try_critic(info: CheckpointInfo, say: Callable[[str], None]) -> None:

@@ -162,6 +162,7 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
             "pooling": section.pooling,
             "attribute_weights": json.dumps(section.attribute_weights),
             "merge_attributes": json.dumps(section.merge_attributes),
+            "add_special_tokens": json.dumps(section.add_special_tokens),
             "num_rewards": str(_num_rewards(config)),
         }
         return _render_scoring(name, section, render, parameters, num_rewards=_num_rewards(config))

@@ -1,0 +1,94 @@
+"""Tokenizers as BERT, RoBERTa, DeBERTa, Llama and Qwen2 have them, learned from a few sentences in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from live_system import TEXTS
+from tiny_checkpoints import save_tiny
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+VOCAB, POSITIONS = 160, 64
+PLAIN_CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }}\n{% endfor %}"
+CHATS = {  # as published checkpoints write them: with their special tokens or without
+    "bert": PLAIN_CHAT,
+    "roberta": "<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}",
+    "deberta-v3": PLAIN_CHAT,
+    "llama": "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}\n{% endfor %}",
+    "qwen2": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
+}
+SPECIAL = {  # in the order of their ids
+    "bert": {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
+    "roberta": {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "deberta-v3": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"},
+    "llama": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"},
+    "qwen2": {"pad_token": "<|endoftext|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
+}
+ADDED = {"bert": ("[CLS]", "[SEP]"), "roberta": ("<s>", "</s>"), "deberta-v3": ("[CLS]", "[SEP]"), "llama": ("<s>", "")}
+
+
+def make_text_tokenizer(
+    family: str, texts: Sequence[str] = TEXTS, *, added: tuple[str, str] | None = None, **settings: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of `family` (a key of `CHATS`) that puts `added` around a text, by default what its family adds."""
+    special = [AddedToken(token, special=True) for token in SPECIAL[family].values()]
+    tokenizer, trainer = _model(family, special)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(special)
+    around = [token for token in added or ADDED.get(family, ("", "")) if token]
+    before, after = added or ADDED.get(family, ("", ""))
+    if around:
+        single = " ".join(filter(None, (before, "$A", after)))
+        ids = [(token, tokenizer.token_to_id(token)) for token in around]
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **{"chat_template": CHATS[family], "model_max_length": POSITIONS, **SPECIAL[family], **settings},
+    )
+
+
+def save_text_reward(
+    folder: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    num_labels: int = 1,
+    model: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Save a random reward model of `family` with its tokenizer; returns the tokenizer.
+
+    Args:
+        model: settings of its configuration.
+        settings: of `make_text_tokenizer`.
+    """
+    tokenizer = make_text_tokenizer(family, **settings)
+    positions = POSITIONS + 2 if family == "roberta" else POSITIONS  # behind its padding id
+    config = {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id, "max_position_embeddings": positions}
+    save_tiny(folder, family, "reward", seed=seed, num_labels=num_labels, **{**config, **(model or {})})
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _model(family: str, special: list[AddedToken]) -> tuple[Tokenizer, Any]:
+    common = {"vocab_size": VOCAB, "special_tokens": special, "show_progress": False}
+    if family == "bert":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        return tokenizer, trainers.WordPieceTrainer(**common)
+    if family == "deberta-v3":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        return tokenizer, trainers.UnigramTrainer(**common, unk_token="[UNK]")
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>" if family == "llama" else None))
+    if family == "llama":  # a text's first word gets a space, one behind a special token does not
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, trainers.BpeTrainer(**common)
