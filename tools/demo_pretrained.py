@@ -95,12 +95,11 @@ def save_critic(policy: Path, folder: Path, num_layers: int = CRITIC_LAYERS) -> 
     Sentiment is there by the middle layers, and an update of these takes less than half the time of all.
     """
     import torch
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
 
-    critic = AutoModelForTokenClassification.from_pretrained(
-        policy, num_labels=1, classifier_dropout=0.0, num_hidden_layers=num_layers, tie_word_embeddings=False,
-        dtype=torch.float32,
-    )  # fmt: skip
+    lowest = {"num_hidden_layers": num_layers, "num_labels": 1, "classifier_dropout": 0.0, "tie_word_embeddings": False}
+    config = AutoConfig.from_pretrained(policy, **lowest)
+    critic = AutoModelForTokenClassification.from_pretrained(policy, config=config, dtype=torch.float32)
     for parameter in critic.score.parameters():
         torch.nn.init.zeros_(parameter)
     critic.save_pretrained(folder)
