@@ -32,7 +32,7 @@ class LlmRecipe:
     new_tokens: int = 24
     pieces_per_reply: int = 3
     """Replies are sampled so many times as long and cut: each piece is as long as the policy's replies are."""
-    num_replies: int = 512
+    num_replies: int = 384
     num_held_out: int = 64
     batch: int = 64
     epochs: int = 4
@@ -67,9 +67,11 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     import_torch().set_num_threads(2)
     from transformers import AutoTokenizer
 
+    from python_backend.modeling import quiet_transformers
     from tools import demo_reward as r
     from tools.demo_models import pair_accuracy
 
+    quiet_transformers()
     start = time.monotonic()
     training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
     random.Random(seed).shuffle(held_out)  # the run validates on the first ones

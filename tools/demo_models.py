@@ -210,7 +210,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 
 class Progress:
-    """One line every few seconds: name, percent, loss, seconds."""
+    """One line every few seconds: name, percent, loss, seconds so far and to go."""
 
     def __init__(self, name: str, total: int, log: Log, every_s: float = 3.0) -> None:
         self._name, self._total, self._log, self._every_s = name, total, log, every_s
@@ -223,7 +223,9 @@ class Progress:
         if now - self._shown >= self._every_s or self._done == self._total:
             self._shown = now
             share = self._done / self._total
-            self._log(f"{self._name}: {share:4.0%}  loss {loss.item():.3f}  {now - self._start:.0f} s")
+            seconds = now - self._start
+            to_go = f"{seconds / share - seconds:.0f} s to go"
+            self._log(f"{self._name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
 
 
 def _new_language_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:

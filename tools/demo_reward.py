@@ -1,5 +1,6 @@
 """Trains the reward model of `make demo-llm`: a pretrained sentence encoder with a Bradley-Terry head."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,12 @@ def train_reward(
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(texts), generator=generator) for _ in range(recipe.epochs)]
     batches = [batch for order in orders for batch in order.split(recipe.batch)]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=[recipe.lr, recipe.head_lr], total_steps=len(batches), pct_start=0.1
-    )
+    warmup = max(1, len(batches) // 10)
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * step / len(batches)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     targets, progress = torch.tensor(gold), Progress("reward model", len(batches), log)
     for batch in batches:
         better = targets[batch][:, None] - targets[batch][None, :] > recipe.pair_margin
