@@ -6,10 +6,13 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo demo-llm test test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
+
+demo-llm: $(INSTALLED)
+	$(BIN)/python -m tools run --fresh --config configs/smollm2.yaml run.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"

@@ -16,6 +16,7 @@ from actor.compute import InThread
 from actor.experience import score_returns, sequence_kl
 from actor.metrics import Timers
 from actor.policy import Policy
+from actor.prompts import MESSAGES_KEY
 from actor.reference import Reference
 from actor.rollout import Prompt, Rollout, Scores
 from actor.scoring import Scorer
@@ -73,9 +74,16 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
                 "prompt_id": prompt.prompt_id,
                 "when": when,
                 "prompt": prompt.text,
+                **_question(prompt),
                 "response": response,
                 "reward": float(validation.scores.rewards[i]) if validation.scores.scored[i] else None,
                 "ended": bool(rollout.is_end[i]),
             }
         )
     return lines
+
+
+def _question(prompt: Prompt) -> dict[str, str]:
+    """What a chat prompt's last message says: its text is full of the template's markers."""
+    messages = prompt.metadata.get(MESSAGES_KEY)
+    return {"question": str(messages[-1]["content"])} if messages else {}

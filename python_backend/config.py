@@ -191,6 +191,7 @@ def _known_keys() -> list[str]:
         *_keys_of(RunConfig, ""),
         "demo.cache_dir",
         "demo.quick",
+        "demo.recipe",
         "reward.standardization.mean",
         "reward.standardization.std",
         "critic.standardization.mean",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tools import demo_models, demo_prepare
-from tools.demo_prepare import MANIFEST, PreparedDemo, prepare
+from tools.demo_prepare import PreparedDemo, prepare
+from tools.prepared_folder import MANIFEST
 
 
 @pytest.fixture(scope="module")

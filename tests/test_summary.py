@@ -69,6 +69,17 @@ def test_summary_counted_by_hand(run_dir: Path):
     assert summary["gold_gain_without_top_word_ci95"] == pytest.approx([0.0, good], abs=1e-4)
 
 
+def test_of_a_chat_the_reply_alone_is_scored_and_the_question_shown(run_dir: Path):
+    marked = "<|im_start|>system\nBe helpful, great and good.<|im_end|>"
+    write_lines(
+        run_dir / "samples.jsonl",
+        [{**row, "prompt": marked, "question": "How was it?"} for row in SAMPLES],
+    )
+    assert write_summary(run_dir, gold=True, **MEASURED)["gold_before"] == 0.0
+    pair = read_pairs(run_dir)[0]
+    assert (pair.prompt, pair.text_after, pair.is_chat) == ("How was it?", " a great thing.", True)
+
+
 def test_gold_is_added_to_the_samples_and_nothing_else_changes(run_dir: Path):
     write_summary(run_dir, gold=True, **MEASURED)
     rows = read_jsonl(run_dir / "samples.jsonl")

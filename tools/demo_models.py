@@ -106,7 +106,7 @@ def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> 
     generator = torch.Generator().manual_seed(seed)
     batches = [b for _ in range(recipe.lm_epochs) for b in _bucketed(rows, recipe.lm_batch, generator)]
     step = _stepper(model, recipe.lm_muon_lr, recipe.lm_adamw_lr, recipe.warmup_steps, len(batches))
-    progress = _Progress("language model", len(batches), log)
+    progress = Progress("language model", len(batches), log)
     for batch in batches:
         loss = _next_token_losses(model, [rows[i] for i in batch]).mean()
         step(loss)
@@ -163,7 +163,7 @@ def train_reward_model(
     orders = [torch.randperm(len(rows), generator=generator) for _ in range(recipe.reward_epochs)]
     batches = [batch for order in orders for batch in order.split(recipe.reward_batch)]
     step = _stepper(model, recipe.reward_muon_lr, recipe.reward_adamw_lr, recipe.warmup_steps, len(batches))
-    progress = _Progress("reward model", len(batches), log)
+    progress = Progress("reward model", len(batches), log)
     for batch in batches:
         better = targets[batch][:, None] - targets[batch][None, :] > recipe.pair_margin
         if not better.any():
@@ -209,8 +209,8 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
         logging.enable_progress_bar()
 
 
-class _Progress:
-    """One line every few seconds: name, percent, loss, seconds."""
+class Progress:
+    """One line every few seconds: name, percent, loss, seconds so far and to go."""
 
     def __init__(self, name: str, total: int, log: Log, every_s: float = 3.0) -> None:
         self._name, self._total, self._log, self._every_s = name, total, log, every_s
@@ -223,7 +223,9 @@ class _Progress:
         if now - self._shown >= self._every_s or self._done == self._total:
             self._shown = now
             share = self._done / self._total
-            self._log(f"{self._name}: {share:4.0%}  loss {loss.item():.3f}  {now - self._start:.0f} s")
+            seconds = now - self._start
+            to_go = f"{seconds / share - seconds:.0f} s to go"
+            self._log(f"{self._name}: {share:4.0%}  loss {loss.item():.3f}  {seconds:.0f} s, {to_go}")
 
 
 def _new_language_model(recipe: Recipe, seed: int) -> LlamaForCausalLM:

@@ -4,29 +4,25 @@ Returns the paths and figures; a finished folder with the same fingerprint is re
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
-import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tools.demo_corpus import Corpus, corpus_fingerprint, load_corpus
 from tools.demo_gold import gold_scorer
+from tools.prepared_folder import Log, build_once, code_fingerprint
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     from tools.demo_models import Recipe
 
-Log = Callable[[str], None]
-MANIFEST = "prepared.json"
 NUM_VALIDATION_PROMPTS = 512
 _SOURCES = ("demo_corpus.py", "demo_gold.py", "demo_models.py", "demo_prepare.py")
 
@@ -60,52 +56,15 @@ class PreparedDemo:
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> PreparedDemo:
-    """Returns the prepared demo in `out_dir`, built only where it is not there yet.
-
-    Built in a sibling folder and renamed at the end: what has a manifest is complete. Raises ValueError when
-    `out_dir` holds something else than a preparation.
-    """
-    out_dir = Path(out_dir).absolute()
-    fingerprint = _fingerprint(seed, quick)
-    ready = _load(out_dir, fingerprint)
-    if ready is not None:
-        log(f"prepared before: {out_dir}")
-        return ready
-    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file():
-        raise ValueError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
-    _remove_abandoned(out_dir)
-    building = out_dir.with_name(f".{out_dir.name}.building-{os.getpid()}")
-    building.mkdir(parents=True)
-    try:
-        figures = _build(building, seed, quick, log)
-        manifest = {"fingerprint": fingerprint, "figures": asdict(figures)}
-        (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _move_into_place(building, out_dir)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return _prepared(out_dir, figures)
-
-
-def _fingerprint(seed: int, quick: bool) -> dict[str, Any]:
-    """Everything that the result depends on; the sources' hash covers the recipe's constants."""
-    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in _SOURCES)
-    return {
+    """Returns the prepared demo in `out_dir`, built only where it is not there yet. Raises as `build_once`."""
+    fingerprint = {
         "seed": seed,
         "quick": quick,
         "corpus": corpus_fingerprint(),
-        "sources": hashlib.sha256(sources).hexdigest(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "vaderSentiment")},
+        **code_fingerprint(_SOURCES, ("torch", "transformers", "tokenizers", "vaderSentiment")),
     }
-
-
-def _load(out_dir: Path, fingerprint: dict[str, Any]) -> PreparedDemo | None:
-    manifest_path = out_dir / MANIFEST
-    if not manifest_path.is_file():
-        return None
-    manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-    if manifest["fingerprint"] != fingerprint:
-        return None
-    return _prepared(out_dir, PreparationFigures(**manifest["figures"]))
+    built = build_once(out_dir, fingerprint, lambda folder: asdict(_build(folder, seed, quick, log)), log)
+    return _prepared(built.root, PreparationFigures(**built.figures))
 
 
 def _prepared(root: Path, figures: PreparationFigures) -> PreparedDemo:
@@ -120,37 +79,8 @@ def _prepared(root: Path, figures: PreparationFigures) -> PreparedDemo:
     )
 
 
-def _remove_abandoned(out_dir: Path) -> None:
-    """Removes what killed preparations of this folder left; another one that still runs keeps its own."""
-    for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid == str(os.getpid()) or not _is_running(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # somebody else's process, but a live one
-    return True
-
-
-def _move_into_place(building: Path, out_dir: Path) -> None:
-    """Renames; an older preparation steps aside first, since a rename cannot replace a full folder."""
-    if out_dir.exists():
-        aside = building.with_name(building.name.replace(".building-", ".replaced-"))
-        out_dir.rename(aside)
-        building.rename(out_dir)
-        shutil.rmtree(aside)
-    else:
-        building.rename(out_dir)
-
-
 def _build(root: Path, seed: int, quick: bool, log: Log) -> PreparationFigures:
-    torch = _import_torch()
+    torch = import_torch()
     from tools.demo_models import FULL, QUICK
 
     recipe = QUICK if quick else FULL
@@ -162,7 +92,7 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> PreparationFigures:
         torch.set_num_threads(threads)
 
 
-def _import_torch() -> ModuleType:
+def import_torch() -> ModuleType:
     """Imports torch with OpenMP threads that sleep while they wait, unless it is imported already.
 
     Spinning ones, the default, made two threads on a shared machine seven times slower than one. The variable

@@ -200,7 +200,7 @@ def _text_row(pair: Pair, gain: float, gold: bool, marked: re.Pattern[str]) -> s
         (pair.text_before, pair.gold_before, pair.reward_before),
         (pair.text_after, pair.gold_after, pair.reward_after),
     ):
-        shown = highlight(text[len(pair.prompt) :], marked)
+        shown = highlight(f" {text}" if pair.is_chat else text[len(pair.prompt) :], marked)
         score = gold_score if gold else reward
         cells.append(f"<td><small>{score:+.2f}</small><em>{escape(pair.prompt)}</em>{shown}</td>")
     kind = "up" if gain > 0 else "down" if gain < 0 else ""

@@ -17,6 +17,7 @@ from types import FrameType
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.required_files import check_files
 from tools.calibration import settle
+from tools.demo_pretrained import PRETRAINED
 from tools.ports import with_free_ports
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
@@ -77,17 +78,21 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
     """Arguments of `python -m` that prepare the demo, and overrides that name the result; none without it."""
     if config.demo is None:
         return [], []
-    out = config.demo.cache_dir / f"seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
-    arguments = ["tools.demo_prepare", "--out", str(out), "--seed", str(config.run.seed)]
+    is_llm = config.demo.recipe == "chat"
+    name = f"{'chat-' if is_llm else ''}seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
+    out = config.demo.cache_dir / name
+    module = "tools.demo_llm" if is_llm else "tools.demo_prepare"
+    arguments = [module, "--out", str(out), "--seed", str(config.run.seed)]
+    shared = config.demo.cache_dir / PRETRAINED if is_llm else out
     made = {
-        "reward.checkpoint": "reward",
-        "critic.checkpoint": "critic",
-        "actor.checkpoint": "policy",
-        "actor.prompts": "prompts.jsonl",
-        "actor.validation_prompts": "validation.jsonl",
+        "reward.checkpoint": out / "reward",
+        "critic.checkpoint": shared / "critic",
+        "actor.checkpoint": shared / "policy",
+        "actor.prompts": out / "prompts.jsonl",
+        "actor.validation_prompts": out / "validation.jsonl",
     }
     quick = ["--quick"] if config.demo.quick else []
-    return [*arguments, *quick], [f"{key}={out / name}" for key, name in made.items()]
+    return [*arguments, *quick], [f"{key}={path}" for key, path in made.items()]
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:

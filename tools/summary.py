@@ -27,7 +27,10 @@ SUMMARY_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One held-out prompt, continued by the initial and by the final policy. Texts are prompt + response."""
+    """One held-out prompt, continued by the initial and by the final policy.
+
+    Texts are prompt + response; of a chat the response alone, and `prompt` is the last message.
+    """
 
     prompt_id: str
     prompt: str
@@ -39,6 +42,7 @@ class Pair:
     reward_after: float | None
     gold_before: float | None
     gold_after: float | None
+    is_chat: bool = False
 
 
 def write_summary(
@@ -52,7 +56,8 @@ def write_summary(
     """Writes summary.json and returns it: SUMMARY_KEYS, without those that the run did not measure.
 
     The gold score is that of prompt + response, as in the reward model's training labels: a negation or a
-    booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides.
+    booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides. Of a
+    chat it is that of the reply, which is what the reward model reads.
     Raises FileNotFoundError for a missing file, ValueError for a broken one or for texts that do not pair.
     """
     run_dir = Path(run_dir)
@@ -154,17 +159,20 @@ def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
     prompt = before["prompt"]
     if after["prompt"] != prompt:
         raise ValueError(f"prompt {before['prompt_id']!r} differs: {prompt!r} before, {after['prompt']!r} after")
+    is_chat = "question" in before
+    start = "" if is_chat else prompt + glue
     return Pair(
         prompt_id=before["prompt_id"],
-        prompt=prompt,
+        prompt=before.get("question", prompt),
         response_before=before["response"],
         response_after=after["response"],
-        text_before=prompt + glue + before["response"],
-        text_after=prompt + glue + after["response"],
+        text_before=start + before["response"],
+        text_after=start + after["response"],
         reward_before=before["reward"],
         reward_after=after["reward"],
         gold_before=before.get("gold"),
         gold_after=after.get("gold"),
+        is_chat=is_chat,
     )
 
 

