@@ -17,6 +17,9 @@ from actor.rollout import Rollout, Scores
 from actor.scoring import Scorer, join_scores
 
 T = TypeVar("T")
+# Rows that end in one decoding step reach the event loop within a few milliseconds. A request of 8 rows takes a third
+# of the CPU time, server and client together, of 8 requests of one row.
+GATHER_S = 0.01
 
 
 class RowStream(Generic[T]):
@@ -25,7 +28,11 @@ class RowStream(Generic[T]):
     def __init__(
         self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None
     ) -> None:
-        """`ready`: nothing is sent before it is done, and if it fails so do the answers."""
+        """
+        Args:
+            rows_per_request: most rows of one request; rows that end together share one, a lone row waits `GATHER_S`.
+            ready: nothing is sent before it is done, and if it fails so do the answers.
+        """
         self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[int, Rollout]] = []
@@ -60,6 +67,8 @@ class RowStream(Generic[T]):
         self._waiting.append((index, row))
         if len(self._waiting) == self._rows_per_request:
             self._send()
+        elif len(self._waiting) == 1:
+            self._loop.call_later(GATHER_S, self._send)
 
     def _send(self) -> None:
         if self._waiting and not self._is_closed:

@@ -31,6 +31,7 @@ class FakeTriton:
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
         self.asked: list[str] = []
+        self.encodings: set[str | None] = set()  # that clients accept of answers
         self.connections: set[asyncio.Transport] = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
@@ -77,6 +78,7 @@ class FakeTriton:
     async def _infer(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
         self.asked.append(model)
+        self.encodings.add(request.headers.get("Accept-Encoding"))
         assert request.transport is not None
         self.connections.add(request.transport)
         self.in_flight += 1

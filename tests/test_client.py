@@ -54,6 +54,18 @@ def counted(**counters: float) -> Counters:
 # ---- one server ----
 
 
+def test_answers_travel_uncompressed():
+    """Where a client accepts gzip, Triton compresses: CPU time of server and client, for floats that hardly shrink."""
+
+    async def play() -> None:
+        async with FakeTriton() as server, client_of(server) as client:
+            await client.rewards(ROWS)
+            await client.train(training_inputs(seed=1), run_id="test", step=1)
+            assert server.encodings == {"identity"}
+
+    scene(play)
+
+
 @pytest.mark.parametrize("trouble", ["busy", "drop"])
 def test_what_passes_is_repeated(trouble: str):
     async def play() -> None:

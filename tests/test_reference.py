@@ -93,7 +93,8 @@ def test_rows_are_asked_for_while_others_are_written(
     scored = collect(run)
     assert len(ended) == 8
     assert run.policy.reference is None
-    assert server.sizes == {1: [1] * 8, 3: [3, 3, 2]}[rows_per_request]
+    assert sum(server.sizes) == 8
+    assert max(server.sizes) <= rows_per_request
     rollout = scored.rollout
     assert scored.scores.scored.all()
     for i, (row, length) in enumerate(zip(rollout.tokens, rollout.lengths.tolist(), strict=True)):
