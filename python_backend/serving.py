@@ -5,6 +5,7 @@ The only module that imports triton_python_backend_utils; it imports no torch.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -116,11 +117,8 @@ class Counters:
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:
         """`descriptions`: metric name -> help text."""
-        self._families = [  # Triton forgets a family that nobody holds
-            pb_utils.MetricFamily(name=name, description=text, kind=pb_utils.MetricFamily.COUNTER)
-            for name, text in descriptions.items()
-        ]
-        self._metrics = [family.Metric(labels={"model": model}) for family in self._families]
+        kind = pb_utils.MetricFamily.COUNTER
+        self._metrics = [_metric(model, name, text, kind) for name, text in descriptions.items()]
         self._pending = [0.0] * len(self._metrics)
 
     def add(self, amounts: Sequence[float]) -> None:
@@ -139,12 +137,23 @@ class Gauge:
     """One number in the server's Prometheus metrics."""
 
     def __init__(self, model: str, name: str, description: str) -> None:
-        self._family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
-        self._metric = self._family.Metric(labels={"model": model})
+        self._metric = _metric(model, name, description, pb_utils.MetricFamily.GAUGE)
 
     def show(self, value: float) -> None:
         """Set it: a round trip to the server."""
         self._metric.set(value)
+
+
+def _metric(model: str, name: str, description: str, kind: Any) -> Any:
+    """A metric whose family lives as long as the process.
+
+    A family that is freed takes its metrics out of the server, where the model's next process, which may run already,
+    goes on counting in them. One that is freed at unload, with the model, does worse: the stub has given up its
+    connection to the server by then, and every unload ends in a segfault.
+    """
+    family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))  # leaked on purpose: not freed with the interpreter either
+    return family.Metric(labels={"model": model})
 
 
 def log(message: str) -> None:

@@ -4,8 +4,14 @@ Two pytest workers share the tests. Those that share a server run in one worker,
 file stay together, because the file's fixtures are started once for them.
 """
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+# Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
+sys.path.append(str(Path(__file__).parent / "stub"))
 
 pytest_plugins = ["server_fixtures", "sidecar_fixtures"]
 SHARED_SERVERS = {"live", "finished"}
