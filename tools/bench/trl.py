@@ -99,7 +99,7 @@ def measure_cell(
     checkpoint = prepare_model(arguments.out / "models", cell["model"], arguments.smollm2)
     settings = prepare_cell(arguments, cell, checkpoint)
     with contextlib.ExitStack() as stack:
-        started = {
+        started: dict[str, Steps] = {
             name: stack.enter_context(running(name, settings, theirs)).steps for name in arguments.contenders.split(",")
         }
         take_turns(
@@ -142,9 +142,8 @@ def summarise(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summarise_cell(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The row of one cell; `ratio` is None where a contender is missing."""
+    """The row of one cell; ratios are ours by TRL's."""
     summary: dict[str, Any] = {name: samples[0][name] for name in ("model", "algorithm", "rows", "new_tokens")}
-    by_turn = {(sample["contender"], sample["round"]): sample["seconds_per_step"] for sample in samples}
     for name in dict.fromkeys(sample["contender"] for sample in samples):
         own = [sample for sample in samples if sample["contender"] == name]
         phases = {phase: statistics.median(s["phases"].get(phase, 0.0) for s in own) for phase in own[0]["phases"]}
@@ -153,25 +152,33 @@ def summarise_cell(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "cpu_seconds_per_step": statistics.median(sample["cpu_seconds_per_step"] for sample in own),
             "peak_rss_mb": max(sample["peak_rss_mb"] for sample in own), "tokens": own[0]["tokens"], "phases": phases,
         }  # fmt: skip
-    rounds = {number for name, number in by_turn if name == OURS} & {number for name, number in by_turn if name == TRL}
-    ratios = [by_turn[OURS, number] / by_turn[TRL, number] for number in rounds]
-    summary["ratio"] = statistics.median(ratios) if ratios else None
+    summary["ratio"] = ratio(samples, "seconds_per_step")
+    summary["cpu_ratio"] = ratio(samples, "cpu_seconds_per_step")
     return summary
 
 
+def ratio(samples: Sequence[dict[str, Any]], key: str) -> float | None:
+    """Median over the rounds of ours by TRL's; None where a contender is missing."""
+    by_turn = {(sample["contender"], sample["round"]): sample[key] for sample in samples}
+    rounds = [number for name, number in by_turn if name == OURS and (TRL, number) in by_turn]
+    ratios = [by_turn[OURS, number] / by_turn[TRL, number] for number in rounds]
+    return statistics.median(ratios) if ratios else None
+
+
 def report(result: dict[str, Any]) -> str:
-    """Seconds per step of both, the ratio against the bar, peak memory, and each side's phases."""
+    """Seconds per step of both, the ratio against the bar and that of CPU seconds, peak memory, and each side's phases."""
     lines = [f"ours / TRL, seconds per step; bar <= {BAR:g}; {result['settings']['threads']} threads"]
-    rows = summarise(result["samples"])
-    for row in rows:
+    for row in summarise(result["samples"]):
         own = ", ".join(
             f"{name} {row[name]['seconds_per_step']:.2f} s ({row[name]['cpu_seconds_per_step']:.2f} s CPU, "
             f"{row[name]['peak_rss_mb']:,.0f} MB)"
             for name in (TRL, OURS)
             if name in row
         )
-        ratio = "" if row["ratio"] is None else f"  {row['ratio']:.2f} {'PASS' if row['ratio'] <= BAR else 'MISS'}"
-        lines.append(f"{cell_name(row):<18}{own}{ratio}")
+        verdict = ""
+        if row["ratio"] is not None:
+            verdict = f"  {row['ratio']:.2f} {'PASS' if row['ratio'] <= BAR else 'MISS'}, CPU {row['cpu_ratio']:.2f}"
+        lines.append(f"{cell_name(row):<18}{own}{verdict}")
         for name in (TRL, OURS):
             if name in row:
                 phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in row[name]["phases"].items())

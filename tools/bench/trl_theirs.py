@@ -47,7 +47,7 @@ def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: Tu
         written = sum(map(len, completion_ids))
         return [variety(Sample(text, metadata={"response": text})) for text in completions]
 
-    class InTurns(TrainerCallback):  # type: ignore[misc]
+    class InTurns(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             turns.begin()
 

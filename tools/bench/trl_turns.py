@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -113,13 +112,15 @@ class Contender:
     def stop(self) -> None:
         """End the process: its input ends, and it leaves; killed if it does not."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(STOP_TIMEOUT_S if self._process.poll() is None else 0)
+            self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.send_signal(signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
 
 def peak_rss_mb(pids: Sequence[int]) -> float:
