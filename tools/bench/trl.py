@@ -166,7 +166,7 @@ def ratio(samples: Sequence[dict[str, Any]], key: str) -> float | None:
 
 
 def report(result: dict[str, Any]) -> str:
-    """Seconds per step of both, the ratio against the bar and that of CPU seconds, peak memory, and each side's phases."""
+    """Seconds per step of both, the ratio against the bar, CPU seconds, peak memory, and each side's phases."""
     lines = [f"ours / TRL, seconds per step; bar <= {BAR:g}; {result['settings']['threads']} threads"]
     for row in summarise(result["samples"]):
         own = ", ".join(
