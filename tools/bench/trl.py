@@ -21,6 +21,7 @@ from python_backend.durable import write_json
 from tools.bench.machine import describe_machine, describe_versions, now_utc
 from tools.bench.trace import SIZES
 from tools.bench.trl_stage import GROUP, Environment, prepare_cell, prepare_environment, prepare_model, running
+from tools.bench.trl_turns import ContenderFailed
 
 OURS, TRL = "ours", "trl"
 BAR = 0.85
@@ -33,11 +34,14 @@ QUICK: dict[str, Any] = {"models": "tiny", "cells": "16x8", "algorithms": "grpo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report; 0 when done, whatever the bar says."""
+    """Measure and report; 0 when done, whatever the bar says, 1 if a trainer failed."""
     arguments = parse_arguments(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    result = measure(arguments)
-    print(report(result))
+    try:
+        print(report(measure(arguments)))
+    except ContenderFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
