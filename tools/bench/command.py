@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "learning": ("tools.bench.learning", "every algorithm on a task whose optimum is known"),
     "generation": ("tools.bench.generation", "writing responses beside what transformers offers"),
     "step": ("tools.bench.step", "a PPO step by phase, overlapped beside serial"),
+    "trl": ("tools.bench.trl", "training steps without a critic beside TRL's"),
     "update": ("tools.bench.update", "throughput of the critic's update beside the same update padded"),
 }
 

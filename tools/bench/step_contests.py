@@ -75,20 +75,26 @@ def grow(arguments: argparse.Namespace, out: Path, note: Note) -> None:
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
     """Policy, reward and critic of one size, one vocabulary, and prompts; returns the folder."""
+    tokenizer = word_tokenizer()
+    make_checkpoint(SIZES[model], folder / "scoring")
+    make_model(model).save_pretrained(folder / "policy")
+    for name in ("scoring", "policy"):
+        tokenizer.save_pretrained(folder / name)
+    words = tokenizer.convert_ids_to_tokens
+    lines = [json.dumps({"text": " ".join(words(prompt.tolist()))}) for prompt in make_prompts(num_prompts)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer whose tokens are words between spaces: `w3` is token 3, and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(3, VOCAB_SIZE))]
     bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="</s>")
-    make_checkpoint(SIZES[model], folder / "scoring")
-    make_model(model).save_pretrained(folder / "policy")
-    for name in ("scoring", "policy"):
-        tokenizer.save_pretrained(folder / name)
-    lines = [json.dumps({"text": " ".join(words[i] for i in prompt)}) for prompt in make_prompts(num_prompts)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="</s>")
 
 
 def configuration(

@@ -1,0 +1,141 @@
+"""The comparison with TRL: turns, ratios, and one whole quick run of our side; TRL is not installed here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench.trl import main, report, summarise, take_turns
+from tools.bench.trl_stage import REQUIREMENTS, prompts_for
+from tools.bench.trl_theirs import trl_arguments
+from tools.bench.trl_turns import Contender, ContenderFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
+TRAINER = """
+import time
+from tools.bench.trl_turns import Turns
+turns = Turns()
+print("a library's greeting")
+for step in range({steps}):
+    turns.begin()
+    with turns.phase("generate"):
+        time.sleep(0.01)
+    turns.end(tokens=step)
+raise SystemExit("out of memory")
+"""
+
+
+def start(tmp_path: Path, steps: int) -> Contender:
+    command = [sys.executable, "-c", TRAINER.format(steps=steps)]
+    return Contender("fake", command, tmp_path / "fake.log", {"PYTHONPATH": str(ROOT)})
+
+
+def sample(contender: str, number: int, seconds: float, **phases: float) -> dict[str, Any]:
+    return {
+        **CELL, "contender": contender, "round": number, "seconds_per_step": seconds,
+        "cpu_seconds_per_step": 2 * seconds, "peak_rss_mb": 100.0 + number, "tokens": 128, "phases": phases,
+    }  # fmt: skip
+
+
+def test_a_contender_steps_when_told_and_leaves_when_its_input_ends(tmp_path: Path) -> None:
+    contender = start(tmp_path, steps=10)
+    try:
+        measured = contender.steps(3)
+    finally:
+        contender.stop()
+    assert measured["tokens"] == 2
+    assert measured["steps"] == 3
+    assert 0.01 <= measured["phases"]["generate"] <= measured["seconds_per_step"]
+    assert measured["peak_rss_mb"] > 1
+    assert "greeting" in (tmp_path / "fake.log").read_text()  # and not among the answers
+
+
+def test_a_contender_that_ends_early_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    contender = start(tmp_path, steps=1)
+    try:
+        with pytest.raises(ContenderFailed, match=r"(?s)fake ended with exit code 1.*out of memory"):
+            contender.steps(2)
+    finally:
+        contender.stop()
+
+
+def test_turns_alternate_after_the_warm_up() -> None:
+    taken: list[tuple[str, int]] = []
+    noted: list[tuple[str, int]] = []
+
+    def steps(name: str, seconds: float) -> Any:
+        def take(count: int) -> dict[str, Any]:
+            taken.append((name, count))
+            return {"seconds_per_step": seconds}
+
+        return take
+
+    take_turns(
+        {"trl": steps("trl", 2.0), "ours": steps("ours", 1.0)}, rounds=2, warmup=1, seconds=3.0,
+        note=lambda sample: noted.append((sample["contender"], sample["round"])), log=lambda line: None,
+    )  # fmt: skip
+    assert taken == [("trl", 1), ("ours", 1), ("trl", 3), ("ours", 3), ("ours", 3), ("trl", 3)]
+    assert sorted(noted) == [("ours", 0), ("ours", 1), ("trl", 0), ("trl", 1)]
+
+
+def test_the_ratio_is_of_samples_of_one_round() -> None:
+    samples = [
+        sample("trl", 0, 10.0, generate=4.0), sample("ours", 0, 9.0, generate=2.0),
+        sample("trl", 1, 20.0, generate=8.0), sample("ours", 1, 16.0, generate=4.0),
+        sample("trl", 2, 10.0, generate=4.0), sample("ours", 2, 8.4, generate=2.0),
+    ]  # fmt: skip
+    [row] = summarise(samples)
+    assert row["ratio"] == pytest.approx(0.84)  # the median of 0.9, 0.8 and 0.84
+    assert row["cpu_ratio"] == pytest.approx(0.84)
+    assert row["ours"]["seconds_per_step"] == 9.0
+    assert row["trl"]["phases"] == {"generate": 4.0}
+    assert row["ours"]["peak_rss_mb"] == 102.0
+    text = report({"samples": samples, "settings": {"threads": 2}, "ppo": "not compared"})
+    assert "0.84 PASS" in text
+    assert "tiny grpo 16x8" in text
+
+
+def test_a_contender_alone_has_no_ratio() -> None:
+    [row] = summarise([sample("ours", 0, 1.0)])
+    assert row["ratio"] is None
+    assert "PASS" not in report({"samples": [sample("ours", 0, 1.0)], "settings": {"threads": 2}, "ppo": ""})
+
+
+def test_trl_takes_one_optimizer_step_per_rollout() -> None:
+    settings = {**CELL, "rows": 64, "folder": "f", "group": 8, "lr": 1e-6, "trl_micro_batch": 16}
+    arguments = trl_arguments(settings)
+    assert arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] == 64
+    assert arguments["generation_kwargs"] == {"min_new_tokens": arguments["max_completion_length"]}
+
+
+def test_prompts_of_a_random_model_are_words_it_knows() -> None:
+    prompts = prompts_for("tiny", 3)
+    assert len(set(prompts)) == 3
+    assert all(3 <= int(word.removeprefix("w")) < 4096 for prompt in prompts for word in prompt.split())
+
+
+def test_both_environments_have_the_same_torch_and_transformers() -> None:
+    def pins(path: Path) -> set[str]:
+        return {line.split(" ;")[0] for line in path.read_text().splitlines()}
+
+    shared = pins(REQUIREMENTS) & pins(ROOT / "constraints.txt")
+    assert {"torch", "transformers", "tokenizers"} <= {pin.split("==")[0] for pin in shared}
+
+
+def test_smollm2_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--models", "135m"])
+    assert "--smollm2 DIR" in capsys.readouterr().err
+
+
+def test_a_quick_run_of_our_side_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--out", str(tmp_path), "--quick", "--contenders", "ours"]) == 0
+    [measured] = json.loads((tmp_path / "result.json").read_text())["samples"]
+    assert measured["tokens"] == 16 * 8  # no response ended early
+    assert {"generate", "train_time", "step_time"} <= measured["phases"].keys()
+    assert "tiny grpo 16x8" in capsys.readouterr().out

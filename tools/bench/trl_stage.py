@@ -1,0 +1,159 @@
+"""What the comparison with TRL needs before the first step: TRL's environment, models, prompts, and both trainers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.bench.trace import SIZES, VOCAB_SIZE
+from tools.bench.trl_turns import Contender
+from tools.ports import with_free_ports
+from tools.run import LIBRARY_ENV
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
+GROUP = 8  # responses per prompt
+LEARNING_RATE = 1e-6
+PROMPTS = (
+    "Explain to a child why the sky is blue during the day and turns red in the evening.",
+    "Write the first sentence of a short story about a lighthouse keeper who is afraid of the sea.",
+    "What should I pack for a week of hiking in the mountains in early spring?",
+    "My neighbour practises the trumpet every night until eleven. How can I ask for quiet and stay friends?",
+    "List three ways to cook potatoes.",
+    "Describe how a bicycle stays upright while it moves, without using any formula at all.",
+    "A shop sells two apples for one euro and three pears for two euros. Which fruit is cheaper, by how much?",
+    "Give me some advice for learning to play chess as an adult with little time.",
+)
+VERSIONS = (
+    "import importlib.metadata as m, json; "
+    "print(json.dumps({name: m.version(name) for name in ('trl', 'torch', 'transformers', 'numpy')}))"
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """TRL's own interpreter."""
+
+    python: Path
+    versions: dict[str, str]
+
+
+def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment:
+    """Make TRL's environment in `folder` unless it is there; a half-made one is made again."""
+    done, python = folder / "complete", folder.absolute() / "bin" / "python"
+    if not done.is_file():
+        log(f"installing TRL into {folder}: a few minutes, once")
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
+        subprocess.run(pip, check=True)
+        done.write_text(REQUIREMENTS.read_text())
+    answer = subprocess.run([str(python), "-c", VERSIONS], check=True, capture_output=True, text=True).stdout
+    return Environment(python, json.loads(answer))
+
+
+def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
+    """The folder of the model `name`: SmolLM2's own, or a Llama with random weights and one token a word."""
+    if name not in SIZES:
+        assert smollm2 is not None
+        return smollm2
+    made = folder / name
+    if not (made / "tokenizer.json").is_file():
+        from tools.bench.generation import make_model
+        from tools.bench.step_contests import word_tokenizer
+
+        make_model(name).save_pretrained(made)
+        word_tokenizer().save_pretrained(made)
+    return made
+
+
+def prompts_for(name: str, count: int) -> list[str]:
+    """English for a real model; for one with random weights as many words of its vocabulary."""
+    chosen = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    return [_in_words(text) for text in chosen] if name in SIZES else chosen
+
+
+def _in_words(text: str) -> str:
+    numbers = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:4], "big") for word in text.split()]
+    return " ".join(f"w{3 + number % (VOCAB_SIZE - 3)}" for number in numbers)
+
+
+def prepare_cell(arguments: argparse.Namespace, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What both trainers receive; its folder is made anew, with the prompts of every step."""
+    name = "-".join(str(value) for value in cell.values())
+    folder = arguments.out.absolute() / "runs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"text": text}) for text in prompts_for(cell["model"], cell["rows"] // GROUP)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return {
+        **cell, "folder": str(folder), "prompts": str(folder / "prompts.jsonl"),
+        "checkpoint": str(checkpoint.absolute()), "group": GROUP, "lr": LEARNING_RATE, "threads": arguments.threads,
+        "trl_micro_batch": arguments.trl_micro_batch,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> Iterator[Contender]:
+    """One side of the contest, stopped at the end."""
+    folder = Path(settings["folder"])
+    env = {
+        **LIBRARY_ENV, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
+        "OMP_NUM_THREADS": str(settings["threads"]),
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        servers: list[int] = []
+        if theirs is not None and name == "trl":
+            command = [str(theirs.python), "-u", "-m", "tools.bench.trl_theirs", json.dumps(settings)]
+            env["PYTHONPATH"] = str(ROOT)
+        else:
+            path = folder / "run.yaml"
+            path.write_text(json.dumps(configuration(settings), indent=1))  # JSON is YAML
+            servers.append(stack.enter_context(serving(path)))
+            command = [sys.executable, "-u", "-m", "tools.bench.trl_ours", "--config", str(path)]
+        contender = Contender(name, command, folder / f"{name}.log", env, servers)
+        stack.callback(contender.stop)
+        yield contender
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[int]:
+    """The run's tritonserver; gives its process id."""
+    from python_backend.config import load_config
+    from tools.serve import start_server
+
+    server = start_server(load_config(path), log=lambda line: None)
+    try:
+        yield server.pid
+    finally:
+        server.stop()
+
+
+def configuration(settings: dict[str, Any]) -> dict[str, Any]:
+    """Our run's YAML: a reward function alone, the rest as on TRL's side."""
+    from python_backend.config import ServerSection
+
+    ports = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
+    tokens = settings["new_tokens"]
+    return {
+        "run": {"dir": f"{settings['folder']}/run"},
+        "server": {name: getattr(ports, name) for name in ("http_port", "grpc_port", "metrics_port")},
+        "rewards": {"variety": {"function": "tools.bench.trl_reward:variety"}},
+        "actor": {
+            "algorithm": settings["algorithm"], "checkpoint": settings["checkpoint"], "prompts": settings["prompts"],
+            "validation_size": 0, "steps": 1_000_000, "checkpoint_every": 1_000_000, "threads": settings["threads"],
+            "rollout_size": settings["rows"], "minibatch_size": settings["rows"],
+            "responses_per_prompt": settings["group"], "max_new_tokens": tokens, "min_new_tokens": tokens,
+            "mask_unfinished": False, "kl_coef": 0.0, "lr": settings["lr"], "weight_decay": 0.0,
+        },
+    }  # fmt: skip
