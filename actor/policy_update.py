@@ -50,8 +50,8 @@ class PolicyUpdate:
         means = {name: value / max(1.0, seen) for name, value in totals.items()}
         means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
         means.update(
-            grad_norm=norms / max(1.0, taken), lr=s.lr, minibatches=taken,
-            optim_step=float(self._policy.optimizer_step),
+            grad_norm=norms / max(1.0, taken), minibatches=taken, optim_step=float(self._policy.optimizer_step),
+            lr=s.learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step
         )  # fmt: skip
         return {f"train_optim/{name}": value for name, value in means.items()}
 
@@ -101,6 +101,8 @@ class PolicyUpdate:
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower actor.lr "
                 f"({s.lr:g}) or look at the rewards of this step in metrics.jsonl"
             )
+        for group in policy.optimizer.param_groups:
+            group["lr"] = s.learning_rate(policy.optimizer_step)
         policy.optimizer.step()
         policy.optimizer.zero_grad(set_to_none=True)
         policy.optimizer_step += 1

@@ -4,12 +4,14 @@ Given: values. Returns: frozen sections. A field's docstring is its documentatio
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from python_backend.addresses import Address
+from python_backend.lr_schedule import scheduled_lr
 from python_backend.sections import Beta, Count, CountOrZero, Device, Fraction, Seconds, Section
 
 
@@ -102,7 +104,15 @@ class ActorSection(Section):
     token_budget: Count = 4096
     """Most tokens, padding included, in one forward of an update; never changes the result."""
     lr: Annotated[float, Field(gt=0)] = 9e-7
-    """Learning rate of the policy."""
+    """Peak learning rate of the policy."""
+    min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate at the end of the cosine; default: `lr`, which stays constant after the warm-up."""
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps of linear warm-up; a step of the run makes `ppo_epochs` * `rollout_size` / `minibatch_size`."""
+    constant_steps: CountOrZero = 0
+    """Optimizer steps at `min_lr` after the cosine."""
+    max_steps: Count | None = None
+    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: those of all `steps`."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -190,6 +200,15 @@ class ActorSection(Section):
         """Whether the algorithm needs the critic's values, and so the sidecar."""
         return self.algorithm == "ppo"
 
+    def learning_rate(self, optimizer_step: int) -> float:
+        """Return the policy's learning rate at `optimizer_step`, counted from 0."""
+        each = self.ppo_epochs * math.ceil(self.rollout_size / self.minibatch_size)
+        return scheduled_lr(
+            optimizer_step, lr=self.lr, min_lr=self.lr if self.min_lr is None else self.min_lr,
+            warmup_steps=self.warmup_steps, constant_steps=self.constant_steps,
+            max_steps=self.max_steps or each * (self.steps - self.critic_warmup_steps),
+        )  # fmt: skip
+
 
 NEEDS_GROUPS = ("rloo", "grpo")
 
@@ -221,12 +240,24 @@ def check_actor(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.min_new_tokens ({actor.min_new_tokens}) is above actor.max_new_tokens ({actor.max_new_tokens})"
         )
+    _check_schedule(actor)
     if "" in actor.stop_strings:
         raise ValueError("actor.stop_strings holds an empty string, which every response contains")
     if actor.overlong_tokens >= actor.max_new_tokens:
         raise ValueError(
             f"actor.overlong_tokens ({actor.overlong_tokens}) is not below actor.max_new_tokens "
             f"({actor.max_new_tokens})"
+        )
+
+
+def _check_schedule(actor: ActorSection) -> None:
+    """What the fields of the learning rate cannot know of each other."""
+    if actor.min_lr is not None and actor.min_lr > actor.lr:
+        raise ValueError(f"actor.min_lr ({actor.min_lr:g}) is above actor.lr ({actor.lr:g}); lower it, or leave it out")
+    if actor.max_steps is not None and actor.warmup_steps + actor.constant_steps > actor.max_steps:
+        raise ValueError(
+            f"actor.warmup_steps ({actor.warmup_steps}) + actor.constant_steps ({actor.constant_steps}) is larger than "
+            f"actor.max_steps ({actor.max_steps})"
         )
 
 
