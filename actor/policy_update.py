@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from actor.adapters import adapter_dropouts, in_training
 from actor.algorithms import Method
 from actor.policy import Policy, trim
 from actor.policy_loss import kl_loss
@@ -21,6 +22,7 @@ class PolicyUpdate:
         self._policy = policy
         self._method = method
         self._settings = policy.settings
+        self._dropouts = adapter_dropouts(policy.model)
 
     def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Passes over the batch; means over the tokens (weights) that were learned from.
@@ -33,6 +35,8 @@ class PolicyUpdate:
         """
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
+        if self._dropouts:
+            torch.manual_seed(seed)  # dropout draws from torch's own generator
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
@@ -64,7 +68,7 @@ class PolicyUpdate:
         """Add up the gradients of a minibatch; returns sums over its tokens, and its loss."""
         sums: dict[str, float] = {}
         for chunk in self._policy.plan(batch.lengths[rows]):
-            with self._policy.recomputing():
+            with self._policy.recomputing(), in_training(self._dropouts):
                 loss, stats = self._loss(batch, rows[chunk], total, kl_coef)
                 loss.backward()
             for name, value in {**stats, "loss": loss.detach()}.items():

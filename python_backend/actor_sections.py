@@ -182,9 +182,15 @@ class ActorSection(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """What forwards compute in (autocast); weights, log-probs and the optimizer stay in float32."""
     lora_rank: CountOrZero = 0
-    """Train adapters of this rank on every linear layer, and nothing else."""
+    """Train adapters of this rank on `lora_targets`, and nothing else."""
     lora_alpha: Count = 16
     """What adapters add is multiplied by `lora_alpha / lora_rank`."""
+    lora_targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Linear layers that get adapters: all but the output, or those of these names, such as [q_proj, v_proj]; a name is
+    the last part of a layer's path, or more of it."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' input, in the forwards of an update alone: generation, log-probs and validations have
+    none. The ratio of a first pass then differs from 1 by the dropout's noise, which counts against `clip_ratio`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time, the same result."""
     logged_texts: CountOrZero = 1
@@ -240,7 +246,7 @@ def check_actor(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.min_new_tokens ({actor.min_new_tokens}) is above actor.max_new_tokens ({actor.max_new_tokens})"
         )
-    _check_schedule(actor)
+    _check_update(actor)
     if "" in actor.stop_strings:
         raise ValueError("actor.stop_strings holds an empty string, which every response contains")
     if actor.overlong_tokens >= actor.max_new_tokens:
@@ -250,8 +256,13 @@ def check_actor(actor: ActorSection) -> None:
         )
 
 
-def _check_schedule(actor: ActorSection) -> None:
-    """What the fields of the learning rate cannot know of each other."""
+def _check_update(actor: ActorSection) -> None:
+    """What the fields of the learning rate and of LoRA cannot know of each other."""
+    if not actor.lora_rank and (actor.lora_targets != "all-linear" or actor.lora_dropout):
+        raise ValueError(
+            f"actor.lora_targets ({actor.lora_targets}) and actor.lora_dropout ({actor.lora_dropout:g}) need "
+            "actor.lora_rank above 0; set it, or leave them out"
+        )
     if actor.min_lr is not None and actor.min_lr > actor.lr:
         raise ValueError(f"actor.min_lr ({actor.min_lr:g}) is above actor.lr ({actor.lr:g}); lower it, or leave it out")
     if actor.max_steps is not None and actor.warmup_steps + actor.constant_steps > actor.max_steps:

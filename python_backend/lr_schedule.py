@@ -11,7 +11,7 @@ def scheduled_lr(
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     Rises linearly to `lr` over `warmup_steps`, follows a cosine down to `min_lr` until `constant_steps` before
-    `max_steps`, and stays there, after `max_steps` too. Where `min_lr` equals `lr` it is exactly `lr` after the warm-up.
+    `max_steps`, and stays there, after `max_steps` too. With `min_lr` equal to `lr` it is exactly `lr` there.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
