@@ -51,6 +51,13 @@ def critic_steps(root: Path) -> list[int]:
     return [state["critic_step"] for state in states]
 
 
+def set_aside(root: Path, step: int) -> None:
+    """Keep the checkpoint of `step` under another name, from which no run resumes."""
+    aside = root / f"{step}.set-aside"
+    shutil.rmtree(aside, ignore_errors=True)
+    (root / str(step)).rename(aside)
+
+
 def save_checkpoint(root: Path, run: RunState, state: dict[str, Any], *, keep: int) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the newest `keep`."""
     policy = run.policy

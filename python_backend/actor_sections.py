@@ -173,6 +173,10 @@ class ActorSection(Section):
     """Largest share of a rollout whose reward or reference log-probs may be missing (masked) before the run stops."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
+    stop_grace_s: Seconds = 25.0
+    """After SIGTERM or Ctrl-C: longest time to finish the update that has begun and to write a checkpoint of the last
+    whole step, policy and critic; then the actor ends without. Kubernetes kills after 30 s by default: raise its
+    `terminationGracePeriodSeconds` with this, to more than one update of the policy takes."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints kept."""
     threads: Count = 1
