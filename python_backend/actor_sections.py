@@ -52,9 +52,11 @@ class ActorSection(Section):
     """Who gives the log-probs of the frozen start: the actor, from a second copy of the policy (under LoRA from the
     policy without its adapters), or the model of the `reference` section in tritonserver, without a copy here."""
     prompts: Path = Path("data/prompts.jsonl")
-    """JSONL, one {"text": …} or {"messages": [{"role": …, "content": …}, …]} a line; other columns are metadata."""
+    """JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder that `datasets` wrote with `save_to_disk`. Each row
+    has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of them; other columns
+    are metadata for reward functions, plain JSON types only."""
     validation_prompts: Path | None = None
-    """JSONL of held-out prompts, sampled and scored before and after."""
+    """Held-out prompts in one of the same formats, sampled and scored before and after."""
     validation_size: CountOrZero = 256
     """Prompts taken from `validation_prompts`."""
     validate_every: CountOrZero = 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +161,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     return ends(folder)
 
 
-def go_until(run: PPORun, owner: Any, name: str, call: int, **arguments: Any) -> str:
-    """Run until `owner.name` is called for the `call`-th time with `arguments`, and ask to stop then; what it says."""
+def go_until(run: PPORun, owner: Any, name: str, call: int) -> str:
+    """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
     original, calls, asked = getattr(owner, name), [], threading.Event()
 
     async def main() -> None:
@@ -170,15 +172,24 @@ def go_until(run: PPORun, owner: Any, name: str, call: int, **arguments: Any) ->
             run.stop.request()
             asked.set()
 
+        def hold() -> None:
+            calls.append(None)
+            if len(calls) == call:
+                loop.call_soon_threadsafe(ask)
+                assert asked.wait(PATIENCE_S)
+
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if arguments.items() <= kwargs.items():
-                calls.append(None)
-                if len(calls) == call:
-                    loop.call_soon_threadsafe(ask)
-                    assert asked.wait(PATIENCE_S)
+            hold()
             return original(*args, **kwargs)
 
-        setattr(owner, name, watched)
+        @contextlib.contextmanager
+        def watched_context() -> Iterator[None]:
+            with original():
+                hold()
+                time.sleep(1.0)  # long enough for a checkpoint that does not wait
+                yield
+
+        setattr(owner, name, watched_context if name == "disable_adapter" else watched)
         await asyncio.wait_for(run.run(), PATIENCE_S)
 
     with pytest.raises(Stopped) as stopped:
@@ -200,12 +211,12 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
     tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], phase: str, call: int, done: int
 ):
     run = make_ppo(tmp_path, checkpoints)
-    owner, name, arguments = {
-        "generate": (run.policy, "generate", {}),
-        "reference": (run.policy, "logprobs", {"reference": True}),
-        "update": (run.policy_update, "run", {}),
+    owner, name = {
+        "generate": (run.policy, "generate"),
+        "reference": (run.policy.sampler, "disable_adapter"),
+        "update": (run.policy_update, "run"),
     }[phase]
-    message = go_until(run, owner, name, call, **arguments)
+    message = go_until(run, owner, name, call)
     where = f"after step {done}, whose checkpoint is written" if done else "before the first step ended"
     assert message == f"stopped {where}; the next start resumes from the newest checkpoint"
     assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
