@@ -1,5 +1,6 @@
 """`python -m actor --config YAML [section.key=value …]`: the PPO loop of one run.
-Returns: 0 with actor_summary.json and the policy written; 2 with one sentence for whatever stopped it; 130 on Ctrl-C.
+Returns: 0 with actor_summary.json and the policy written; 2 with one sentence for whatever stopped it; 130 after Ctrl-C
+or SIGTERM, with a checkpoint of the last whole step.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def _run(config: RunConfig) -> int:
     from actor.only_actor import ActorRuns, only_actor
     from actor.prompts import PromptError
     from actor.scoring import ModelMismatch
+    from actor.stopping import INTERRUPTED, Stopped, stop_on_signals
     from actor.trackers import TrackerMissing
     from python_backend.checkpoints import CheckpointError
     from python_backend.contract import REWARD_MODEL
@@ -61,11 +63,16 @@ def _run(config: RunConfig) -> int:
         key = config.server.training_key_env
         async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
             await client.model_parameters(REWARD_MODEL)  # a server that is not there is told before models are loaded
-            await PPORun(config, client).run()
+            run = PPORun(config, client)
+            stop_on_signals(run.stop, config.actor.stop_grace_s)
+            await run.run()
 
     try:
         with only_actor(config.run.dir):
             asyncio.run(ppo())
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return INTERRUPTED
     except (
         RequestFailed, TooManyFailed, ModelMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
         ActorRuns, TrackerMissing,

@@ -10,7 +10,7 @@ import logging
 import shutil
 from typing import Any
 
-from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps
+from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps, set_aside
 from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics, text_metrics
 from actor.metrics import (
@@ -29,6 +29,7 @@ from actor.staleness import VersionSteps, staleness_metrics
 from actor.trackers import Trackers
 from actor.validation import Validation, explained, samples
 from python_backend.config import RunConfig
+from python_backend.contract import STEP_AHEAD
 from python_backend.durable import read_json, remove_folder, write_json
 
 logger = logging.getLogger(__name__)
@@ -63,15 +64,12 @@ class Bookkeeper:
     async def resume(self) -> int:
         """Go back to the newest checkpoint and have the critic, if any, do the same; returns its step, 0 if new."""
         step = max(saved_steps(self._checkpoints), default=0)
-        critic_step = 0
+        if self._has_critic:
+            step = await self._rewind_critic()
         if step:
             state = load_checkpoint(self._checkpoints, step, self._state)
             self._masked_samples = state["masked_samples"]
-            critic_step = state.get("critic_step", step)
             logger.info("resuming from the checkpoint of step %d", step)
-        if self._has_critic:
-            self.weights_version = await self._client.rewind(run_id=self._run_id, step=critic_step)
-            logger.info("the critic stands at step %d and serves version %d", critic_step, self.weights_version)
         self.version_steps = VersionSteps(
             self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every
         )
@@ -79,6 +77,28 @@ class Bookkeeper:
         self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
         drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
         return step
+
+    async def _rewind_critic(self) -> int:
+        """Have the critic go back to the newest checkpoint, 0 if there is none; returns the checkpoint's step.
+
+        A run that ended while no server answered may have left a checkpoint of a step that the critic never received:
+        it is set aside, and the one before counts.
+        """
+        steps = saved_steps(self._checkpoints) or [0]
+        critics = critic_steps(self._checkpoints) or [0]
+        for age, (step, critic_step) in enumerate(zip(reversed(steps), reversed(critics), strict=True)):
+            try:
+                self.weights_version = await self._client.rewind(run_id=self._run_id, step=critic_step)
+            except RequestFailed as error:
+                if STEP_AHEAD not in str(error) or step == steps[0]:
+                    raise
+                logger.warning("the checkpoint of step %d has no critic: %s", step, error)
+            else:
+                logger.info("the critic stands at step %d and serves version %d", critic_step, self.weights_version)
+                for newer in steps[len(steps) - age :]:
+                    set_aside(self._checkpoints, newer)
+                return step
+        raise AssertionError("unreachable: the oldest checkpoint returns or raises")
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """One line of metrics.jsonl."""
@@ -167,6 +187,10 @@ class Bookkeeper:
         if best.exists():
             remove_folder(best)
         staging.rename(best)
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether the policy's checkpoint of `step` is written."""
+        return step in saved_steps(self._checkpoints)
 
     def checkpoint(self, step: int) -> None:
         """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""

@@ -20,6 +20,8 @@ from actor.adapters import load_trained, trained_tensors
 from actor.kl_control import KLControl
 from actor.policy import Policy
 from actor.reward_shaping import RewardShaper, RunningMoments
+from python_backend.checkpoints import CheckpointError
+from python_backend.config import ActorSection
 from python_backend.durable import remove_folder, sweep, sync_directory, sync_file
 
 STATE_FILE = "state.json"
@@ -49,12 +51,19 @@ def critic_steps(root: Path) -> list[int]:
     return [state["critic_step"] for state in states]
 
 
+def set_aside(root: Path, step: int) -> None:
+    """Keep the checkpoint of `step` under another name, from which no run resumes."""
+    aside = root / f"{step}.set-aside"
+    shutil.rmtree(aside, ignore_errors=True)
+    (root / str(step)).rename(aside)
+
+
 def save_checkpoint(root: Path, run: RunState, state: dict[str, Any], *, keep: int) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the newest `keep`."""
     policy = run.policy
     state = {
         **state, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
-        "reward_moments": run.shaper.moments.state(),
+        "reward_moments": run.shaper.moments.state(), "lora_alpha": policy.settings.lora_alpha,
     }  # fmt: skip
     root.mkdir(parents=True, exist_ok=True)
     staging = root / f".staging-{uuid.uuid4().hex}"
@@ -80,24 +89,46 @@ def save_checkpoint(root: Path, run: RunState, state: dict[str, Any], *, keep: i
 
 
 def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
-    """Put what was saved at `step` into `run`; returns the saved state."""
+    """Put what was saved at `step` into `run`; returns the saved state.
+
+    Raises:
+        CheckpointError: it was saved under other `actor.lora_...` settings.
+    """
     folder, policy = root / str(step), run.policy
+    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
+    _check_adapters(folder, state, policy.settings)
     _load_weights(folder, policy)
     names = dict(policy.model.named_parameters())
     policy.optimizer.state.clear()
     for full_name, tensor in load_file(folder / OPTIMIZER_FILE).items():
         key, _, name = full_name.partition("/")
         policy.optimizer.state[names[name]][key] = tensor if key == "step" else tensor.to(names[name].device)
-    state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
     policy.optimizer_step = state["optimizer_step"]
     run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])
     return state
 
 
+def _check_adapters(folder: Path, state: dict[str, Any], settings: ActorSection) -> None:
+    """Raise CheckpointError where the same weights would make another policy now."""
+    has_adapters = (folder / ADAPTERS_FILE).is_file()
+    if has_adapters != bool(settings.lora_rank):
+        was = "adapters" if has_adapters else "a whole policy without adapters"
+        raise CheckpointError(
+            f"{folder} was saved by a run that trained {was}, and actor.lora_rank is {settings.lora_rank}; set it as "
+            "it was, or start a run in another folder (run.dir)"
+        )
+    alpha = state.get("lora_alpha", settings.lora_alpha)
+    if has_adapters and alpha != settings.lora_alpha:
+        raise CheckpointError(
+            f"{folder} was saved with actor.lora_alpha {alpha}, not {settings.lora_alpha}; set it as it was, or start "
+            "a run in another folder (run.dir)"
+        )
+
+
 def _load_weights(folder: Path, policy: Policy) -> None:
     if policy.settings.lora_rank:
-        load_trained(policy.model, load_file(folder / ADAPTERS_FILE))
+        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE)
         return
     weights = load_file(folder / "model.safetensors")
     missing, unexpected = policy.model.load_state_dict(weights, strict=False)

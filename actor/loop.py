@@ -33,6 +33,7 @@ from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, Prompt, ScoredRollout
 from actor.scoring import Scorer
 from actor.staleness import needed_update
+from actor.stopping import RESUMES, Stop, Stopped, end_forwards
 from actor.validation import validate
 from python_backend.config import RunConfig
 
@@ -83,11 +84,24 @@ class PPORun:
             in_a_thread_of(self.settings.threads) if self.settings.one_step_off_policy else self.in_thread
         )
         self.ahead: asyncio.Task[Collected] | None = None  # the rollout that comes next, once it is begun
+        self.done = 0  # steps whose updates are complete
+        self.stop = Stop()
 
     async def run(self) -> dict[str, Any]:
-        """All steps, from the newest checkpoint on. Raises RequestFailed, TooManyFailed, FloatingPointError."""
+        """All steps, from the newest checkpoint on.
+
+        Raises:
+            Stopped: as `stop` asked, with a checkpoint of the last whole step.
+            RequestFailed, TooManyFailed, FloatingPointError: what ended it early.
+        """
         try:
             return await self.all_steps()
+        except Stopped:
+            await self.leave()
+            steps = (
+                f"after step {self.done}, whose checkpoint is written" if self.done else "before the first step ended"
+            )
+            raise Stopped(f"stopped {steps}; {RESUMES}") from None
         finally:  # after an error only: the first one is told, what is still under way would follow with tracebacks
             await cancelled([*self.rollouts_ahead(), *self.updates.values(), *self.books.saves])
 
@@ -97,12 +111,13 @@ class PPORun:
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
         self.scorer.mixture.check_prompts([*self.prompts, *self.held_out])
-        done = await self.books.resume()
+        done = self.done = await self.stop.or_done(self.books.resume())
         if done == 0:
             await self.validate("before", step=0)
         while done < self.settings.steps:
             done += 1
             await self.one_step(done, is_last=done == self.settings.steps)
+            self.done = done
             is_last = done == self.settings.steps or self.is_out_of_time(started, done)
             if is_last or done % self.settings.checkpoint_every == 0:
                 self.books.checkpoint(done)
@@ -122,7 +137,7 @@ class PPORun:
             if self.ahead is None:
                 await self.in_thread(self.policy.renew_sampler)
                 self.ahead = self.begin_rollout(step, updated=step - 1)
-            rollout = await self.ahead
+            rollout = await self.stop.or_done(self.ahead)  # from here to its end a step is not abandoned
         self.ahead = None
         timers.include(rollout.timers)
         scored = rollout.scored
@@ -223,11 +238,23 @@ class PPORun:
             if self.ahead:
                 await asyncio.wait([self.ahead])  # what writes is busy
             await self.in_thread(self.policy.renew_sampler)
-            result = await validate(
+            validation = validate(
                 self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,
                 in_thread=self.in_thread, with_kl=s.uses_reference,
             )  # fmt: skip
+            result = await self.stop.or_done(validation)
             self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
+
+    async def leave(self) -> None:
+        """Abandon what is under way and write the checkpoint of the last whole step, the critic's too."""
+        models = (self.policy.model, self.policy.sampler, self.policy.reference)
+        end_forwards(*(model for model in models if model is not None))
+        await cancelled(self.rollouts_ahead())
+        await self.in_thread(lambda: None)  # until it is idle: reference log-probs switch the adapters off meanwhile
+        if self.done and not self.books.has_checkpoint(self.done):
+            self.books.checkpoint(self.done)
+        await self.await_updates(self.done)
+        await asyncio.gather(*self.books.saves)
 
     def seed_of(self, step: int) -> int:
         """Of a step's sampling and shuffling."""

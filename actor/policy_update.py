@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from actor.adapters import adapter_dropouts, in_training
 from actor.algorithms import Method
 from actor.policy import Policy, trim
 from actor.policy_loss import kl_loss
@@ -20,6 +21,7 @@ class PolicyUpdate:
         self._policy = policy
         self._method = method
         self._settings = policy.settings
+        self._dropouts = adapter_dropouts(policy.model)
 
     def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
         """Passes over the batch; means over the tokens (weights) that were learned from.
@@ -32,6 +34,8 @@ class PolicyUpdate:
         """
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
+        if self._dropouts:
+            torch.manual_seed(seed)  # dropout draws from torch's own generator
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
@@ -50,8 +54,8 @@ class PolicyUpdate:
         means = {name: value / max(1.0, seen) for name, value in totals.items()}
         means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
         means.update(
-            grad_norm=norms / max(1.0, taken), lr=s.lr, minibatches=taken,
-            optim_step=float(self._policy.optimizer_step),
+            grad_norm=norms / max(1.0, taken), minibatches=taken, optim_step=float(self._policy.optimizer_step),
+            lr=s.learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step
         )  # fmt: skip
         return {f"train_optim/{name}": value for name, value in means.items()}
 
@@ -64,7 +68,7 @@ class PolicyUpdate:
         """Add up the gradients of a minibatch; returns sums over its tokens, and its loss."""
         sums: dict[str, float] = {}
         for chunk in self._policy.plan(batch.lengths[rows]):
-            with self._policy.recomputing():
+            with self._policy.recomputing(), in_training(self._dropouts):
                 loss, stats = self._loss(batch, rows[chunk], total, kl_coef)
                 loss.backward()
             for name, value in {**stats, "loss": loss.detach()}.items():
@@ -107,6 +111,8 @@ class PolicyUpdate:
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower actor.lr "
                 f"({s.lr:g}) or look at the rewards of this step in metrics.jsonl"
             )
+        for group in policy.optimizer.param_groups:
+            group["lr"] = s.learning_rate(policy.optimizer_step)
         policy.optimizer.step()
         policy.optimizer.zero_grad(set_to_none=True)
         policy.optimizer_step += 1

@@ -1,11 +1,7 @@
-"""Prompts from JSONL, and the order in which the run takes them.
-Given: a file with one {"text": …} or {"messages": […]} a line. Returns: `Prompt`s; each step's share of them, the same
-for the same seed.
-"""
+"""Prompts of a run, from a file or folder of `prompt_files`, and the order in which the run takes them."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,23 +10,24 @@ from typing import Any, Literal
 
 import numpy as np
 
+from actor.prompt_files import PromptError, Row, read_rows
 from actor.rollout import Prompt
+
+__all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
+SOURCES = ("text", "messages", "prompt")  # columns of the prompt itself; the first one that a row has counts
 MESSAGES_KEY = "messages"  # a chat prompt; the server renders it, with the reply, by the reward's own template
-
-
-class PromptError(ValueError):
-    """The prompt file cannot be used; the message names file, line and cause."""
 
 
 def read_prompts(
     path: Path, tokenizer: Any, *, max_tokens: int, too_long: TooLong = "error", limit: int | None = None
 ) -> list[Prompt]:
-    """Read and tokenise lines with a `text`, or with chat `messages`, which the tokenizer's template renders.
+    """Read and tokenise rows with a `text`, or with chat `messages`, which the tokenizer's template renders.
 
-    Columns other than `text` and `prompt_id` become metadata, `messages` too.
+    A `prompt`, as TRL names the column, is either of them. Columns other than the text and `prompt_id` become metadata,
+    the messages too, as `messages`.
 
     Args:
         max_tokens: longest prompt.
@@ -38,26 +35,19 @@ def read_prompts(
         limit: stop after so many prompts.
 
     Raises:
-        PromptError: unreadable file, a line that is no JSON object with one of the two, an empty or too long prompt.
+        PromptError: unreadable file, a row that is no JSON object with one of the three, an empty or too long prompt.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read the prompts {path}: {error}") from error
     prompts: list[Prompt] = []
     long: list[str] = []
-    for number, line in enumerate(lines, 1):
+    for row in read_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        prompt = _parse(line, where, number, tokenizer)
+        prompt = _prompt(row, tokenizer)
         size = prompt.tokens.size
         if not size or (size > max_tokens and too_long == "error"):
-            raise PromptError(f"{where}: {size} tokens, must be 1 to {max_tokens} (actor.max_prompt_tokens)")
+            raise PromptError(f"{row.where}: {size} tokens, must be 1 to {max_tokens} (actor.max_prompt_tokens)")
         if size > max_tokens:
-            long.append(f"line {number} ({size} tokens)")
+            long.append(f"{row.number} ({size} tokens)")
             if too_long == "skip":
                 continue
             prompt = replace(prompt, tokens=prompt.tokens[-max_tokens:])
@@ -65,7 +55,7 @@ def read_prompts(
     if long:
         done = "left out" if too_long == "skip" else "cut to their last tokens"
         logger.warning(
-            "%s: %d prompts of more than %d tokens were %s: %s", path, len(long), max_tokens, done,
+            "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), max_tokens, done,
             ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
         )  # fmt: skip
     if not prompts:
@@ -93,26 +83,28 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     return _ORDERS[key]
 
 
-def _parse(line: str, where: str, number: int, tokenizer: Any) -> Prompt:
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not JSON: {error}") from error
-    if not isinstance(data, dict) or not {"text", MESSAGES_KEY} & data.keys():
-        raise PromptError(f'{where}: must be an object with a "text" or "messages", got {line[:80]!r}')
-    text = data["text"] if "text" in data else _rendered(data[MESSAGES_KEY], where, tokenizer)
+def _prompt(row: Row, tokenizer: Any) -> Prompt:
+    columns, where = row.columns, row.where
+    present = columns.keys() if isinstance(columns, dict) else ()
+    source = next((name for name in SOURCES if name in present and columns[name] is not None), None)
+    if source is None:
+        raise PromptError(f"{where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]}, got {str(columns)[:80]!r}")
+    metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
+    text = columns[source]
+    if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
+        metadata[MESSAGES_KEY] = text
+        text = _rendered(text, f"{where}: {source}", tokenizer)
     if not isinstance(text, str):
-        raise PromptError(f"{where}: text: {text!r}, must be a string")
+        raise PromptError(f"{where}: {source}: {text!r}, must be a string")
     tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-    metadata = {key: value for key, value in data.items() if key not in ("text", "prompt_id")}
-    return Prompt(str(data.get("prompt_id", number)), text, tokens, metadata)
+    return Prompt(str(columns.get("prompt_id", row.number)), text, tokens, metadata)
 
 
 def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
     """The chat as the tokenizer's template writes it, up to where the reply begins."""
     if not getattr(tokenizer, "chat_template", None):
-        raise PromptError(f"{where}: {MESSAGES_KEY}: the policy's tokenizer has no chat template; send a text instead")
+        raise PromptError(f"{where}: the policy's tokenizer has no chat template; send a text instead")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates are programs: they raise what they like
-        raise PromptError(f"{where}: {MESSAGES_KEY} cannot be rendered: {error}") from error
+        raise PromptError(f"{where} cannot be rendered: {error}") from error

@@ -4,12 +4,14 @@ Given: values. Returns: frozen sections. A field's docstring is its documentatio
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from python_backend.addresses import Address
+from python_backend.lr_schedule import scheduled_lr
 from python_backend.sections import Beta, Count, CountOrZero, Device, Fraction, Seconds, Section
 
 
@@ -51,9 +53,11 @@ class ActorSection(Section):
     """Who gives the log-probs of the frozen start: the actor, from a second copy of the policy (under LoRA from the
     policy without its adapters), or the model of the `reference` section in tritonserver, without a copy here."""
     prompts: Path = Path("data/prompts.jsonl")
-    """JSONL, one {"text": …} or {"messages": [{"role": …, "content": …}, …]} a line; other columns are metadata."""
+    """JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder that `datasets` wrote with `save_to_disk`. Each row
+    has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of them; other columns
+    are metadata for reward functions, plain JSON types only."""
     validation_prompts: Path | None = None
-    """JSONL of held-out prompts, sampled and scored before and after."""
+    """Held-out prompts in one of the same formats, sampled and scored before and after."""
     validation_size: CountOrZero = 256
     """Prompts taken from `validation_prompts`."""
     validate_every: CountOrZero = 0
@@ -103,7 +107,15 @@ class ActorSection(Section):
     token_budget: Count = 4096
     """Most tokens, padding included, in one forward of an update; never changes the result."""
     lr: Annotated[float, Field(gt=0)] = 9e-7
-    """Learning rate of the policy."""
+    """Peak learning rate of the policy."""
+    min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate at the end of the cosine; default: `lr`, which stays constant after the warm-up."""
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps of linear warm-up; a step of the run makes `ppo_epochs` * `rollout_size` / `minibatch_size`."""
+    constant_steps: CountOrZero = 0
+    """Optimizer steps at `min_lr` after the cosine."""
+    max_steps: Count | None = None
+    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: those of all `steps`."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -166,6 +178,10 @@ class ActorSection(Section):
     """Largest share of a rollout whose reward or reference log-probs may be missing (masked) before the run stops."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
+    stop_grace_s: Seconds = 25.0
+    """After SIGTERM or Ctrl-C: longest time to finish the update that has begun and to write a checkpoint of the last
+    whole step, policy and critic; then the actor ends without. Kubernetes kills after 30 s by default: raise its
+    `terminationGracePeriodSeconds` with this, to more than one update of the policy takes."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints kept."""
     threads: Count = 1
@@ -175,9 +191,15 @@ class ActorSection(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """What forwards compute in (autocast); weights, log-probs and the optimizer stay in float32."""
     lora_rank: CountOrZero = 0
-    """Train adapters of this rank on every linear layer, and nothing else."""
+    """Train adapters of this rank on `lora_targets`, and nothing else."""
     lora_alpha: Count = 16
     """What adapters add is multiplied by `lora_alpha / lora_rank`."""
+    lora_targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Linear layers that get adapters: all but the output, or those of these names, such as [q_proj, v_proj]; a name is
+    the last part of a layer's path, or more of it."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' input, in the forwards of an update alone: generation, log-probs and validations have
+    none. The ratio of a first pass then differs from 1 by the dropout's noise, which counts against `clip_ratio`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time, the same result."""
     logged_texts: CountOrZero = 1
@@ -212,6 +234,15 @@ class ActorSection(Section):
         """Whether the algorithm needs the critic's values, and so the sidecar."""
         return self.algorithm == "ppo"
 
+    def learning_rate(self, optimizer_step: int) -> float:
+        """Return the policy's learning rate at `optimizer_step`, counted from 0."""
+        each = self.ppo_epochs * math.ceil(self.rollout_size / self.minibatch_size)
+        return scheduled_lr(
+            optimizer_step, lr=self.lr, min_lr=self.lr if self.min_lr is None else self.min_lr,
+            warmup_steps=self.warmup_steps, constant_steps=self.constant_steps,
+            max_steps=self.max_steps or each * (self.steps - self.critic_warmup_steps),
+        )  # fmt: skip
+
 
 NEEDS_GROUPS = ("rloo", "grpo")
 
@@ -243,12 +274,29 @@ def check_actor(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.min_new_tokens ({actor.min_new_tokens}) is above actor.max_new_tokens ({actor.max_new_tokens})"
         )
+    _check_update(actor)
     if "" in actor.stop_strings:
         raise ValueError("actor.stop_strings holds an empty string, which every response contains")
     if actor.overlong_tokens >= actor.max_new_tokens:
         raise ValueError(
             f"actor.overlong_tokens ({actor.overlong_tokens}) is not below actor.max_new_tokens "
             f"({actor.max_new_tokens})"
+        )
+
+
+def _check_update(actor: ActorSection) -> None:
+    """What the fields of the learning rate and of LoRA cannot know of each other."""
+    if not actor.lora_rank and (actor.lora_targets != "all-linear" or actor.lora_dropout):
+        raise ValueError(
+            f"actor.lora_targets ({actor.lora_targets}) and actor.lora_dropout ({actor.lora_dropout:g}) need "
+            "actor.lora_rank above 0; set it, or leave them out"
+        )
+    if actor.min_lr is not None and actor.min_lr > actor.lr:
+        raise ValueError(f"actor.min_lr ({actor.min_lr:g}) is above actor.lr ({actor.lr:g}); lower it, or leave it out")
+    if actor.max_steps is not None and actor.warmup_steps + actor.constant_steps > actor.max_steps:
+        raise ValueError(
+            f"actor.warmup_steps ({actor.warmup_steps}) + actor.constant_steps ({actor.constant_steps}) is larger than "
+            f"actor.max_steps ({actor.max_steps})"
         )
 
 

@@ -71,6 +71,9 @@ class ContractError(ValueError):
     """A request breaks the contract; the message names the field and the value."""
 
 
+STEP_AHEAD = "but the last step of run"  # in the refusal of a rewind to a step that was never received
+
+
 class StepConflict(ContractError):
     """A training step that cannot follow the last one; the message names the last one and the way out."""
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.contract import StepConflict
+from python_backend.contract import STEP_AHEAD, StepConflict
 from python_backend.durable import create_file, read_json, remove_folder, replace_file, write_json
 from python_backend.journal_entry import (
     DamagedEntry,
@@ -149,7 +149,7 @@ class Journal:
             return pending
         last = self.last_step()
         if target > last:
-            raise StepConflict(f"rewind_to: {target}, but the last step of run {self.run_id!r} is {last}")
+            raise StepConflict(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
         self._refuse_during_rewind()
         return self._append("rewind", last, target=target)
 

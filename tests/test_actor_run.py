@@ -263,7 +263,7 @@ def test_a_server_that_dies_is_started_again_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_actor_sidecar_and_server_in_order(
+def test_ctrl_c_stops_actor_with_a_checkpoint_then_sidecar_and_server(
     tmp_path: Path, command: Callable[[], subprocess.Popen[str]]
 ) -> None:
     process = command()
@@ -284,7 +284,12 @@ def test_ctrl_c_stops_actor_sidecar_and_server_in_order(
     print(output[-1500:])
     assert "resumes from the newest checkpoint" in output
     assert "Traceback" not in output
-    assert "Traceback" not in (tmp_path / "run" / "logs" / "actor.log").read_text()
+    log = (tmp_path / "run" / "logs" / "actor.log").read_text()
+    assert "Traceback" not in log
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert f"stopped after step {last}, whose checkpoint is written" in log
+    for room in ("actor", "critic"):  # before sidecar and server were stopped
+        assert (tmp_path / "run" / "checkpoints" / room / str(last) / "state.json").is_file(), room
     assert_nothing_is_left(process.pid, family)
 
 

@@ -11,12 +11,17 @@ import torch
 from live_system import make_checkpoint, make_tokenizer
 from transformers import AutoModelForCausalLM
 
+from actor.adapters import trained_tensors
+from actor.advantages import response_mask
+from actor.algorithms import Method
 from actor.checkpoint import RunState, load_checkpoint, save_checkpoint
 from actor.kl_control import KLControl
 from actor.policy import Policy
+from actor.policy_update import PolicyUpdate
 from actor.reward_shaping import RewardShaper
-from actor.rollout import Prompt, Rollout
-from python_backend.config import ActorSection
+from actor.rollout import PPOBatch, Prompt, Rollout
+from python_backend.checkpoints import CheckpointError
+from python_backend.config import ActorSection, RunConfig
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
 
@@ -94,7 +99,103 @@ def test_a_resumed_policy_goes_on_where_it_was(checkpoint: Path, tmp_path: Path)
     for policy in (one, other):
         train(policy, rollout)
     assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
-    wrong = make_policy(checkpoint, lora_rank=4)
-    wrong.model.base_model.model.lm_head.requires_grad_(True)
-    with pytest.raises(ValueError, match="the adapters differ from the policy's"):
-        load_checkpoint(tmp_path, 1, states(wrong))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_rank": 2}, "adapters.safetensors holds other adapters than actor.lora_rank and actor.lora_targets ask"),
+        ({"lora_targets": ("q_proj",)}, "holds other adapters than actor.lora_rank and actor.lora_targets ask for"),
+        ({"lora_alpha": 8}, "was saved with actor.lora_alpha 16, not 8; set it as it was"),
+        ({"lora_rank": 0}, "was saved by a run that trained adapters, and actor.lora_rank is 0; set it as it was"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    checkpoint: Path, tmp_path: Path, settings: dict[str, Any], message: str
+):
+    save_checkpoint(tmp_path, states(make_policy(checkpoint)), {"step": 1}, keep=1)
+    policy = make_policy(checkpoint, **settings)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path, 1, states(policy))
+    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), before, strict=True))
+
+
+def test_a_whole_policy_s_checkpoint_is_no_start_for_adapters(checkpoint: Path, tmp_path: Path):
+    save_checkpoint(tmp_path, states(make_policy(checkpoint, lora_rank=0)), {"step": 1}, keep=1)
+    with pytest.raises(CheckpointError, match=r"trained a whole policy without adapters, and actor\.lora_rank is 4"):
+        load_checkpoint(tmp_path, 1, states(make_policy(checkpoint)))
+
+
+# ---- which layers ----
+
+
+def adapted(policy: Policy) -> set[str]:
+    """Paths of the layers with adapters."""
+    return {name.split(".lora_")[0].removeprefix("base_model.model.") for name in trained_tensors(policy.model)}
+
+
+def test_named_layers_alone_get_adapters(checkpoint: Path):
+    both = {f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_proj", "v_proj")}
+    assert adapted(make_policy(checkpoint, lora_targets=("q_proj", "v_proj"))) == both
+    assert adapted(make_policy(checkpoint, lora_targets=("layers.1.self_attn.q_proj",))) == {
+        "model.layers.1.self_attn.q_proj"
+    }
+    assert len(adapted(make_policy(checkpoint))) == 14  # all-linear: seven in each of two layers, not the output
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [("q_porj", "; did you mean q_proj? It has"), ("lm_head", "; It has"), ("proj", "; "), ("input_layernorm", "; ")],
+)
+def test_a_name_that_no_linear_layer_has(checkpoint: Path, target: str, hint: str):
+    """Also of a layer that exists but takes none, and of one beside a name that is right."""
+    with pytest.raises(CheckpointError) as caught:
+        make_policy(checkpoint, lora_targets=("v_proj", target))
+    message = str(caught.value)
+    assert message.startswith(f"actor.lora_targets: '{target}' names no linear layer of {checkpoint}")
+    assert hint in message
+    assert message.endswith("It has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+
+
+def test_lora_settings_without_lora_are_refused():
+    with pytest.raises(ValueError, match=r"actor.lora_dropout \(0.1\) need actor.lora_rank above 0"):
+        RunConfig.model_validate({"actor": {"lora_dropout": 0.1}})
+
+
+# ---- dropout ----
+
+
+def test_dropout_is_active_in_updates_alone(checkpoint: Path):
+    """Generation and log-probs have the bits of a policy without it; the same seed drops the same, another one not."""
+    plain = trained_policy(checkpoint)
+    rollout = plain.generate(PROMPTS, seed=1)
+    dropping = [trained_policy(checkpoint, lora_dropout=0.5) for _ in range(3)]
+    for policy in dropping:
+        assert torch.equal(policy.generate(PROMPTS, seed=1).tokens, rollout.tokens)
+        assert torch.equal(policy.logprobs(rollout), plain.logprobs(rollout))
+    norms = [update(policy, rollout, seed=seed) for policy, seed in zip(dropping, (1, 1, 2), strict=True)]
+    assert norms[0] == norms[1] != norms[2]
+    assert update(plain, rollout, seed=1) not in norms
+    assert torch.equal(dropping[0].logprobs(rollout), dropping[1].logprobs(rollout))
+    again = trained_policy(checkpoint, lora_dropout=0.5, gradient_checkpointing=True)  # recomputed with the same draws
+    assert update(again, rollout, seed=1) == pytest.approx(norms[0], rel=1e-5)
+
+
+def trained_policy(checkpoint: Path, **settings: Any) -> Policy:
+    """With adapters that add something: new ones add 0 whatever is dropped."""
+    torch.manual_seed(0)
+    policy = make_policy(checkpoint, **settings)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return policy
+
+
+def update(policy: Policy, rollout: Rollout, *, seed: int) -> float:
+    """One update in which every response is as good as the other; its gradient's norm."""
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    logprobs, zeros = policy.logprobs(rollout), torch.zeros_like(mask)
+    batch = PPOBatch(rollout.tokens, rollout.lengths, mask, mask, logprobs, logprobs, mask, zeros, zeros, zeros)
+    stats = PolicyUpdate(policy, Method.of(policy.settings)).run(batch, seed=seed, kl_coef=0.0)
+    return stats["train_optim/grad_norm"]

@@ -23,6 +23,7 @@ from actor.reward_shaping import RewardShaper
 from actor.rollout import Prompt, Rollout, Scores
 from actor.validation import Validation
 from python_backend.config import ActorSection, RunConfig
+from python_backend.contract import STEP_AHEAD
 
 
 class TinyPolicy:
@@ -48,6 +49,7 @@ class Server:
         self.saved: list[tuple[int, list[int]]] = []
         self.rewound: list[int] = []
         self.fails = False
+        self.received = 1000  # the newest step that the critic has been sent
 
     async def save(self, *, run_id: str, step: int, keep_steps: list[int]) -> int:
         if self.fails:
@@ -56,6 +58,8 @@ class Server:
         return step
 
     async def rewind(self, *, run_id: str, step: int) -> int:
+        if step > self.received:
+            raise RequestFailed(f"critic_save refused: rewind_to: {step}, {STEP_AHEAD} 'test' is {self.received}")
         self.rewound.append(step)
         return 70 + step
 
@@ -102,6 +106,28 @@ def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server
     assert server.saved == [(2, [2]), (4, [2, 4]), (6, [4, 6])]
     root = tmp_path / "checkpoints" / "actor"
     assert saved_steps(root) == critic_steps(root) == [4, 6]
+
+
+def test_a_checkpoint_that_the_critic_never_received_is_set_aside(tmp_path: Path, server: Server):
+    """The run ended while no server answered; the one before counts, also after the critic has that step again."""
+    root = tmp_path / "checkpoints" / "actor"
+    run(checkpoints(books(tmp_path, server), 2, 4))
+    server.received = 3
+    assert run(books(tmp_path, server).resume()) == 2
+    assert saved_steps(root) == [2]
+    assert (root / "4.set-aside" / "state.json").is_file()
+    server.received = 4
+    assert run(books(tmp_path, server).resume()) == 2
+    assert server.rewound == [2, 2]
+
+
+def test_a_critic_that_lost_every_step_is_an_error(tmp_path: Path, server: Server):
+    """Its journal may be another run's: the policy does not start anew, and no checkpoint is touched."""
+    run(checkpoints(books(tmp_path, server), 2, 4))
+    server.received = 0
+    with pytest.raises(RequestFailed, match="rewind_to: 2"):
+        run(books(tmp_path, server).resume())
+    assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
 
 
 async def ends(book: Bookkeeper) -> None:

@@ -108,6 +108,17 @@ def kill_actor_between_checkpoints(run: LiveRun, actor: Child) -> None:
     assert max(saved_steps(run.config.run.dir / "checkpoints" / "actor"), default=0) == CHECKPOINT_EVERY
 
 
+def stop_actor_between_checkpoints(run: LiveRun, actor: Child) -> int:
+    """SIGTERM during the step after `KILLED_AT`, or as it begins or ends; returns the last whole step."""
+    wait_for(lambda: run.journal.last_step() >= KILLED_AT and f"step {KILLED_AT}/" in actor.log_path.read_text(), actor)
+    assert actor.stop(signal.SIGTERM, 60.0) == 130
+    last = int(read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]["step"])
+    for room in ("actor", "critic"):
+        assert max(saved_steps(run.config.run.dir / "checkpoints" / room)) == last, room
+    assert f"stopped after step {last}, whose checkpoint is written" in actor.log_path.read_text()
+    return last
+
+
 def assert_resumed(run: LiveRun, actor: Child) -> None:
     """It went on from its checkpoint, and the critic went back to it."""
     assert f"resuming from the checkpoint of step {CHECKPOINT_EVERY}" in actor.log_path.read_text()
@@ -118,15 +129,19 @@ def assert_resumed(run: LiveRun, actor: Child) -> None:
 
 
 def test_a_killed_actor_changes_no_bit(calm: Outcome, system: System) -> None:
-    """It goes back to step 3, and its requests hold other rows than before."""
+    """It goes back to step 3, and its requests hold other rows than before; then SIGTERM, and it goes on from there."""
     run = system.run
     actor = run.start("actor")
     try:
         kill_actor_between_checkpoints(run, actor)
         wait_for(lambda: run.store.manifest(run.store.current() or 0).step >= KILLED_AT, system.sidecar)
         actor = run.start("actor-again", "actor.client.rows_per_request=3", module="actor")
-        finish(actor)
+        last = stop_actor_between_checkpoints(run, actor)
         assert_resumed(run, actor)
+        assert last in (KILLED_AT, KILLED_AT + 1)
+        actor = run.start("actor-at-last", module="actor")
+        finish(actor)
+        assert f"resuming from the checkpoint of step {last}" in actor.log_path.read_text()
         assert outcome(run) == calm
     finally:
         stop_process(actor)

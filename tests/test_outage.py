@@ -143,7 +143,8 @@ def test_a_model_whose_process_dies_costs_a_pause(pair: Pair) -> None:
 
 
 def test_ctrl_c_while_requests_wait_leaves_nothing(pair: Pair) -> None:
-    with Run(pair, pair.other, steps=5000) as run:
+    """Nor a checkpoint of the critic, so the grace passes."""
+    with Run(pair, pair.other, steps=5000, settings=["actor.stop_grace_s=2"]) as run:
         run.wait_for_steps(1)
         pair.kill_second()
         run.wait_for_words("no server answers; requests wait")

@@ -16,8 +16,11 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms import ALGORITHMS, Method
+from actor.checkpoint import RunState, load_checkpoint, save_checkpoint
+from actor.kl_control import KLControl
 from actor.policy import Policy
 from actor.policy_update import PolicyUpdate
+from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch
 from python_backend.config import ActorSection
 
@@ -238,3 +241,21 @@ def test_rows_without_weight_cost_no_forward(checkpoint: Path, monkeypatch: pyte
     )
     updated(policy, dataclasses.replace(batch, policy_weights=weights))
     assert sum(rows) == len(LENGTHS) - 2
+
+
+def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Path):
+    """Warm-up over five optimizer steps, two in each update, a checkpoint in the middle of it."""
+    schedule = {"lr": 1e-2, "warmup_steps": 5, "minibatch_size": 3, "rollout_size": 6, "double": False}
+    one, other = make_policy(checkpoint, **schedule), make_policy(checkpoint, **schedule)
+    batch = make_batch(one)
+    assert updated(one, batch)[0]["train_optim/lr"] == pytest.approx(1e-2 * 2 / 5)
+    save_checkpoint(tmp_path, state_of(one), {"step": 1}, keep=1)
+    load_checkpoint(tmp_path, 1, state_of(other))
+    (stats, weights), (resumed_stats, resumed_weights) = updated(one, batch), updated(other, batch)
+    assert stats == resumed_stats
+    assert stats["train_optim/lr"] == one.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
+    assert torch.equal(weights, resumed_weights)
+
+
+def state_of(policy: Policy) -> RunState:
+    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))

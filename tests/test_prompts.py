@@ -63,8 +63,9 @@ def test_the_limit_takes_the_first_and_does_not_read_on(tmp_path: Path):
     ("lines", "message"),
     [
         (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
-        (["", "[1]"], 'prompts.jsonl:2: must be an object with a "text" or "messages", got \'[1]\''),
-        (['{"prompt": "a"}'], 'prompts.jsonl:1: must be an object with a "text" or "messages"'),
+        (["", "[1]"], "prompts.jsonl:2: must have a text, messages or prompt, got '[1]'"),
+        (['{"question": "a"}'], "prompts.jsonl:1: must have a text, messages or prompt, got"),
+        (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: {'a': 1}, must be a string"),
         (['{"text": 3}'], "prompts.jsonl:1: text: 3, must be a string"),
         (['{"text": ""}'], "prompts.jsonl:1: 0 tokens, must be 1 to 5 (actor.max_prompt_tokens)"),
         (['{"text": "abcdef"}'], "prompts.jsonl:1: 6 tokens, must be 1 to 5 (actor.max_prompt_tokens)"),
@@ -116,7 +117,7 @@ def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: py
     path = write(tmp_path, {"text": "abcdef"}, {"text": "ab"}, {"text": "uvwxyz!"})
     assert [prompt.text for prompt in read(path, max_tokens=4, too_long="skip")] == ["ab"]
     assert caplog.messages == [
-        f"{path}: 2 prompts of more than 4 tokens were left out: line 1 (6 tokens), line 3 (7 tokens)"
+        f"{path}: 2 prompts of more than 4 tokens were left out: rows 1 (6 tokens), 3 (7 tokens)"
     ]
     cut = read(path, max_tokens=4, too_long="truncate")
     assert [bytes(prompt.tokens.tolist()).decode() for prompt in cut] == ["cdef", "ab", "xyz!"]

@@ -1,6 +1,7 @@
 """`python -m tools run`: the whole system in one terminal: prepare -> render -> serve -> sidecar -> PPO -> report.
 Given: a YAML (the demo's, or a user's own). Returns: 0 with summary.json and report.html in the run's folder.
-Ctrl-C stops actor, sidecar and server in that order; a process that dies stops the run and is named.
+Ctrl-C and SIGTERM stop actor (with a checkpoint), sidecar and server in that order; a process that dies stops the run
+and is named.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
 
 POLL_S = 0.25
-ACTOR_STOP_S = 30.0
+ACTOR_EXIT_S = 5.0  # beyond actor.stop_grace_s, within which it writes a checkpoint
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -85,7 +86,7 @@ class Run:
     def stop(self) -> None:
         """Stop what still runs: actor, sidecar, server."""
         if self._actor is not None:
-            self._actor.stop(signal.SIGINT, ACTOR_STOP_S)
+            self._actor.stop(signal.SIGINT, self.config.actor.stop_grace_s + ACTOR_EXIT_S)
         if self._sidecar is not None:
             self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S)
         if self._supervisor is not None:

@@ -5,7 +5,6 @@ Same payloads, same start, same threads: the same bits on a CPU.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 from python_backend.batching import plan_micro_batches
 from python_backend.collation import collate
 from python_backend.config import TrainerSection
+from python_backend.lr_schedule import scheduled_lr
 from python_backend.modeling import CriticModel
 from python_backend.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
@@ -105,13 +105,12 @@ class CriticUpdate:
         )
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up to `lr`, cosine to `min_lr`, then constant; `step` counts optimizer steps from 0."""
+        """Return the learning rate of optimizer step `step`, counted from 0."""
         s = self._settings
-        if step < s.warmup_steps:
-            return s.lr * (step + 1) / s.warmup_steps
-        decay_steps = max(1, s.max_steps - s.warmup_steps - s.constant_steps)
-        share = min(1.0, (step - s.warmup_steps) / decay_steps)
-        return s.min_lr + (s.lr - s.min_lr) * 0.5 * (1 + math.cos(math.pi * share))
+        return scheduled_lr(
+            step, lr=s.lr, min_lr=s.min_lr, warmup_steps=s.warmup_steps, constant_steps=s.constant_steps,
+            max_steps=s.max_steps,
+        )  # fmt: skip
 
     def _micro_batches(self, batch: list[Row]) -> Iterator[list[Row]]:
         lengths = [row.tokens.size for row in batch]

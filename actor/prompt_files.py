@@ -1,0 +1,126 @@
+"""Rows of prompt files: JSONL, Parquet, Arrow, or a folder that `datasets` wrote with `save_to_disk`.
+
+`datasets` itself is not used: it needs NumPy 2, and its shards are plain Arrow streams, which pyarrow reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
+ROWS_AT_ONCE = 1024
+ARROW_FILE_MAGIC = b"ARROW1"  # of the file format; streams have none
+JSON_TYPES = (str, int, float, bool, type(None))
+
+
+class PromptError(ValueError):
+    """The prompt file cannot be used; the message names file, row and cause."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: its columns and where it stands."""
+
+    number: int  # from 1; empty lines count
+    where: str  # file and row, for errors
+    columns: Any
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of `path`, by its kind: a folder, `.parquet`, `.arrow`, or JSONL.
+
+    Raises:
+        PromptError: unreadable, not of that kind, or a value that JSON has no type for.
+    """
+    if path.is_dir() or path.suffix in (".parquet", ".arrow"):
+        return _table_rows(path)
+    return _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in a text
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"cannot read the prompts {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        where = f"{path}:{number}"
+        if line.strip():
+            try:
+                yield Row(number, where, json.loads(line))
+            except json.JSONDecodeError as error:
+                raise PromptError(f"{where}: not JSON: {error}") from error
+
+
+def _table_rows(path: Path) -> Iterator[Row]:
+    number = 0
+    for shard in _shards(path) if path.is_dir() else [path]:
+        for columns in _shard_rows(shard):
+            number += 1
+            where = f"{path}, row {number}"
+            for name, value in columns.items():
+                _check_plain(where, name, value)
+            yield Row(number, where, {name: _without_nulls(name, value) for name, value in columns.items()})
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The Arrow files of a dataset, in order."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
+        raise PromptError(f"{folder} holds several splits: name one of its folders, {', '.join(splits)}")
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        return [folder / shard["filename"] for shard in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise PromptError(
+            f"cannot read the prompts {folder}: it is no folder that datasets' save_to_disk wrote ({error})"
+        ) from error
+
+
+def _shard_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow as pa  # a large library that JSONL does not need
+        from pyarrow import parquet
+    except ImportError as error:
+        raise PromptError(
+            f"cannot read the prompts {path}: {error}; install pyarrow, or convert them to JSONL"
+        ) from error
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".parquet":
+                batches = parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE)
+            elif file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC:
+                reader = pa.ipc.open_file(file)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                file.seek(0)
+                batches = pa.ipc.open_stream(file)
+            for batch in batches:
+                yield from batch.to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise PromptError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _check_plain(where: str, name: str, value: Any) -> None:
+    """Raise PromptError if JSON has no type for a value, or for one within it: reward functions receive it as JSON."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_plain(where, f"{name}.{key}", inner)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_plain(where, name, inner)
+    elif not isinstance(value, JSON_TYPES):
+        raise PromptError(
+            f"{where}: {name}: {value!r} is a {type(value).__name__}, which JSON has no type for; leave the column "
+            "out, or store it as text or numbers"
+        )
+
+
+def _without_nulls(name: str, value: Any) -> Any:
+    """Messages without absent keys: Arrow gives every message the keys of all, which templates would take for set."""
+    if name not in CONVERSATIONS or not isinstance(value, list):
+        return value
+    return [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in value]

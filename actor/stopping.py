@@ -1,0 +1,88 @@
+"""SIGTERM and Ctrl-C: the first one stops the run with a checkpoint, within a grace; a second one ends it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130  # exit code, as a shell reports Ctrl-C
+RESUMES = "the next start resumes from the newest checkpoint"
+
+logger = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """The run has stopped because it was asked to; the message says after which step."""
+
+
+class Stop:
+    """Whether the run was asked to stop."""
+
+    def __init__(self) -> None:
+        self._requested = asyncio.Event()
+
+    def request(self) -> None:
+        """Ask; from the event loop's thread."""
+        self._requested.set()
+
+    async def or_done(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`. Raises Stopped, with `work` cancelled, as soon as the run is asked to stop."""
+        task, requested = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
+        try:
+            await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
+            if not requested.done():
+                return await task
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise Stopped
+        finally:
+            requested.cancel()
+            task.cancel()
+
+
+def stop_on_signals(stop: Stop, grace_s: float) -> None:
+    """Request `stop` at the first signal; end the process at the second, or `grace_s` after the first.
+
+    Call in the main thread, with the event loop running. The handler restores the signals' default action and wakes the
+    loop, nothing else: it runs between any two steps of the main thread, which may hold locks.
+    """
+    loop = asyncio.get_running_loop()
+
+    def begin() -> None:
+        logger.info("stopping: writing a checkpoint of the last whole step, for at most %g s", grace_s)
+        stop.request()
+        timer = threading.Timer(grace_s, _give_up, (grace_s,))  # not the loop's: it may be busy writing
+        timer.daemon = True
+        timer.start()
+
+    def received(_: int, __: FrameType | None) -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        loop.call_soon_threadsafe(begin)
+
+    for number in SIGNALS:
+        signal.signal(number, received)
+
+
+def end_forwards(*models: Any) -> None:
+    """Make every further forward of these models raise: threads that compute for an abandoned rollout end soon."""
+
+    def refuse(*_: Any) -> None:
+        raise asyncio.CancelledError
+
+    for model in models:
+        model.get_input_embeddings().register_forward_pre_hook(refuse)
+
+
+def _give_up(grace_s: float) -> None:
+    """End the process whatever its threads compute: a regular exit would wait for them."""
+    logger.warning("stopped: actor.stop_grace_s (%g s) is over; %s", grace_s, RESUMES)
+    os._exit(INTERRUPTED)

@@ -1,0 +1,247 @@
+"""`actor.stopping`: signals as processes see them, and a run that leaves in the middle of each phase of a step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import Checkpoints, make_run
+
+from actor.checkpoint import saved_steps
+from actor.loop import PPORun
+from actor.metrics import read_jsonl
+from actor.retry import Counters
+from actor.stopping import Stop, Stopped
+from python_backend.contract import REWARDS
+from python_backend.tokenization import fingerprint
+from python_backend.weights import sha256_of
+
+PATIENCE_S = 120.0
+STEPS = 3
+
+# ---- signals ----
+
+PROGRAM = """
+import asyncio, logging, sys
+from actor.stopping import Stop, Stopped, stop_on_signals
+
+async def main():
+    stop = Stop()
+    stop_on_signals(stop, float(sys.argv[1]))
+    print("ready", flush=True)
+    try:
+        await stop.or_done(asyncio.sleep(600))
+    except Stopped:
+        print("leaving", flush=True)
+    if sys.argv[2] == "hang":
+        await asyncio.sleep(600)
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def start() -> Any:
+    started = []
+
+    def begin(grace_s: float, then: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(grace_s), then],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends_at_once(start: Callable[..., Any], number: signal.Signals):
+    process = start(600, "leave")
+    process.send_signal(number)
+    assert process.communicate(timeout=PATIENCE_S)[0] == "leaving\n"
+    assert process.returncode == 0
+    process = start(600, "hang")
+    process.send_signal(number)
+    assert process.stdout.readline() == "leaving\n"
+    process.send_signal(number)
+    assert process.wait(PATIENCE_S) == -number
+
+
+def test_the_grace_is_bounded(start: Callable[..., Any]):
+    process = start(0.1, "hang")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "stopped: actor.stop_grace_s (0.1 s) is over; the next start resumes from the newest checkpoint" in errors
+
+
+def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled():
+    async def main() -> None:
+        stop, works = Stop(), [asyncio.ensure_future(asyncio.sleep(600)) for _ in range(2)]
+        assert await stop.or_done(asyncio.sleep(0, "result")) == "result"
+        waiting = asyncio.ensure_future(stop.or_done(works[0]))
+        await asyncio.sleep(0)
+        waiting.cancel()  # by somebody else
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        stop.request()
+        with pytest.raises(Stopped):
+            await stop.or_done(works[1])
+        assert all(work.cancelled() for work in works)
+
+    asyncio.run(main())
+
+
+# ---- a run ----
+
+
+class Server:
+    """Rewards that depend on the tokens alone; the real one is in test_deterministic."""
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self.tokenizer: Any = None
+
+    async def model_parameters(self, _: str) -> dict[str, str]:
+        return {"tokenizer_fingerprint": fingerprint(self.tokenizer)}
+
+    async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        return {REWARDS: np.asarray([[float(row.sum() % 7)] for row in rows], np.float32)}
+
+
+def make_ppo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
+    """Groups and adapters: everything that a checkpoint holds, but for a critic."""
+    actor = {
+        "algorithm": "grpo", "responses_per_prompt": 2, "lora_rank": 2, "lora_dropout": 0.1, "warmup_steps": 5,
+        "min_lr": 1e-4, "steps": STEPS, "checkpoint_every": 100, "validation_size": 2, "validate_every": 2, **settings,
+    }  # fmt: skip
+    server = Server()
+    run = PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
+    server.tokenizer = run.policy.tokenizer
+    return run
+
+
+def go(run: PPORun) -> Any:
+    return asyncio.run(asyncio.wait_for(run.run(), PATIENCE_S))
+
+
+def ends(folder: Path) -> list[Any]:
+    """What the end of a run leaves, but for times."""
+    checkpoint = folder / "checkpoints" / "actor" / str(STEPS)
+    lines = [
+        {name: value for name, value in line.items() if name.startswith(("step", "train_"))}
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
+    return [*(sha256_of(checkpoint / f"{name}.safetensors") for name in ("model", "adapters", "optimizer")), lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> list[Any]:
+    """The run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    go(make_ppo(folder, checkpoints))
+    return ends(folder)
+
+
+def go_until(run: PPORun, owner: Any, name: str, call: int) -> str:
+    """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
+    original, calls, asked = getattr(owner, name), [], threading.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def ask() -> None:
+            run.stop.request()
+            asked.set()
+
+        def hold() -> None:
+            calls.append(None)
+            if len(calls) == call:
+                loop.call_soon_threadsafe(ask)
+                assert asked.wait(PATIENCE_S)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            hold()
+            return original(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def watched_context() -> Iterator[None]:
+            with original():
+                hold()
+                time.sleep(1.0)  # long enough for a checkpoint that does not wait
+                yield
+
+        setattr(owner, name, watched_context if name == "disable_adapter" else watched)
+        await asyncio.wait_for(run.run(), PATIENCE_S)
+
+    with pytest.raises(Stopped) as stopped:
+        asyncio.run(main())
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize(
+    ("phase", "call", "done"),
+    [
+        ("generate", 1, 0),  # the validation before the first step
+        ("generate", 3, 1),  # of step 2
+        ("reference", 3, 1),  # the adapters are switched off meanwhile
+        ("update", 2, 2),
+        ("generate", 4, 2),  # the validation after step 2
+    ],
+)
+def test_a_stopped_run_goes_on_after_the_last_whole_step(
+    tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], phase: str, call: int, done: int
+):
+    run = make_ppo(tmp_path, checkpoints)
+    owner, name = {
+        "generate": (run.policy, "generate"),
+        "reference": (run.policy.sampler, "disable_adapter"),
+        "update": (run.policy_update, "run"),
+    }[phase]
+    message = go_until(run, owner, name, call)
+    where = f"after step {done}, whose checkpoint is written" if done else "before the first step ended"
+    assert message == f"stopped {where}; the next start resumes from the newest checkpoint"
+    assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
+    go(make_ppo(tmp_path, checkpoints))
+    assert ends(tmp_path) == whole
+
+
+def test_a_checkpoint_that_exists_is_not_written_again(tmp_path: Path, checkpoints: Checkpoints):
+    """Neither the one of `checkpoint_every`, nor the one that a run resumed from and left before a further step."""
+    run = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
+    go_until(run, run.policy, "generate", 4)
+    state = tmp_path / "checkpoints" / "actor" / "2" / "state.json"
+    written = state.stat().st_mtime_ns, state.stat().st_ino
+    again = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
+    go_until(again, again.policy, "generate", 1)
+    assert (state.stat().st_mtime_ns, state.stat().st_ino) == written
+
+
+def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
+    """Not with the response: nothing computes any more when the run has left."""
+    run = make_ppo(tmp_path, checkpoints, one_step_off_policy=True)
+    forwards: list[None] = []
+    run.policy.sampler.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(None))
+    go_until(run, run.policy, "generate", 2)
+    counted = len(forwards)
+    with pytest.raises(asyncio.CancelledError):
+        run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
+    assert len(forwards) == counted
