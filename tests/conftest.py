@@ -22,6 +22,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         shares = SHARED_SERVERS.intersection(item.fixturenames)
