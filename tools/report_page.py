@@ -7,6 +7,7 @@ SENTENCES = {
     "ppo_steps": "Steps: one batch of rollouts and its update each.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
     "reward_after": "The same for the final policy, same prompts and sampling seeds.",
+    "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",
     "gold_before": "Mean gold score of the initial policy's texts; PPO never sees it.",
     "gold_after": "The same for the final policy.",
     "gold_ci95": "95 % interval of the gold gain: paired bootstrap over the prompts.",

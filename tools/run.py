@@ -155,7 +155,7 @@ class Run:
         run_dir = self.config.run.dir
         write_summary(
             run_dir,
-            gold=self.config.demo is not None,
+            gold=self.config.demo is not None and self.config.demo.recipe != "reasoning",
             server_failures=failures,
             peak_rss_mb=self._peak_rss / 1e6,
             seconds_total=time.monotonic() - self._started,

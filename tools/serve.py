@@ -26,6 +26,11 @@ from trainer.control_plane import ControlPlane, ControlPlaneError
 
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MADE_FOR_ACTOR = {
+    "actor.checkpoint": "policy",
+    "actor.prompts": "prompts.jsonl",
+    "actor.validation_prompts": "validation.jsonl",
+}
 SAFE_VERSION = (2, 69)  # of the 26.05 container; older ones have published holes
 
 
@@ -78,21 +83,24 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
     """Arguments of `python -m` that prepare the demo, and overrides that name the result; none without it."""
     if config.demo is None:
         return [], []
+    if config.demo.recipe == "reasoning":
+        out = config.demo.cache_dir / "reasoning"
+        made = [f"{key}={out / file}" for key, file in MADE_FOR_ACTOR.items()]
+        return ["tools.demo_reasoning", "--out", str(out)], made
     is_llm = config.demo.recipe == "chat"
     name = f"{'chat-' if is_llm else ''}seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
     out = config.demo.cache_dir / name
     module = "tools.demo_llm" if is_llm else "tools.demo_prepare"
     arguments = [module, "--out", str(out), "--seed", str(config.run.seed)]
     shared = config.demo.cache_dir / PRETRAINED if is_llm else out
-    made = {
+    paths = {
         "reward.checkpoint": out / "reward",
         "critic.checkpoint": shared / "critic",
+        **{key: out / file for key, file in MADE_FOR_ACTOR.items()},
         "actor.checkpoint": shared / "policy",
-        "actor.prompts": out / "prompts.jsonl",
-        "actor.validation_prompts": out / "validation.jsonl",
     }
     quick = ["--quick"] if config.demo.quick else []
-    return [*arguments, *quick], [f"{key}={path}" for key, path in made.items()]
+    return [*arguments, *quick], [f"{key}={path}" for key, path in paths.items()]
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:

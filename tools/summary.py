@@ -17,8 +17,8 @@ from tools.demo_gold import gold_scorer, paired_ci95, words_that_gained
 
 OF_EVERY_ACTOR = ("ppo_steps", "failed_requests", "masked_samples", "seconds_per_step")
 SUMMARY_KEYS = (
-    "ppo_steps", "reward_before", "reward_after", "gold_before", "gold_after", "gold_ci95", "top_word",
-    "gold_gain_without_top_word_ci95", "kl_final", "distinct2_before", "distinct2_after", "unique_before",
+    "ppo_steps", "reward_before", "reward_after", "reward_gain_ci95", "gold_before", "gold_after", "gold_ci95",
+    "top_word", "gold_gain_without_top_word_ci95", "kl_final", "distinct2_before", "distinct2_after", "unique_before",
     "unique_after", "ev_v0", "ev_last", "weights_version", "critic_updates", "reloads_swap", "reloads_triton",
     "failed_requests", "server_failures", "masked_samples", "seconds_total", "seconds_per_step",
     "swap_ms_p50", "triton_reload_ms_p50", "peak_rss_mb",
@@ -210,6 +210,7 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     if scored:
         for key, side in zip(("reward_before", "reward_after"), zip(*scored, strict=True), strict=True):
             figures[key] = statistics.fmean(side)
+        figures["reward_gain_ci95"] = list(paired_ci95(*zip(*scored, strict=True)))
     return figures
 
 

@@ -1,0 +1,24 @@
+"""The reward of configs/rlvr.yaml: 1 where reasoning-gym accepts the response's first line as the answer, otherwise 0.
+
+It works for every task of reasoning-gym: each prompt line carries its task's entry in the column `task`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import reasoning_gym
+
+from python_backend.function_rewards import Sample
+
+
+def is_correct(sample: Sample) -> float:
+    """Return 1.0 for the right answer. An answer hidden in other words earns partial credit there, nothing here."""
+    task = sample.metadata["task"]
+    lines = (sample.response or "").strip().splitlines()
+    return float(_scorer(task["metadata"]["source_dataset"])(lines[0].strip() if lines else "", task) == 1.0)
+
+
+@cache
+def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
+    return reasoning_gym.get_score_answer_fn(dataset)
