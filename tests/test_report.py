@@ -138,6 +138,7 @@ def test_a_run_without_gold(tmp_path: Path):
     text = write_report(write_run(tmp_path / "mine", gold=False, num_steps=2)).read_text(encoding="utf-8")
     assert "which PPO never saw" not in text
     assert "The reward rose by 2.000" in text
+    assert "The mean reward was 0.000 before and 2.000 after." in text
     assert "Largest gains" in text
     assert text.count("<figure>") == 7
 

@@ -52,6 +52,9 @@ def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NU
 
 
 def _build(folder: Path, log: Log) -> dict[str, Any]:
+    from python_backend.modeling import quiet_transformers  # imports torch
+
+    quiet_transformers()
     write_tasks(folder)
     log(f"{TASK}: {NUM_TRAIN} tasks for training, {NUM_HELD_OUT} others held out")
     log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and writing it in float32")

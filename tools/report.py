@@ -70,6 +70,8 @@ def _headline(run: Run) -> str:
     sentences = [f"<b>{escape(verdict(what, gain))}</b>" for what, gain in _results(run)]
     if not run.pairs:
         sentences += _of_training(run)
+    if run.pairs and "reward_after" in s:
+        sentences.append(f"The mean reward was {s['reward_before']:.3f} before and {s['reward_after']:.3f} after.")
     if "kl_final" in s:
         sentences.append(f"The policy is {s['kl_final']:.2f} nats per sequence away from where it started.")
     if "ev_v0" in s and "ev_last" in s:

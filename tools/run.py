@@ -33,7 +33,10 @@ from tools.triton_home import ServerStartError
 POLL_S = 0.25
 ACTOR_EXIT_S = 5.0  # beyond actor.stop_grace_s, within which it writes a checkpoint
 SIDECAR_STOP_S = 90.0
-LIBRARY_ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
+LIBRARY_ENV = {
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE",
+    "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
+}  # fmt: skip
 
 
 class RunFailed(RuntimeError):
