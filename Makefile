@@ -4,6 +4,7 @@ PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 .PHONY: demo demo-llm demo-rlvr test test-all check format clean
@@ -14,13 +15,13 @@ demo: $(INSTALLED)
 demo-llm: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/smollm2.yaml run.seed=$(SEED)
 
-demo-rlvr: $(INSTALLED)
+demo-rlvr: $(INSTALLED_RLVR)
 	$(BIN)/python -m tools run --fresh --config configs/rlvr.yaml run.seed=$(SEED)
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow"
 
-test-all: $(INSTALLED)
+test-all: $(INSTALLED_RLVR)
 	$(PYTEST)
 
 check: $(INSTALLED)
@@ -40,5 +41,10 @@ clean:
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,rlvr,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,dev]'
+	@touch $@
+
+# Apart from the rest: one of its packages has no wheel, so it needs a C compiler and Python's headers.
+$(INSTALLED_RLVR): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[rlvr]'
 	@touch $@
