@@ -83,13 +83,17 @@ class TritonPythonModel(ScoringModel):
             raise ContractError(f"{PROMPT_LENGTHS}: missing; {RESPONSE_VALUES} needs it")
         return rows
 
+    def needs_forward(self, call: Call) -> bool:
+        # critic_infer asked for `rewards` alone still takes `after_critic` from here, which costs nothing.
+        return not call.wanted.isdisjoint((VALUES, RESPONSE_VALUES))
+
     def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         return model.critic.values(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows
         outputs = [output for output in scoring.outputs if output is not None]
-        versions = np.full((len(outputs), 1), scoring.model.number, np.int64)
+        versions = np.full((len(rows.tokens), 1), scoring.model.number, np.int64)
         answer = {WEIGHTS_VERSION: versions, AFTER_CRITIC: versions}
         if VALUES in wanted:
             answer[VALUES] = padded_rows(outputs, rows.width)

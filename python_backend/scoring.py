@@ -92,6 +92,10 @@ class ScoringModel:
         """The request's rows. Raises ContractError."""
         raise AssertionError("defined by the subclass")
 
+    def needs_forward(self, call: Call) -> bool:
+        """Whether the outputs that the caller requested come from a forward."""
+        return True
+
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         """One output array per row, from one forward of rows padded to `width` tokens."""
         raise AssertionError("defined by the subclass")
@@ -105,7 +109,11 @@ class ScoringModel:
         scorings = [scoring for request in requests if (scoring := self._begin(Call(request))) is not None]
         with self._changed:
             for scoring in scorings:
-                self._pool.add(scoring, [row.size for row in scoring.rows.tokens])
+                if self.needs_forward(scoring.call):
+                    self._pool.add(scoring, [row.size for row in scoring.rows.tokens])
+                else:
+                    scoring.model = self.current_model()
+                    self._done.put(scoring)
             self._changed.notify_all()
             self._changed.wait_for(self._has_room)
 

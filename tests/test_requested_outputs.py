@@ -110,3 +110,17 @@ def test_exactly_the_requested_outputs_are_sent(
 
 def test_all_models_are_tested(models: dict[str, Any]) -> None:
     assert set(models) == set(OUTPUTS)
+
+
+@pytest.mark.parametrize("requested", [["after_critic"], ["weights_version"]])  # the first: `rewards` of critic_infer
+def test_the_critic_runs_for_values_alone(
+    models: dict[str, Any], run: LiveRun, monkeypatch: pytest.MonkeyPatch, requested: list[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("no forward is needed")
+
+    monkeypatch.setattr(models["critic"], "forward", fail)
+    response = answer_to(models["critic"], Request(SCORING, requested), run)
+    assert {name: array.tolist() for name, array in response.outputs.items()} == {requested[0]: [[0], [0]]}
+    refused = answer_to(models["critic"], Request(SCORING, ["values"]), run)
+    assert refused.error == "INTERNAL: AssertionError: no forward is needed"
