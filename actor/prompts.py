@@ -40,8 +40,6 @@ def read_prompts(
     prompts: list[Prompt] = []
     long: list[str] = []
     for row in read_rows(path):
-        if limit is not None and len(prompts) >= limit:
-            break
         prompt = _prompt(row, tokenizer)
         size = prompt.tokens.size
         if not size or (size > max_tokens and too_long == "error"):
@@ -52,6 +50,8 @@ def read_prompts(
                 continue
             prompt = replace(prompt, tokens=prompt.tokens[-max_tokens:])
         prompts.append(prompt)
+        if len(prompts) == limit:
+            break
     if long:
         done = "left out" if too_long == "skip" else "cut to their last tokens"
         logger.warning(
