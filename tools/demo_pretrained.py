@@ -3,6 +3,8 @@
 SmolLM2-135M-Instruct comes as a quantised GGUF file and is de-quantised to float32; MiniLM-L6 is a folder already.
 """
 
+import contextlib
+import io
 import shutil
 import subprocess
 import sys
@@ -115,7 +117,8 @@ def save_smollm2(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that listens to no setting
+        quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
     described = quantized.config.to_dict()
     # `save_pretrained` refuses a quantised model, so a fresh one takes the weights.
     kept = {key: value for key, value in described.items() if key not in ("quantization_config", "_name_or_path")}
