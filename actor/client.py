@@ -36,7 +36,7 @@ else:
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
 MORE_CONNECTIONS = 8  # than requests in flight: probes never wait for one
-# aiohttp accepts gzip unless told otherwise, and Triton then spends a fifth of its own CPU time on compressing floats.
+# aiohttp accepts gzip unless told otherwise, and Triton then compresses every answer: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
 HINT = "; is `python -m tools serve` running there?"
 
@@ -282,7 +282,7 @@ class HTTPConnection:
 
     def __init__(self, url: str, *, settings: ClientSection) -> None:
         limit = settings.max_in_flight + MORE_CONNECTIONS
-        # `answer` has the only deadline: a second timer for each request would be a tenth of the client's CPU time.
+        # `answer` has the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
 
     async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:

@@ -40,8 +40,8 @@ class ClientSection(Section):
     max_in_flight: Count = 256
     """Most requests under way at once, at all servers together."""
     rows_per_request: Count = 1
-    """Most rows in one scoring request: responses that end at the same time share one. 8 take a third of the CPU time
-    of client and server around the model; but a request that fails masks all its rows."""
+    """Most rows in one scoring request: responses that end at the same time share one, which costs less per row; but a
+    request that fails masks all its rows."""
 
 
 class ActorSection(Section):
