@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from live_system import Checkpoints
 
 from actor.only_actor import ActorRuns, only_actor
 
@@ -14,14 +15,15 @@ HOLD = "import sys\nfrom pathlib import Path\nfrom actor.only_actor import only_
 HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
 
 
-def test_a_second_actor_ends_with_one_sentence(tmp_path: Path):
+def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Checkpoints):
     run_dir = tmp_path / "run"
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert first.stdout.readline() == "works\n"
-        (tmp_path / "run.yaml").write_text(f"run: {{dir: {run_dir}}}\n")
+        actor = f"actor: {{checkpoint: {checkpoints.policy}, prompts: {checkpoints.prompts}}}\n"
+        (tmp_path / "run.yaml").write_text(f"run: {{dir: {run_dir}}}\n{actor}")
         command = [sys.executable, "-m", "actor", "--config", str(tmp_path / "run.yaml")]
         second = subprocess.run(command, capture_output=True, text=True)
         assert second.returncode == 2
