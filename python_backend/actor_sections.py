@@ -251,9 +251,16 @@ def check_actor(actor: ActorSection) -> None:
     """What one field cannot know of another. Raises ValueError naming fields and values."""
     each, size = actor.responses_per_prompt, actor.rollout_size
     if actor.minibatch_size > size:
-        raise ValueError(f"actor.minibatch_size ({actor.minibatch_size}) is larger than actor.rollout_size ({size})")
+        raise ValueError(
+            f"actor.minibatch_size ({actor.minibatch_size}) is larger than actor.rollout_size ({size}); set it to "
+            f"{size} or less"
+        )
     if size % each:
-        raise ValueError(f"actor.rollout_size ({size}) is no multiple of actor.responses_per_prompt ({each})")
+        above = size - size % each + each
+        near = f"{above - each} or {above}" if above > each else above
+        raise ValueError(
+            f"actor.rollout_size ({size}) is no multiple of actor.responses_per_prompt ({each}); take {near}"
+        )
     if actor.algorithm in NEEDS_GROUPS and each < 2:
         raise ValueError(
             f"actor.algorithm: {actor.algorithm} compares the responses to a prompt; set actor.responses_per_prompt "

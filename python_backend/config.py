@@ -46,6 +46,17 @@ __all__ = [
 ]
 
 
+OTHER_NAMES = {  # what TRL and others call a key, by the section of ours
+    "actor": {
+        "learning_rate": "lr", "max_grad_norm": "grad_clip", "num_generations": "responses_per_prompt",
+        "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens", "beta": "kl_coef",
+        "epsilon": "clip_ratio", "num_iterations": "ppo_epochs", "model": "checkpoint", "dataset": "prompts",
+        "batch_size": "rollout_size", "mini_batch_size": "minibatch_size",
+    },
+    "trainer": {"learning_rate": "lr", "max_grad_norm": "grad_clip", "batch_size": "global_batch_size"},
+}  # fmt: skip
+
+
 class ConfigError(ValueError):
     """The YAML or an override is wrong; the message names the key, the value and the way out."""
 
@@ -179,11 +190,18 @@ def _describe(item: Any) -> str:
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     valid = [*_known_keys(), *_term_keys(item["loc"])]
-    near = difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
+    near = _by_other_names(location) or difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
         near = [key for key in valid if key.rsplit(".", 1)[-1] == str(item["loc"][-1])][:1]
     hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_siblings(item['loc'], valid))}"
     return f"unknown key {location}{hint}"
+
+
+def _by_other_names(location: str) -> list[str]:
+    """The key of `actor` or `trainer` that other trainers call by the name of `location`, or nearly so."""
+    section, _, name = location.rpartition(".")
+    near = difflib.get_close_matches(name, OTHER_NAMES.get(section, {}), n=1, cutoff=0.85)
+    return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
 
 
 def _known_keys() -> list[str]:

@@ -65,7 +65,9 @@ def _of_server(config: RunConfig) -> dict[str, str]:
     for name, term in config.functions.items():
         found = FILE_SPEC.fullmatch(str(term.function))
         if found and not Path(found["file"]).is_file():
-            problems[f"rewards.{name}.function"] = f"{found['file']} does not exist; give the path of a Python file"
+            problems[f"rewards.{name}.function"] = (
+                f"{found['file']} does not exist; give the path of a Python file{_start_of(Path(found['file']))}"
+            )
     return {key: problem for key, problem in problems.items() if problem}
 
 
@@ -81,12 +83,18 @@ def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
     try:
         check_checkpoint(folder)
     except CheckpointError as error:
-        return str(error) if folder.is_dir() else f"{error}{way_out}"
+        return str(error) if folder.is_dir() else f"{error}{_start_of(folder)}{way_out}"
     return None
 
 
 def _of_prompts(path: Path) -> str | None:
-    return None if path.exists() else f'{path} does not exist; give a file of prompts, such as JSONL of {{"text": …}}'
+    if path.exists():
+        return None
+    return f'{path} does not exist; give a file of prompts, such as JSONL of {{"text": …}}{_start_of(path)}'
+
+
+def _start_of(path: Path) -> str:
+    return "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
 
 
 def _has_tokenizer(folder: Path) -> bool:

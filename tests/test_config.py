@@ -35,6 +35,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
     ("text", "message"),
     [
         ("actor: {step: 3}", "unknown key actor.step; did you mean actor.steps?"),
+        ("actor: {learing_rate: 1e-6}", "unknown key actor.learing_rate; did you mean actor.lr?"),
+        ("actor: {num_generations: 8}", "unknown key actor.num_generations; did you mean actor.responses_per_prompt?"),
         ("actr: {steps: 3}", "unknown key actr; did you mean actor?"),
         ("trainer: {publish: {evry: 3}}", "unknown key trainer.publish.evry; did you mean trainer.publish.every?"),
         ("actor: {client: {retry: 3}}", "unknown key actor.client.retry; did you mean actor.client.retries?"),
@@ -62,7 +64,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {minibatch_size: 64, rollout_size: 32}", "actor.minibatch_size (64) is larger than actor.rollout"),
         (
             "actor: {rollout_size: 9, minibatch_size: 3, responses_per_prompt: 2}",
-            "actor.rollout_size (9) is no multiple",
+            "actor.rollout_size (9) is no multiple of actor.responses_per_prompt (2); take 8 or 10",
         ),
         ("actor: {algorithm: grpo}", "actor.algorithm: grpo compares the responses to a prompt"),
         (

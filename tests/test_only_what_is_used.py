@@ -132,18 +132,19 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
         print(caught.value)
         return str(caught.value)
 
+    start = f" (relative paths start at {Path.cwd()})"
     assert missing({}, server=True).splitlines() == [
         "reward.checkpoint: checkpoints/reward does not exist or is no folder; give the folder of a Hugging Face "
-        "checkpoint, or give `rewards` functions alone",
+        f"checkpoint{start}, or give `rewards` functions alone",
         "critic.checkpoint: checkpoints/critic does not exist or is no folder; give the folder of a Hugging Face "
-        "checkpoint, or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
+        f"checkpoint{start}, or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
     ]
     no_critic = {"algorithm": "reinforce++"}
     functions = {"verdict": {"function": "rewards/math.py:verify"}, "other": {"function": "package.module:name"}}
     assert missing({"actor": no_critic, "rewards": functions}, server=True).splitlines() == [
         "actor.checkpoint: checkpoints/policy holds no tokenizer, with which reward functions read the policy's "
         "tokens; give the folder of the policy's checkpoint",
-        "rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file",
+        f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
     ]
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()

@@ -230,10 +230,17 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
-        print(f"stopped; {again} resumes from the newest checkpoint", file=sys.stderr)
+        print(f"stopped; {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
         return 130
     _print_outcome(config.run.dir)
     return 0
+
+
+def _what_resumes(run_dir: Path) -> str:
+    steps = [int(path.name) for path in (run_dir / "checkpoints" / "actor").glob("*") if path.name.isdigit()]
+    if steps:
+        return f"resumes from the newest checkpoint, of step {max(steps)}"
+    return "begins at step 1: there is no checkpoint yet"
 
 
 def _print_outcome(run_dir: Path) -> None:
