@@ -125,7 +125,14 @@ class Bookkeeper:
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
         )  # fmt: skip
         _warn_of_failures(f"step {step}", scores)
-        if not batch.policy_weights.any():
+        taught = int(batch.policy_weights.any(-1).sum())
+        if 0 < taught < len(scores.scored) / 2:
+            logger.warning(
+                "step %d: %d of %d responses teach nothing, most because they did not end within actor.max_new_tokens "
+                "(%d); raise it, or set actor.mask_unfinished to false", step, len(scores.scored) - taught,
+                len(scores.scored), self._settings.max_new_tokens,
+            )  # fmt: skip
+        if not taught:
             logger.warning(
                 "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
                 "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,

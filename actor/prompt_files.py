@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SOURCES = ("text", "messages", "prompt")  # columns of the prompt itself; the first one that a row has counts
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
 ROWS_AT_ONCE = 1024
 ARROW_FILE_MAGIC = b"ARROW1"  # of the file format; streams have none
@@ -39,6 +40,17 @@ def read_rows(path: Path) -> Iterator[Row]:
     if path.is_dir() or path.suffix in (".parquet", ".arrow"):
         return _table_rows(path)
     return _json_lines(path)
+
+
+def source_of(row: Row) -> str:
+    """Return the name of the column that holds the prompt. Raises PromptError if there is none."""
+    columns = row.columns if isinstance(row.columns, dict) else {}
+    source = next((name for name in SOURCES if columns.get(name) is not None), None)
+    if source is None:
+        raise PromptError(
+            f"{row.where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]}, got {str(row.columns)[:80]!r}"
+        )
+    return source
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

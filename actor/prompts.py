@@ -10,14 +10,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actor.prompt_files import PromptError, Row, read_rows
+from actor.prompt_files import PromptError, Row, read_rows, source_of
 from actor.rollout import Prompt
 
 __all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
-SOURCES = ("text", "messages", "prompt")  # columns of the prompt itself; the first one that a row has counts
 MESSAGES_KEY = "messages"  # a chat prompt; the server renders it, with the reply, by the reward's own template
 
 
@@ -85,10 +84,7 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
 
 def _prompt(row: Row, tokenizer: Any) -> Prompt:
     columns, where = row.columns, row.where
-    present = columns.keys() if isinstance(columns, dict) else ()
-    source = next((name for name in SOURCES if name in present and columns[name] is not None), None)
-    if source is None:
-        raise PromptError(f"{where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]}, got {str(columns)[:80]!r}")
+    source = source_of(row)
     metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
     text = columns[source]
     if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):

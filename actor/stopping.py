@@ -84,5 +84,5 @@ def end_forwards(*models: Any) -> None:
 
 def _give_up(grace_s: float) -> None:
     """End the process whatever its threads compute: a regular exit would wait for them."""
-    logger.warning("stopped: actor.stop_grace_s (%g s) is over; %s", grace_s, RESUMES)
+    logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) is over; %s", grace_s, RESUMES)
     os._exit(INTERRUPTED)

@@ -91,7 +91,10 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
     if known is not None:
         return Settled(**known)
     pairs = splits(cores, section)
-    log(f"{role}: measuring the fastest settings, once for this model on this machine")
+    log(
+        f"{role}: measuring the fastest settings, once for this model on this machine (some minutes); to skip it, set "
+        f"{role}.{', '.join(AUTO)}"
+    )
     settled = choose({pair: _measure(role, section, *pair) for pair in pairs})
     log(
         f"{role}: {settled.workers} x {settled.threads} threads, token budget {settled.token_budget}, allocator "
@@ -114,7 +117,13 @@ def _measure(
     }  # fmt: skip
     command = [sys.executable, "-m", "tools.calibration_worker", json.dumps(spec)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{role}: measuring its fastest settings took longer than {TIMEOUT_S:g} s; set {role}."
+            f"{f', {role}.'.join(AUTO)} instead of leaving them `auto`"
+        ) from error
     if done.returncode != 0:
         raise ConfigError(f"{role}.checkpoint: {(done.stderr.strip() or 'the measurement died').splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -7,6 +7,7 @@ and is named.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import shlex
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from actor.prompt_files import PromptError, read_rows, source_of
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.required_files import check_files
 from tools.calibration import settle
@@ -31,6 +33,7 @@ from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
 
 POLL_S = 0.25
+CHECKED_ROWS = 1000
 ACTOR_EXIT_S = 5.0  # beyond actor.stop_grace_s, within which it writes a checkpoint
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
@@ -206,12 +209,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         if config.demo is None:  # its files are made first
             check_files(config, server=True, actor=True)
+            check_prompts(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if args.fresh:
         set_aside(config.run.dir)
     return _supervise(args.config, config, args.overrides)
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Read the first rows of the prompt files, before anything slow starts. Raises ConfigError."""
+    actor = config.actor
+    paths = {"actor.prompts": actor.prompts, "actor.validation_prompts": actor.validation_prompts}
+    for key, path in paths.items():
+        try:
+            for row in itertools.islice(read_rows(path), CHECKED_ROWS) if path is not None else ():
+                source_of(row)
+        except PromptError as error:
+            raise ConfigError(f"{key}: {error}") from error
 
 
 def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
