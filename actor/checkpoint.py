@@ -102,7 +102,7 @@ def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
     policy.optimizer.state.clear()
     for full_name, tensor in load_file(folder / OPTIMIZER_FILE).items():
         key, _, name = full_name.partition("/")
-        policy.optimizer.state[names[name]][key] = tensor if key == "step" else tensor.to(names[name].device)
+        policy.optimizer.state[names[name]][key] = tensor.to(names[name].device)  # the step too: AdamW is fused
     policy.optimizer_step = state["optimizer_step"]
     run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])

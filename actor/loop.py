@@ -236,7 +236,7 @@ class PPORun:
         if self.held_out:
             s, start = self.settings, time.monotonic()
             if self.ahead:
-                await asyncio.wait([self.ahead])  # what writes is busy
+                await self.stop.or_done(asyncio.wait([self.ahead]))  # what writes is busy
             await self.in_thread(self.policy.renew_sampler)
             validation = validate(
                 self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,

@@ -76,7 +76,8 @@ class Policy:
         self._head_is_linear = linear_head(written_by) is not None
         # Layers that compute their activations again take no cache.
         self._shares_prompts = not settings.gradient_checkpointing and can_share(written_by)
-        self._generation_agrees: bool | None = None  # its log-probs with a forward's; found out with the first rollout
+        # Its log-probs with a forward's: found out with the first rollout, or, if rounding differs, never so.
+        self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         trained = [p for p in self.model.parameters() if p.requires_grad]
         matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         self.optimizer = torch.optim.AdamW(
@@ -128,8 +129,8 @@ class Policy:
     def sampled_logprobs(self, rollout: Rollout) -> Tensor:
         """Log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs`.
 
-        Generation has computed them already. The first rollout shows whether they agree with a plain forward, which
-        they do not in bfloat16, for instance; where they disagree each rollout takes a forward.
+        Generation has computed them already. The first rollout shows whether they agree with a plain forward; where
+        they disagree, and in bfloat16, each rollout takes a forward.
         """
         if rollout.logprobs is None:
             return self.logprobs(rollout)

@@ -87,8 +87,8 @@ class PolicyUpdate:
         logprobs, entropies = policy.token_logprobs(
             policy.model, tokens, lengths, weights, with_entropy=s.entropy_bonus > 0
         )
-        # A rollout that is one minibatch meets the policy that sampled it: the ratio is 1.
-        old = logprobs.detach() if batch.logprobs is None else part(batch.logprobs)
+        # A rollout that is one minibatch meets the policy that sampled it: the ratio is 1, measured KL or not.
+        old = logprobs.detach() if batch.logprobs is None or s.is_one_update else part(batch.logprobs)
         loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
         if method.kl_in_loss and kl_coef:
             assert batch.ref_logprobs is not None, "a KL penalty needs the reference"

@@ -199,7 +199,8 @@ class ActorSection(Section):
     the last part of a layer's path, or more of it."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapters' input, in the forwards of an update alone: generation, log-probs and validations have
-    none. The ratio of a first pass then differs from 1 by the dropout's noise, which counts against `clip_ratio`."""
+    none. Unless a rollout is one minibatch used once, ratios then hold the dropout's noise, which counts against
+    `clip_ratio`."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, more time, the same result."""
     logged_texts: CountOrZero = 1

@@ -17,6 +17,7 @@ from python_backend.logprobs import sampling_entropy, sampling_logits, target_lo
 MAX_LOGITS = 1 << 24  # at once: 64 MiB in float32
 TOLERANCE = 1e-5  # of the logits' largest value
 PROBE_TOKENS = 4
+LARGE_LOGIT = 1000.0
 
 
 @torch.no_grad()
@@ -24,14 +25,18 @@ def linear_head(model: Any) -> nn.Linear | None:
     """The layer that turns the hidden states of `model.base_model` into its logits.
 
     None where the model does more than that, such as capping its logits: its own forward must be used there. That is
-    found out by comparing both on a few tokens.
+    found out by comparing both on a few tokens, with large logits: a cap hardly changes those of random weights.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) is not nn.Linear or model.base_model is model:  # transformers names no body for a few, as for Llama 4
         return None
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % head.out_features
-    own = model(input_ids=ids, use_cache=False).logits
-    ours = head(model.base_model(input_ids=ids, use_cache=False)[0])
+    enlarged = head.register_forward_hook(lambda _, __, logits: logits * (LARGE_LOGIT / logits.abs().max()))
+    try:
+        own = model(input_ids=ids, use_cache=False).logits
+        ours = head(model.base_model(input_ids=ids, use_cache=False)[0])
+    finally:
+        enlarged.remove()
     if ours.shape != own.shape:
         return None
     return head if float((ours - own).abs().max()) <= TOLERANCE * max(1.0, float(own.abs().max())) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,14 @@ def test_texts_of_transformers_get_their_log_probs_from_a_forward(checkpoint: Pa
     rollout = generate(policy)
     assert rollout.logprobs is None
     assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))
+
+
+def test_log_probs_of_generation_are_never_taken_in_bfloat16(checkpoint: Path):
+    """Small logits may agree by chance in the first rollout, and a resumed run has another first rollout."""
+    policy = make_policy(checkpoint, precision="bfloat16")
+    rollout = generate(policy)
+    agreeing = dataclasses.replace(rollout, logprobs=policy.logprobs(rollout))
+    policy.sampled_logprobs(agreeing)
+    other = generate(policy, seed=1)
+    wrong = dataclasses.replace(other, logprobs=torch.ones_like(policy.logprobs(other)))
+    assert torch.equal(policy.sampled_logprobs(wrong), policy.logprobs(other))

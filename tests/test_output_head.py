@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from python_backend import output_head
 from python_backend.logprobs import sampling_entropy, target_logprobs
@@ -98,3 +107,18 @@ def test_models_that_change_their_logits_after_the_head_are_found_out() -> None:
     assert linear_head(capped) is None
     scaled = CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.5)).eval()
     assert linear_head(scaled) is None
+
+
+def test_a_cap_that_random_weights_never_reach_is_found_out() -> None:
+    """Training makes logits larger: what a cap does to them shows later."""
+    torch.manual_seed(0)
+    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0)).eval()
+    assert capped(input_ids=torch.arange(4)[None]).logits.abs().max() < 1
+    assert linear_head(capped) is None
+
+
+def test_models_whose_body_transformers_does_not_name_have_none() -> None:
+    config = Llama4TextConfig(**SMALL, intermediate_size_mlp=16, num_local_experts=1)
+    model = Llama4ForCausalLM(config).eval()
+    assert model.base_model is model
+    assert linear_head(model) is None

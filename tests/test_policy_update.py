@@ -257,5 +257,28 @@ def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Pa
     assert torch.equal(weights, resumed_weights)
 
 
+def test_all_of_a_resumed_optimizer_is_on_the_device_of_its_parameter(checkpoint: Path, tmp_path: Path):
+    """The step too: fused AdamW refuses it elsewhere ("found at least two devices", pytorch#104767). `meta` for CUDA."""
+    policy = make_policy(checkpoint, double=False)
+    updated(policy, make_batch(policy))
+    save_checkpoint(tmp_path, state_of(policy), {"step": 1}, keep=1)
+    policy.model.to("meta")
+    load_checkpoint(tmp_path, 1, state_of(policy))
+    state = [tensor for parameter in policy.optimizer.state.values() for tensor in parameter.values()]
+    assert len(state) == 3 * len(list(policy.model.parameters()))
+    assert {tensor.device.type for tensor in state} == {"meta"}
+
+
+def test_a_kl_that_is_measured_does_not_change_an_update_of_one_minibatch(checkpoint: Path):
+    """Measuring brings the log-probs of sampling, which dropout and other micro-batches give another value."""
+    results = []
+    for offset in (None, 0.3):
+        policy = make_policy(checkpoint, rollout_size=6, minibatch_size=6)
+        batch = make_batch(policy)
+        logprobs = None if offset is None else batch.logprobs + offset * batch.mask
+        results.append(updated(policy, dataclasses.replace(batch, logprobs=logprobs)))
+    assert_same(results)
+
+
 def state_of(policy: Policy) -> RunState:
     return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))

@@ -248,3 +248,33 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoin
     with pytest.raises(asyncio.CancelledError):
         run.policy.sampler(input_ids=torch.zeros(1, 2, dtype=torch.int64))
     assert len(forwards) == counted
+
+
+def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_path: Path, checkpoints: Checkpoints):
+    """The rollout may take longer than the grace, which would end the run without its checkpoint."""
+    run = make_ppo(tmp_path, checkpoints, one_step_off_policy=True, validate_every=1)
+    generate, validate, leave = run.policy.generate, run.validate, run.leave
+    calls: list[None] = []
+    validating, leaving, left_in_time = threading.Event(), threading.Event(), []
+
+    def slow_generate(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:  # after those of the first validation and of step 1: it is step 2's
+            assert validating.wait(PATIENCE_S)
+            left_in_time.append(leaving.wait(5.0))
+        return generate(*args, **kwargs)
+
+    async def watched_validate(when: str, *, step: int) -> None:
+        if step:
+            asyncio.get_running_loop().call_soon(run.stop.request)
+            validating.set()
+        await validate(when, step=step)
+
+    async def watched_leave() -> None:
+        leaving.set()
+        await leave()
+
+    run.policy.generate, run.validate, run.leave = slow_generate, watched_validate, watched_leave  # type: ignore
+    with pytest.raises(Stopped, match="after step 1"):
+        go(run)
+    assert left_in_time == [True]
