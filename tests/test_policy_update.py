@@ -258,7 +258,7 @@ def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Pa
 
 
 def test_all_of_a_resumed_optimizer_is_on_the_device_of_its_parameter(checkpoint: Path, tmp_path: Path):
-    """The step too: fused AdamW refuses it elsewhere ("found at least two devices", pytorch#104767). `meta` for CUDA."""
+    """The step too: fused AdamW refuses it elsewhere ("found at least two devices"). `meta` stands for CUDA."""
     policy = make_policy(checkpoint, double=False)
     updated(policy, make_batch(policy))
     save_checkpoint(tmp_path, state_of(policy), {"step": 1}, keep=1)
