@@ -128,7 +128,7 @@ def configuration(arguments: argparse.Namespace, folder: Path, algorithm: str, s
             "algorithm": algorithm, "checkpoint": str(folder / "policy"), "prompts": str(folder / "prompts.jsonl"),
             "validation_size": 0, "steps": arguments.steps, "rollout_size": arguments.rollout_size,
             "generation_batch": arguments.rollout_size, "minibatch_size": arguments.rollout_size // 4,
-            "max_new_tokens": 12, "lr": 3e-3, "weight_decay": 0.0, "betas": [0.9, 0.95], "kl_coef": 0.0,
+            "max_new_tokens": 12, "lr": 3e-3, "weight_decay": 0.0, "betas": [0.9, 0.95], "kl_coef": 0.0, "kl_every": 1,
             "mask_unfinished": False, "checkpoint_every": 1000, **ALGORITHMS[algorithm],
         },
     }  # fmt: skip
