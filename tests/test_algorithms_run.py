@@ -27,7 +27,9 @@ def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:
     assert actor.process.wait(120) == 0, actor.log_path.read_text()
 
 
-@pytest.mark.parametrize("name", ["reinforce++", "rloo", "grpo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reinforce++", "rloo"))]
+)
 def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
     with ControlPlane(live.run.config.server.grpc_url) as control:
         before, last = control.statistics(CRITIC_INFER).inference_count, live.run.journal.last_step()
@@ -49,6 +51,7 @@ def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "policy")
 
 
+@pytest.mark.slow
 def test_one_step_off_policy(live: System, tmp_path: Path) -> None:
     """The next rollout is written beside the update, by the policy before it and by no older one; it resumes."""
     folder = tmp_path / "run"

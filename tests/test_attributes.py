@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from bare_client import ask
 from live_system import (
@@ -33,6 +34,7 @@ def three_labels(folder: Path, like: Path) -> LlamaForSequenceClassification:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_attributes_that_are_not_merged(tmp_path: Path, checkpoints: Checkpoints) -> None:
     model = three_labels(tmp_path / "reward", checkpoints.reward)
     reward = {"checkpoint": str(tmp_path / "reward"), "merge_attributes": False, "standardization": "off"}

@@ -133,6 +133,7 @@ def test_smollm2_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--smollm2 DIR" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_our_side_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--out", str(tmp_path), "--quick", "--contenders", "ours"]) == 0
     [measured] = json.loads((tmp_path / "result.json").read_text())["samples"]

@@ -120,6 +120,7 @@ def test_response_values_need_prompt_lengths_that_fit(live: System) -> None:
 # ---- INT32 ----
 
 
+@pytest.mark.slow
 def test_int32_tokens_where_they_are_declared(finished: FinishedRun, checkpoints: Checkpoints) -> None:
     rows = random_rows([7, 30], seed=5)
     inputs = scoring_inputs(rows)
@@ -188,6 +189,7 @@ def test_no_rows_are_refused(live: System) -> None:
 # ---- limits of the queue ----
 
 
+@pytest.mark.slow
 def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
     def one_forward_a_row(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"]["string_value"] = "1"

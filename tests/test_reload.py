@@ -318,6 +318,7 @@ def test_a_damaged_version_that_somebody_named_is_put_back(live: System) -> None
     assert_serves(live.run, current)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_refuses_a_damaged_version_and_the_old_one_serves_on(live: System) -> None:
     """Triton's load fails with a sentence; the process that serves stays."""
     store, current = live.run.store, live.run.store.current() or 0

@@ -204,6 +204,7 @@ def test_a_compiled_body_scores_the_same(tmp_path: Path, family: str):
     np.testing.assert_allclose(load_reward(tmp_path, compile_forward=True).score(MIXED), expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_compile_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_tiny(tmp_path, "llama", "reward")
     from torch._inductor import config

@@ -97,6 +97,7 @@ def test_components_reach_the_actor_and_failures_are_marked(mixed: System, check
     assert killed == "verdict: took longer than 1 s and was killed"
 
 
+@pytest.mark.slow
 def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> None:
     actor = mixed.run.start("actor")
     try:
