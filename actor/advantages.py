@@ -8,6 +8,7 @@ from torch import Tensor
 
 KL_KINDS = ("k1", "abs", "k2", "k3")
 WHITEN_EPSILON = 1e-8
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; a score that a server computes twice differs by this much
 
 
 def require_same_shape(**tensors: Tensor) -> None:
@@ -156,20 +157,30 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_sum(x, mask) / (total + (total == 0))
 
 
+def is_rounding(std: Tensor, mean: Tensor) -> Tensor:
+    """Whether a spread of float32 numbers is no more than their rounding; to be treated as 0, never divided by.
+
+    Compute both in float64: the float32 mean of equal numbers may be another one, and their spread above 0.
+    """
+    return std <= ROUNDING * mean.abs()
+
+
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) * rsqrt(var + 1e-8), with mean and uncorrected variance over the mask.
+    """(x - mean) * rsqrt(var + 1e-8), with mean and uncorrected variance over the mask; 0 if x does not vary there.
 
     Args:
         x: `[B, S-1]`, all samples of the rollout: statistics of a part are not those of the whole.
         mask: `[B, S-1]`, 0 or 1.
 
-    Returns: `[B, S-1]`, 0 outside the mask.
+    Returns: `[B, S-1]` in the dtype of `x`, 0 outside the mask.
     Raises: ValueError if shapes differ.
     Source: reference section 6, normalisation.
     """
-    centred = x - masked_mean(x, mask)
-    variance = masked_mean(centred.square(), mask)
-    return _weigh(centred * torch.rsqrt(variance + WHITEN_EPSILON), mask)
+    mean = masked_mean(x.double(), mask.double())
+    centred = x.double() - mean
+    variance = masked_mean(centred.square(), mask.double())
+    whitened = _weigh(centred * torch.rsqrt(variance + WHITEN_EPSILON), mask)
+    return torch.where(is_rounding(variance.sqrt(), mean), 0.0, whitened).to(x.dtype)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -187,9 +198,10 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     Raises: ValueError if shapes differ.
     """
     require_same_shape(values=values, returns=returns, mask=mask)
+    values, returns, mask = values.double(), returns.double(), mask.double()
     total = _masked_variance(returns, mask)
     explained = 1 - _masked_variance(returns - values, mask) / total
-    return torch.where(total > 0, explained, torch.zeros_like(explained))
+    return torch.where(is_rounding(total.sqrt(), masked_mean(returns, mask)), 0.0, explained)
 
 
 def _masked_variance(x: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from actor.advantages import is_rounding
 from actor.rollout import Rollout
 from python_backend.config import ActorSection
 
@@ -62,8 +63,7 @@ class RewardShaper:
             scored: bool `[B]`; other rows are no part of any statistic.
         """
         s = self._settings
-        mean, std = self._mean_and_std(rewards[scored])
-        shaped = (rewards - mean) / (std + EPSILON) if s.reward_normalization != "none" else rewards.clone()
+        shaped = rewards.clone() if s.reward_normalization == "none" else self._normalised(rewards, scored)
         if s.reward_clip is not None:
             shaped = shaped.clamp(-s.reward_clip, s.reward_clip)
         shaped = shaped - s.missing_eos_penalty * (~rollout.is_end)
@@ -73,11 +73,14 @@ class RewardShaper:
             shaped = shaped - s.overlong_penalty * share.clamp(0.0, 1.0)
         return torch.where(scored, shaped, 0.0)
 
-    def _mean_and_std(self, rewards: Tensor) -> tuple[float, float]:
+    def _normalised(self, rewards: Tensor, scored: Tensor) -> Tensor:
+        """(reward - mean) / std; 0 where the scores measured so far differ by their rounding alone."""
         s = self._settings
-        if s.reward_normalization == "running":
-            self.moments.update(rewards)
-            return self.moments.mean, self.moments.std
-        if s.reward_normalization == "batch":
-            return float(rewards.mean()), float(rewards.std(correction=0))
-        return s.reward_mean, s.reward_std
+        if s.reward_normalization == "static":
+            return (rewards - s.reward_mean) / (s.reward_std + EPSILON)
+        moments = self.moments if s.reward_normalization == "running" else RunningMoments()
+        moments.update(rewards[scored])
+        mean, std = (torch.tensor(value, dtype=torch.float64) for value in (moments.mean, moments.std))
+        if is_rounding(std, mean):
+            return torch.zeros_like(rewards)
+        return ((rewards.double() - mean) / (std + EPSILON)).to(rewards.dtype)

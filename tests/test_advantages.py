@@ -337,6 +337,15 @@ def test_constant_advantages_whiten_to_zero():
     assert whitened.tolist() == [[0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("value", [0.1, 117.3, -1234.5])
+def test_what_varies_by_the_rounding_of_float32_does_not_vary(value: float):
+    x = torch.full((5, 7), value)
+    for _ in range(2):
+        assert (adv.masked_whiten(x, torch.ones(5, 7)) == 0).all()
+        assert adv.explained_variance(torch.randn(5, 7), x, torch.ones(5, 7)) == 0
+        x[1, 2] = torch.nextafter(x[1, 2], torch.tensor(math.inf))
+
+
 @property_test
 @given(**sizes)
 def test_whitening_equals_the_statistics_of_the_selected_tokens(seed: int, batch: int, width: int):

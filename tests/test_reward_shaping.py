@@ -59,6 +59,17 @@ def test_running_statistics_are_those_of_everything_so_far():
         torch.testing.assert_close(shaped, expected.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["batch", "running"])
+@pytest.mark.parametrize("score", [0.1, 117.3, -1234.5])
+def test_scores_that_differ_by_their_rounding_are_normalised_to_0(kind: str, score: float):
+    for steps in (0, 1):
+        rewards = torch.full((7,), score)
+        for _ in range(steps):
+            rewards[2] = torch.nextafter(rewards[2], torch.tensor(math.inf))
+        shaper = RewardShaper(ActorSection(reward_normalization=kind))
+        assert shaper.shape(rewards, torch.ones(7).bool(), rollout(*[1] * 7)).tolist() == [0.0] * 7
+
+
 def test_running_statistics_survive_a_checkpoint():
     one = RunningMoments()
     one.update(torch.tensor([1.0, 2.0, 4.0]))
