@@ -15,7 +15,7 @@ from actor.advantages import (
     masked_whiten,
     response_mask,
 )
-from actor.algorithms import Episodes, Method
+from actor.algorithms import Episodes, Method, returns_to_go
 from actor.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
@@ -46,7 +46,7 @@ def make_batch(
         torch.arange(len(rewards)) // responses_per_prompt, learned,
     )  # fmt: skip
     advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
-    weights = mask * learned[:, None]
+    weights = learned_mask = mask * learned[:, None]
     if method.sequence_mean:
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
     return PPOBatch(
@@ -56,10 +56,11 @@ def make_batch(
         weights,
         scored.logprobs,
         scored.ref_logprobs,
-        masked_whiten(advantages, mask) if method.whitens else advantages * mask,
+        masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
         returns * mask,
         prev_values,
         kl,
+        returns_to_go(episodes, method.gamma, 1.0)[1] if scores.has_values else None,
     )
 
 
@@ -102,18 +103,19 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
             "init_policy_kl_per_sequence": distance,
             "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
         }
-    charted = {"advantages": batch.advantages, "returns": batch.returns}
-    if scores.has_values:
-        charted["values"] = batch.prev_values
+    charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
+    if batch.rewards_to_go is not None:
+        charted["values"] = batch.prev_values, batch.mask
         metrics |= {
-            "explained_variance": float(explained_variance(batch.prev_values, batch.returns, batch.mask)),
+            # Not of `returns`: with lam below 1 they contain the values, and an ignorant critic explains itself.
+            "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
             "weights_version": float(scores.versions.max()),
             "weights_version_min": float(scores.versions[scores.scored].min()),
         }
-    for name, tensor in charted.items():
-        mean = masked_mean(tensor, batch.mask)
+    for name, (tensor, mask) in charted.items():
+        mean = masked_mean(tensor, mask)
         metrics[f"{name}_mean"] = float(mean)
-        metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, batch.mask).sqrt())
+        metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, mask).sqrt())
     return {f"train_rollouts/{name}": value for name, value in metrics.items()}
 
 

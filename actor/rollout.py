@@ -99,7 +99,8 @@ class PPOBatch:
     policy_weights: Tensor  # float32 [B, S-1], what each token counts in the policy's loss; 0 outside the mask
     logprobs: Tensor | None  # float32 [B, S-1]; None where the update is the first since sampling
     ref_logprobs: Tensor | None  # float32 [B, S-1]; None where no KL is charged or measured
-    advantages: Tensor  # float32 [B, S-1]
+    advantages: Tensor  # float32 [B, S-1], 0 where the policy does not learn
     returns: Tensor  # float32 [B, S-1]
     prev_values: Tensor  # float32 [B, S-1]
     kl: Tensor | None  # float32 [B, S-1], estimate of each token, not weighed; None where it was not measured
+    rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic

@@ -159,7 +159,7 @@ class ActorSection(Section):
     reward_clip: Annotated[float, Field(gt=0)] | None = None
     """Largest size of a score, after normalisation."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Taken from the score of a response that did not end by itself."""
+    """Taken from the score of a response that did not end by itself. Without a critic: `mask_unfinished` must be false."""
     overlong_tokens: CountOrZero = 0
     """Over the last so many tokens before `max_new_tokens` a response loses up to `overlong_penalty`, linearly."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
@@ -283,6 +283,7 @@ def check_actor(actor: ActorSection) -> None:
             f"actor.min_new_tokens ({actor.min_new_tokens}) is above actor.max_new_tokens ({actor.max_new_tokens})"
         )
     _check_update(actor)
+    _check_rewards(actor)
     if "" in actor.stop_strings:
         raise ValueError("actor.stop_strings holds an empty string, which every response contains")
     if actor.overlong_tokens >= actor.max_new_tokens:
@@ -305,6 +306,21 @@ def _check_update(actor: ActorSection) -> None:
         raise ValueError(
             f"actor.warmup_steps ({actor.warmup_steps}) + actor.constant_steps ({actor.constant_steps}) is larger than "
             f"actor.max_steps ({actor.max_steps})"
+        )
+
+
+def _check_rewards(actor: ActorSection) -> None:
+    """What a penalty needs to have an effect."""
+    if actor.missing_eos_penalty and actor.mask_unfinished and not actor.uses_critic:
+        raise ValueError(
+            f"actor.missing_eos_penalty ({actor.missing_eos_penalty:g}) changes nothing under {actor.algorithm} with "
+            "actor.mask_unfinished: true, which leaves the responses that it is taken from out of the update; set "
+            "actor.mask_unfinished to false, or leave the penalty out"
+        )
+    if actor.kl_target is not None and not actor.kl_coef:
+        raise ValueError(
+            f"actor.kl_target ({actor.kl_target:g}) multiplies actor.kl_coef, which stays 0 then; set actor.kl_coef "
+            "above 0, or leave kl_target out"
         )
 
 

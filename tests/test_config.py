@@ -75,6 +75,14 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor: {algorithm: rloo, responses_per_prompt: 2, one_step_off_policy: true}",
             "actor.one_step_off_policy: rloo's loss is that of samples from the policy itself",
         ),
+        *[
+            (
+                f"actor: {{algorithm: {name}, responses_per_prompt: 2, missing_eos_penalty: 1}}",
+                f"actor.missing_eos_penalty (1) changes nothing under {name} with actor.mask_unfinished: true",
+            )
+            for name in ("rloo", "grpo", "reinforce++")
+        ],
+        ("actor: {kl_coef: 0, kl_target: 6}", "actor.kl_target (6) multiplies actor.kl_coef, which stays 0 then"),
         ("trainer: {max_steps: 100}", "warmup_steps (10) + trainer.constant_steps (1000) is larger than trainer.max"),
         ("- 1", "my.yaml must hold sections"),
         ("a: [", "my.yaml is not valid YAML"),

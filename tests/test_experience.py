@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from actor import experience
+from actor.advantages import explained_variance
 from actor.algorithms import Method
 from actor.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
 from actor.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
@@ -82,12 +83,37 @@ def test_returns_by_hand():
             assert float(batch.returns[row, t]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_advantages_are_whitened_over_the_mask():
-    batch = make_batch(scored_rollout(), **SETTINGS)
-    inside = batch.advantages[batch.mask > 0]
-    assert float(inside.mean()) == pytest.approx(0, abs=1e-6)
-    assert float(inside.std(correction=0)) == pytest.approx(1, abs=1e-5)
-    assert (batch.advantages[batch.mask == 0] == 0).all()
+@pytest.mark.parametrize("mask_unfinished", [False, True])
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
+def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm: str, mask_unfinished: bool):
+    """Row 1 did not end: under `mask_unfinished` its advantage, far from the others, moves neither mean nor spread."""
+    scored = scored_rollout()
+    rewards = scored.scores.rewards.index_fill(0, torch.tensor([1]), -50.0)
+    scored = dataclasses.replace(scored, scores=dataclasses.replace(scored.scores, rewards=rewards))
+    batch = make_batch(scored, **SETTINGS, algorithm=algorithm, mask_unfinished=mask_unfinished)
+    learned = batch.policy_weights > 0
+    assert int(learned.sum()) == (7 if mask_unfinished else 10)
+    assert float(batch.advantages[learned].mean()) == pytest.approx(0, abs=1e-6)
+    assert float(batch.advantages[learned].std(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert (batch.advantages[~learned] == 0).all()
+    metrics = rollout_metrics(scored, batch, kl_coef=0.1)
+    charted = [metrics[f"train_rollouts/advantages_{name}"] for name in ("mean", "std")]
+    assert charted == pytest.approx([0, 1], abs=1e-5)
+
+
+def test_a_critic_that_knows_nothing_explains_nothing():
+    """With lam below 1 the returns contain the values: against those, a guess for each row explains 0.7 of itself."""
+    generator, count, width = torch.Generator().manual_seed(1), 32, 65
+    ones = torch.ones(count, dtype=torch.int64)
+    rollout = Rollout([], torch.ones(count, width, dtype=torch.int64), width * ones, ones, ones.bool())
+    rewards, guesses = torch.randn(2, count, generator=generator)
+    scores = Scores(rewards, guesses[:, None].expand(-1, width), ones, ones.bool(), [])
+    batch = make_batch(ScoredRollout(rollout, scores, None, None), kl_coef=0.0, lam=0.9)
+    assert explained_variance(batch.prev_values, batch.returns, batch.mask) > 0.7, "the trap"
+    metrics = rollout_metrics(ScoredRollout(rollout, scores, None, None), batch, kl_coef=0.0)
+    assert metrics["train_rollouts/explained_variance"] < 0.1
+    exact = make_batch(ScoredRollout(rollout, scores, None, None), kl_coef=0.0, lam=1.0)
+    torch.testing.assert_close(batch.rewards_to_go, exact.returns)
 
 
 @pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3"])
@@ -273,10 +299,11 @@ def test_reinforce_plus_plus_is_the_whitened_return():
     scored = scored_rollout()
     batch = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1")
     plain = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1", whiten_advantages=False)
-    assert torch.allclose(plain.advantages, plain.returns)
-    inside = plain.advantages[plain.mask > 0]
+    learned = plain.policy_weights > 0
+    inside = plain.advantages[learned]
+    assert torch.allclose(inside, plain.returns[learned])
     whitened = (inside - inside.mean()) / inside.std(correction=0)
-    torch.testing.assert_close(batch.advantages[batch.mask > 0], whitened, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(batch.advantages[learned], whitened, atol=1e-5, rtol=1e-5)
 
 
 def test_without_a_critic_there_are_no_values_in_the_metrics():
