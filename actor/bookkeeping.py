@@ -258,6 +258,7 @@ class Bookkeeper:
         figures: dict[str, float] = {
             "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
             "critic_updates": steps,
+            "failed_critic_updates": self._client.counters.failed_critic_updates,
         }
         before = self._validations.get("before")
         if before is not None:  # of a resumed run the first part held them

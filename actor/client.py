@@ -64,7 +64,10 @@ class TritonClient:
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         key = os.environ.get(training_key_env) if training_key_env else None
         self._headers = {**UNCOMPRESSED, **({contract.TRAINING_KEY_HEADER: key} if key else {})}
-        self._budget = RetryBudget(settings.retry_budget, settings.retry_reserve)
+        # Apart: a storm of scoring requests must leave the few that train a retry.
+        self._scoring_budget, self._training_budget = (
+            RetryBudget(settings.retry_budget, settings.retry_reserve) for _ in range(2)
+        )
         self._turns = Turns()
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -100,7 +103,7 @@ class TritonClient:
                 self._tokens_dtype = np.dtype(np.int32)
             return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
-        course = Course(model, self._settings, self._budget, retries=min(1, self._settings.retries))
+        course = Course(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
         with self._calling():
             return await self._until_answered(course, ask, self._settings.deadline_s, patient=False)
 
@@ -160,13 +163,12 @@ class TritonClient:
         """Train the critic on `payload` as step `step`; repeats are recognised, so retrying is safe.
 
         Raises:
+            ServerFailed: the step counts as done, and the next one may be sent; the message has the sidecar's cause.
             RequestFailed: refused, or not served within the retries; the message says what the journal holds.
         """
         inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
-        answer = await self._infer(
-            contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s, self._train_retries, writes=True
-        )
+        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s, writes=True)
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
     async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
@@ -186,9 +188,7 @@ class TritonClient:
 
     async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
-        answer = await self._infer(
-            contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s, self._train_retries, writes=True
-        )
+        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s, writes=True)
         return int(answer[contract.WEIGHTS_VERSION][0])
 
     async def _infer(
@@ -197,7 +197,6 @@ class TritonClient:
         arrays: Mapping[str, np.ndarray],
         outputs: tuple[str, ...],
         deadline_s: float,
-        retries: int | None = None,
         *,
         writes: bool = False,
     ) -> dict[str, np.ndarray]:
@@ -214,9 +213,10 @@ class TritonClient:
             answer = await connection.http.infer(model, inputs, outputs=wanted, headers=dict(self._headers))
             return {name: answer.as_numpy(name) for name in outputs}
 
-        course = Course(
-            model, self._settings, self._budget, retries=self._settings.retries if retries is None else retries
-        )
+        if writes:
+            course = Course(model, self._settings, self._training_budget, retries=self._train_retries)
+        else:
+            course = Course(model, self._settings, self._scoring_budget, retries=self._settings.retries)
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:
             async with self._in_flight:
                 return await self._until_answered(course, ask, deadline_s, turn=turn)
@@ -243,7 +243,7 @@ class TritonClient:
         patient: bool = True,
     ) -> T:
         self.counters.requests += 1
-        self._budget.earn()
+        course.budget.earn()
         try:
             while True:
                 if turn:
@@ -303,10 +303,10 @@ class HTTPConnection:
 
 
 def _trouble(error: Exception, deadline_s: float) -> Trouble:
-    """What an error says: 503 and a dead model pass, as do time-outs and connections; a wrong request stays wrong."""
+    """What an error says: 503 and a dead model pass, as do time-outs and connections; another answer stays as it is."""
     if isinstance(error, InferenceServerException):
         message, status = str(error.message()), str(error.status() or "")
-        kind = Kind.BUSY if status in ("503", "") else Kind.WRONG
+        kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
         return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"gave no answer within {deadline_s:g} s")

@@ -19,7 +19,7 @@ import torch
 from actor.algorithms import Method
 from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState
-from actor.client import TrainAnswer, TritonClient
+from actor.client import TritonClient
 from actor.collecting import collect
 from actor.compute import in_a_thread_of
 from actor.experience import check_failures, critic_payload, make_batch, sequence_kl
@@ -29,6 +29,7 @@ from actor.policy import Policy
 from actor.policy_update import PolicyUpdate
 from actor.prompts import read_prompts, take
 from actor.reference import make_reference
+from actor.retry import ServerFailed
 from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, Prompt, ScoredRollout
 from actor.scoring import Scorer
@@ -75,7 +76,7 @@ class PPORun:
         self.books = Bookkeeper(config, state, client, num_prompts=len(self.prompts), has_critic=self.has_critic)
         held_out, size = self.settings.validation_prompts, self.settings.validation_size
         self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
-        self.updates: dict[int, asyncio.Task[TrainAnswer]] = {}  # critic updates under way, by step
+        self.updates: dict[int, asyncio.Task[int | None]] = {}  # critic updates under way, by step
         self.wait_for = functools.partial(
             needed_update, max_staleness=self.settings.max_staleness, every=config.trainer.publish.every
         )
@@ -213,22 +214,31 @@ class PPORun:
             responses_per_prompt=self.settings.responses_per_prompt,
         )  # fmt: skip
 
-    async def train_critic(self, step: int, batch: PPOBatch) -> TrainAnswer:
-        """Send the critic its update; the answer comes when the new weights are served."""
+    async def train_critic(self, step: int, batch: PPOBatch) -> int | None:
+        """Send the critic its update; returns the weights version that serves it, None where the update failed.
+
+        A failed update counts as done at the sidecar, which serves the weights before it and takes the next step.
+        """
         timers = Timers()
         with timers.phase("critic_update"):
-            answer = await self.client.train(critic_payload(batch), run_id=self.run_id, step=step)
+            try:
+                answer = await self.client.train(critic_payload(batch), run_id=self.run_id, step=step)
+            except ServerFailed as error:  # task edge: one step lost, not the run
+                self.client.counters.failed_critic_updates += 1
+                logger.warning("step %d: the critic's update failed, the run goes on without it: %s", step, error)
+                return None
         self.books.log_timeline(step, timers.spans)
         self.books.version_steps.learn(answer.weights_version, step)
-        return answer
+        return answer.weights_version
 
     async def await_updates(self, step: int) -> int:
         """Wait until the critic's updates up to `step` are served; returns the last one's weights version, or -1."""
         version = -1
         for sent in [sent for sent in sorted(self.updates) if sent <= step]:
-            answer = await asyncio.shield(self.updates[sent])  # a rollout that nobody wants takes no update with it
+            served = await asyncio.shield(self.updates[sent])  # a rollout that nobody wants takes no update with it
             self.updates.pop(sent, None)
-            version = self.books.weights_version = answer.weights_version
+            if served is not None:
+                version = self.books.weights_version = served
         return version
 
     async def validate(self, when: str, *, step: int) -> None:

@@ -18,6 +18,10 @@ class RequestFailed(RuntimeError):
     """A request got no answer worth having; the message names model, server, attempts and cause."""
 
 
+class ServerFailed(RequestFailed):
+    """The server has done what was asked, and it failed (500): the same request would not be done again."""
+
+
 class OverBudget(RequestFailed):
     """The request might have been repeated, but too many others were."""
 
@@ -34,6 +38,8 @@ class Counters:
     over_budget: int = 0
     """Requests that failed because the retry budget was spent."""
     failed_requests: int = 0
+    failed_critic_updates: int = 0
+    """Training steps that the sidecar answered with an error; they count as done."""
     outages: int = 0
     """Times that requests had to wait because no server answered."""
     outage_seconds: float = 0.0
@@ -47,7 +53,13 @@ class Kind(Enum):
     LOST = "the connection broke, or no answer came in time"
     DEAD = "the model's process has died"
     BUSY = "not now: 503"
+    FAILED = "done, and failed: 500"
     WRONG = "the request will never be answered"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the server has answered, and would answer the same again."""
+        return self in (Kind.FAILED, Kind.WRONG)
 
 
 class Trouble(Exception):
@@ -99,10 +111,10 @@ class Course:
     """
 
     def __init__(self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int) -> None:
-        self.model = model
+        self.model, self.budget = model, budget
         self.retried = 0  # further attempts
         self._made = 0  # attempts that reached a server
-        self._settings, self._budget, self._retries = settings, budget, retries
+        self._settings, self._retries = settings, retries
         self._unreached_since: float | None = None
 
     def moves_on(self, trouble: Trouble, url: str) -> None:
@@ -119,7 +131,7 @@ class Course:
     def pause_s(self, trouble: Trouble, url: str) -> float:
         """Seconds until another attempt at a server that is still there. Raises RequestFailed if there is none."""
         self._reached(trouble, url)
-        if not self._budget.spend():
+        if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
             raise OverBudget(
                 f"{cause}; not repeated: too many requests fail, actor.client.retry_budget is spent"
@@ -130,11 +142,12 @@ class Course:
 
     def _reached(self, trouble: Trouble, url: str) -> None:
         self._made += 1
-        if trouble.kind is Kind.WRONG or self._made > self._retries:
+        if trouble.kind.is_final or self._made > self._retries:
             raise self._failure(trouble, url) from trouble.__cause__
 
     def _failure(self, trouble: Trouble, url: str) -> RequestFailed:
-        return RequestFailed(trouble.sentence(self.model, url, self.retried + 1))
+        kind = ServerFailed if trouble.kind is Kind.FAILED else RequestFailed
+        return kind(trouble.sentence(self.model, url, self.retried + 1))
 
 
 def jittered(longest_s: float) -> float:

@@ -120,7 +120,7 @@ class Servers(Generic[C]):
 
     async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
         """Set the server aside, if it is lost; returns whether it is. One that may be overloaded only is asked."""
-        if trouble.kind is Kind.WRONG:
+        if trouble.kind.is_final:
             self.answered(server, model)
             return False
         if trouble.kind is Kind.DEAD:

@@ -36,7 +36,8 @@ class ClientSection(Section):
     retry_budget: Fraction = 0.2
     """Further attempts that each request earns for all of them: where every request fails, few are repeated."""
     retry_reserve: CountOrZero = 100
-    """Further attempts that all requests together begin with, and the most that they can save up."""
+    """Further attempts that all requests together begin with, and the most that they can save up; critic_train and
+    critic_save have the same once more, apart from scoring."""
     max_in_flight: Count = 256
     """Most requests under way at once, at all servers together."""
     rows_per_request: Count = 1
@@ -159,7 +160,7 @@ class ActorSection(Section):
     reward_clip: Annotated[float, Field(gt=0)] | None = None
     """Largest size of a score, after normalisation."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Taken from the score of a response that did not end by itself. Without a critic: `mask_unfinished` must be false."""
+    """Taken from the score of a response that did not end by itself; without a critic only if not `mask_unfinished`."""
     overlong_tokens: CountOrZero = 0
     """Over the last so many tokens before `max_new_tokens` a response loses up to `overlong_penalty`, linearly."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0

@@ -23,8 +23,8 @@ Behaviour = Callable[[str, int], str]  # model and the number of the request, fr
 class FakeTriton:
     """On loopback, on a port of its own that it keeps when it is started again; an async context manager.
 
-    What may become of a request: `ok`, `busy` (503), `dead` (the model's process), `wrong` (400), `drop` (the
-    connection breaks), `hang` (no answer), or `wait` (an answer when `go` is set).
+    What may become of a request: `ok`, `busy` (503), `dead` (the model's process), `wrong` (400), `failed` (500),
+    `drop` (the connection breaks), `hang` (no answer), or `wait` (an answer when `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
@@ -94,7 +94,10 @@ class FakeTriton:
             transport.abort()
         while not self._stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
             await asyncio.sleep(0.001)
-        errors = {"busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing")}
+        errors = {
+            "busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing"),
+            "failed": (500, "the gradients are not finite"),
+        }  # fmt: skip
         if what in errors:
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])
         return web.json_response({"model_name": "any", "outputs": OUTPUTS})

@@ -16,7 +16,7 @@ from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
 from actor.client import TritonClient
-from actor.retry import Counters, RequestFailed
+from actor.retry import Counters, OverBudget, RequestFailed, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
@@ -155,6 +155,40 @@ def test_the_budget_ends_a_storm():
             spent = [str(answer) for answer in answers if "retry_budget is spent" in str(answer)]
             assert len(spent) == client.counters.over_budget
             assert all("no room" in sentence for sentence in spent)
+
+    scene(play)
+
+
+def test_a_storm_of_scoring_leaves_training_its_retries():
+    """Of 200 rounds in which scoring had spent the budget, every critic_train failed at its first 503."""
+
+    async def play() -> None:
+        turned_down = {REWARD_MODEL: 10_000, CRITIC_TRAIN: 2, CRITIC_SAVE: 2}
+
+        def behave(model: str, number: int) -> str:
+            turned_down[model] -= 1
+            return "busy" if turned_down[model] >= 0 else "ok"
+
+        limits = {"retries": 6, "train_retries": 2, "retry_reserve": 5, "retry_budget": 0.0}
+        async with FakeTriton(behave) as server, client_of(server, **limits) as client:
+            storm = await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)), return_exceptions=True)
+            assert any(isinstance(answer, OverBudget) for answer in storm)
+            await client.train(training_inputs(seed=1), run_id="r", step=1)
+            await client.save(run_id="r", step=1)
+            assert [server.asked.count(model) for model in (CRITIC_TRAIN, CRITIC_SAVE)] == [3, 3]
+
+    scene(play)
+
+
+def test_a_step_that_failed_at_the_sidecar_is_told_from_a_refused_one():
+    async def play() -> None:
+        async with FakeTriton(first("failed", "wrong")) as server, client_of(server) as client:
+            with pytest.raises(ServerFailed, match=r"critic_train at .* refused: the gradients are not finite"):
+                await client.train(training_inputs(seed=1), run_id="r", step=1)
+            with pytest.raises(RequestFailed, match="tokens: missing") as refused:
+                await client.train(training_inputs(seed=1), run_id="r", step=2)
+            assert not isinstance(refused.value, ServerFailed)
+            assert len(server.asked) == 2, "neither is repeated"
 
     scene(play)
 

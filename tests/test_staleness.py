@@ -14,6 +14,7 @@ from live_system import Checkpoints, make_run
 from actor.client import Counters, TrainAnswer
 from actor.loop import PPORun
 from actor.metrics import MetricsLog, read_jsonl
+from actor.retry import ServerFailed
 from actor.rollout import Prompt, Rollout
 from actor.scoring import Scorer
 from actor.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
@@ -235,6 +236,41 @@ def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpo
     summary = asyncio.run(main())
     assert critic.trained == summary["ppo_steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
+
+
+class FailingCritic(SlowCritic):
+    """Answers some steps with an error, and goes on with the next."""
+
+    fails: tuple[int, ...] = ()
+
+    async def train(self, payload: object, *, run_id: str, step: int) -> TrainAnswer:
+        if step not in self.fails:
+            return await super().train(payload, run_id=run_id, step=step)
+        self.sent = step
+        while self.trained < step - 1:
+            await asyncio.sleep(0.001)
+        self.trained = step
+        raise ServerFailed(f"critic_train refused: the gradients of {step} are not finite")
+
+
+@pytest.mark.parametrize("fails", [(3,), (1, 4)], ids=str)
+def test_a_failed_critic_update_is_told_and_the_run_goes_on(
+    tmp_path: Path, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture, fails: tuple[int, ...]
+) -> None:
+    """4 is the last step: the run ends as well as goes on."""
+    run = make_run(
+        tmp_path, checkpoints,
+        actor={"steps": 4, "validation_size": 0, "rollout_size": 4, "max_new_tokens": 3, "checkpoint_every": 2},
+    )  # fmt: skip
+    critic = FailingCritic(load_tokenizer(checkpoints.policy), every=1)
+    critic.fails = fails
+    summary = asyncio.run(asyncio.wait_for(WatchedRun(run.config, critic).run(), 60))  # type: ignore[arg-type]
+    assert summary["failed_critic_updates"] == len(fails)
+    assert summary["weights_version"] == FIRST_VERSION + 4 - len(fails)
+    lines = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    told = [record.getMessage() for record in caplog.records if "update failed, the run goes on" in record.getMessage()]
+    assert all(f"the gradients of {step} are not finite" in text for step, text in zip(fails, told, strict=True))
 
 
 # ---- one row, one version ----
