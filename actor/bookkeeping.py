@@ -31,6 +31,7 @@ from actor.validation import Validation, explained, samples
 from python_backend.config import RunConfig
 from python_backend.contract import STEP_AHEAD
 from python_backend.durable import read_json, remove_folder, write_json
+from python_backend.weights import WeightsError, WeightsStore
 
 logger = logging.getLogger(__name__)
 TIMELINE_FILE = "timeline.jsonl"
@@ -47,6 +48,7 @@ class Bookkeeper:
         self._dir = config.run.dir
         self._run_id = config.run.identity
         self._checkpoints = config.run.dir / "checkpoints" / "actor"
+        self._weights = WeightsStore(config.run.weights_dir)
         self._state = state
         self._policy = state.policy
         self._has_critic = has_critic
@@ -71,8 +73,9 @@ class Bookkeeper:
             self._masked_samples = state["masked_samples"]
             logger.info("resuming from the checkpoint of step %d", step)
         self.version_steps = VersionSteps(
-            self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every
-        )
+            self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every,
+            manifest_step=self._manifest_step,
+        )  # fmt: skip
         trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
         self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
         drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
@@ -151,6 +154,13 @@ class Bookkeeper:
         """When each phase of a step began and ended, in `TIMELINE_FILE`; `spans`: seconds since the epoch."""
         lines = ({"step": step, "phase": phase, "start": start, "end": end} for phase, start, end in spans)
         append_jsonl(self._dir / TIMELINE_FILE, lines)
+
+    def _manifest_step(self, version: int) -> int | None:
+        """The critic's step of a weights version; None where the store is out of sight, or has removed it."""
+        try:
+            return self._weights.manifest(version).step
+        except WeightsError:
+            return None
 
     def _staleness(self, scores: Scores, step: int) -> dict[str, Metric]:
         if not self._has_critic:

@@ -1,12 +1,14 @@
 """How stale scores are: critic updates sent before a row was scored, minus those in the weights that scored it.
-Given: what the critic answered, a version for a step. Returns: whose answer to wait for; rows by staleness.
-Versions are numbered by publishing, steps by training: a rewind, a rollback and `publish.every` move them apart.
+
+Versions are numbered by publishing, steps by training: a rewind, a rollback and `publish.every` move them apart. The
+manifests of the weights store say which step a version is of. An actor that does not see the store counts from the
+answers of critic_train, and takes a version that they do not explain for one without any update.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from actor.metrics import Metric
 
@@ -26,17 +28,22 @@ def needed_update(step: int, *, max_staleness: int, every: int) -> int:
 
 
 class VersionSteps:
-    """How many updates each weights version contains, as far as the critic's answers tell: of the newest versions."""
+    """How many updates each weights version contains: of the newest versions."""
 
-    def __init__(self, version: int, step: int, *, every: int, save_every: int) -> None:
+    def __init__(
+        self, version: int, step: int, *, every: int, save_every: int,
+        manifest_step: Callable[[int], int | None] = lambda version: None,
+    ) -> None:  # fmt: skip
         """
         Args:
             version: what the rewind at the start named; the weights of `step`.
             every: each so many updates are published together.
             save_every: a save publishes what is not published yet; there is one after so many steps.
+            manifest_step: the step that the weights store says a version is of, or None.
         """
         self._every = every
         self._save_every = save_every
+        self._manifest_step = manifest_step
         self._steps = {version: step}
 
     def learn(self, version: int, step: int) -> None:
@@ -47,16 +54,24 @@ class VersionSteps:
         if len(self._steps) > KEPT_VERSIONS:
             del self._steps[min(self._steps)]
 
-    def step_of(self, version: int) -> int:
-        """The last update in `version`. One that no answer has named yet counts from the one before that was named."""
+    def step_of(self, version: int, *, sent: int) -> int:
+        """The last update in `version`, where `sent` have been sent.
+
+        Without a manifest, a version that no answer has named counts from the one before that was named. One that
+        would then contain an update of a later version, or one that was not sent, is another's: a rollback published
+        it, and its weights may be as old as they like.
+        """
+        found = self._manifest_step(version)
+        if found is not None:
+            return found
         known = max((number for number in self._steps if number <= version), default=None)
         if known is None:  # older than all that is known here
             return 0
         step = self._steps[known]
         for _ in range(version - known):
             step = self._next_published(step)
-        later = (self._steps[number] for number in self._steps if number > version)
-        return min((step, *later))
+        later = min((self._steps[number] for number in self._steps if number > version), default=sent + 1)
+        return step if version == known or step < later else 0
 
     def histogram(self, versions: Iterable[int], *, sent: int) -> dict[int, int]:
         """Rows by their staleness.
@@ -68,7 +83,7 @@ class VersionSteps:
         rows = Counter(versions)
         stale: Counter[int] = Counter()
         for version, count in rows.items():
-            stale[max(0, sent - self.step_of(version))] += count
+            stale[max(0, sent - self.step_of(version, sent=sent))] += count
         return dict(sorted(stale.items()))
 
     def _is_published(self, step: int) -> bool:

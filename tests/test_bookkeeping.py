@@ -24,6 +24,7 @@ from actor.rollout import Prompt, Rollout, Scores
 from actor.validation import Validation
 from python_backend.config import ActorSection, RunConfig
 from python_backend.contract import STEP_AHEAD
+from python_backend.weights import WeightsStore
 
 
 class TinyPolicy:
@@ -99,6 +100,26 @@ def test_a_checkpoint_names_the_critics_and_a_resumed_actor_goes_back_to_it(tmp_
     assert run(resumed.resume()) == 3
     assert server.rewound == [0, 3]
     assert resumed.weights_version == 73
+
+
+def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Server):
+    """`tools weights rollback` publishes step 1 as version 3, while 5 updates have been sent."""
+
+    def write(folder: Path) -> None:
+        save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+
+    book = books(tmp_path, server)
+    store = WeightsStore(book._weights.root)
+    for step in (0, 1, 4, 1):
+        store.add(write, run_id="test", step=step, parent=None, epoch=0, reuse=False)
+
+    async def reads() -> dict[str, Any]:
+        await book.resume()
+        yes = torch.ones(4).bool()
+        scores = Scores(torch.zeros(4), torch.zeros(4, 2), torch.tensor([2, 3, 3, 9]), yes, [])
+        return book._staleness(scores, step=6)
+
+    assert run(reads())["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 
 
 def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server: Server):

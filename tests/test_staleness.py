@@ -48,18 +48,18 @@ def test_with_rare_publishing_a_step_waits_for_what_is_published_and_sent(every:
 def test_a_rewind_gives_a_step_a_new_number() -> None:
     """Versions 1 to 5 were of the steps 1 to 5; the run goes on from step 3 with version 6."""
     steps = VersionSteps(6, 3, every=1, save_every=3)
-    assert steps.step_of(6) == 3
-    assert steps.step_of(5) == 0, "an older one is no excuse"
+    assert steps.step_of(6, sent=3) == 3
+    assert steps.step_of(5, sent=3) == 0, "an older one is no excuse"
     steps.learn(7, 4)
     steps.learn(8, 5)
-    assert [steps.step_of(version) for version in (6, 7, 8)] == [3, 4, 5]
+    assert [steps.step_of(version, sent=5) for version in (6, 7, 8)] == [3, 4, 5]
     assert steps.histogram([7, 8, 8, 6], sent=5) == {0: 2, 1: 1, 2: 1}
 
 
 def test_a_version_that_no_answer_has_named_yet_counts_on() -> None:
     steps = VersionSteps(0, 0, every=1, save_every=50)
     steps.learn(1, 1)
-    assert steps.step_of(3) == 3
+    assert steps.step_of(3, sent=3) == 3
     assert steps.histogram([1, 2, 3], sent=3) == {0: 1, 1: 1, 2: 1}
 
 
@@ -69,15 +69,31 @@ def test_a_rollback_moves_the_numbers_until_the_next_answer() -> None:
     steps.learn(1, 1)
     steps.learn(2, 2)
     steps.learn(4, 3)
-    assert steps.step_of(4) == 3
+    assert steps.step_of(4, sent=3) == 3
     assert steps.histogram([4, 4], sent=3) == {0: 2}
+    assert steps.histogram([2, 3], sent=3) == {1: 1, 3: 1}, "and version 3 is of none of the updates"
+
+
+def test_a_rollback_is_as_stale_as_it_may_be():
+    """Eight updates are served as versions 1 to 8 when someone publishes older weights as version 9."""
+    steps = VersionSteps(0, 0, every=1, save_every=50)
+    for step in range(1, 9):
+        steps.learn(step, step)
+    assert steps.histogram([9, 9, 9], sent=8) == {8: 3}
+
+
+def test_a_manifest_says_how_old_a_rollback_is():
+    steps = VersionSteps(0, 0, every=1, save_every=50, manifest_step={8: 8, 9: 6}.get)
+    for step in range(1, 9):
+        steps.learn(step, step)
+    assert steps.histogram([7, 8, 9, 9], sent=9) == {1: 1, 2: 1, 3: 2}
 
 
 def test_answers_may_come_in_any_order() -> None:
     steps = VersionSteps(10, 4, every=1, save_every=50)
     for step in (7, 5, 6):
         steps.learn(step + 6, step)
-    assert [steps.step_of(version) for version in range(10, 14)] == [4, 5, 6, 7]
+    assert [steps.step_of(version, sent=7) for version in range(10, 14)] == [4, 5, 6, 7]
 
 
 def test_a_run_of_months_remembers_the_newest_versions_alone() -> None:
@@ -85,8 +101,8 @@ def test_a_run_of_months_remembers_the_newest_versions_alone() -> None:
     for step in range(1, KEPT_VERSIONS + 200):
         steps.learn(step + 7, step)
     assert len(steps._steps) == KEPT_VERSIONS
-    assert steps.step_of(KEPT_VERSIONS) == KEPT_VERSIONS - 7
-    assert steps.step_of(8) == 0, "an older one is no excuse"
+    assert steps.step_of(KEPT_VERSIONS, sent=KEPT_VERSIONS + 200) == KEPT_VERSIONS - 7
+    assert steps.step_of(8, sent=KEPT_VERSIONS + 200) == 0, "an older one is no excuse"
 
 
 def test_with_rare_publishing_an_answer_names_weights_that_lack_its_step() -> None:
@@ -94,10 +110,10 @@ def test_with_rare_publishing_an_answer_names_weights_that_lack_its_step() -> No
     steps = VersionSteps(0, 0, every=3, save_every=7)
     for step, version in ((1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 2), (7, 2)):
         steps.learn(version, step)
-    assert [steps.step_of(version) for version in range(4)] == [0, 3, 6, 7]
+    assert [steps.step_of(version, sent=7) for version in range(4)] == [0, 3, 6, 7]
     steps.learn(3, 8)
     steps.learn(4, 9)
-    assert [steps.step_of(version) for version in range(5)] == [0, 3, 6, 7, 9]
+    assert [steps.step_of(version, sent=9) for version in range(5)] == [0, 3, 6, 7, 9]
 
 
 def test_what_is_logged() -> None:
