@@ -68,9 +68,19 @@ class Generation:
         )  # fmt: skip
 
     def _has_stop(self, response: Sequence[int]) -> bool:
-        """Whether a stop string ends with the last token: one that ended before would have ended the response."""
-        text = self._tokenizer.decode(response[-self._stop_tokens :], skip_special_tokens=False)
-        return any(stop in text for stop in self._settings.stop_strings)
+        """Whether a stop string ends with the last token: one that ended before would have ended the response.
+
+        As in vLLM, one that ends within the first `min_new_tokens` ends nothing, then or later.
+        """
+        early = self._settings.min_new_tokens
+        if len(response) <= early:
+            return False
+        begin = max(0, len(response) - self._stop_tokens)
+        text = self._tokenizer.decode(response[begin:], skip_special_tokens=False)
+        ignored = 0
+        if begin < early:  # a letter that is not complete there may end a stop string later
+            ignored = len(self._tokenizer.decode(response[begin:early], skip_special_tokens=False).rstrip("\ufffd"))
+        return any(text.find(stop, max(0, ignored - len(stop) + 1)) >= 0 for stop in self._settings.stop_strings)
 
     @torch.no_grad()
     def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:

@@ -87,7 +87,7 @@ class ActorSection(Section):
     max_new_tokens: Count = 128
     """Longest response."""
     min_new_tokens: CountOrZero = 0
-    """Responses do not end before so many tokens."""
+    """Responses do not end before so many tokens; a stop string within them is text like any other."""
     stop_strings: tuple[str, ...] = ()
     """A response ends with the first of these that it contains, as with an end-of-sequence token."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0

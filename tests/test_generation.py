@@ -12,6 +12,7 @@ import torch
 from live_system import make_checkpoint, make_tokenizer
 from transformers import GenerationConfig
 
+from actor.generation import Generation
 from actor.loop import step_seed
 from actor.policy import Policy
 from actor.rollout import Prompt, Rollout
@@ -106,6 +107,43 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
             assert written == text  # the others write on as they would have
     assert len(responses(rollout)[0]) <= 4
     assert bool(rollout.is_end[0])
+
+
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+def test_a_stop_string_ends_no_response_before_its_least_length(checkpoint: Path, decoding: str):
+    free = make_policy(checkpoint, decoding=decoding, min_new_tokens=5)
+    plain = responses(generate(free, seed=3))[0]
+    policy = make_policy(
+        checkpoint, decoding=decoding, min_new_tokens=5, stop_strings=(free.tokenizer.decode(plain[1:3]),)
+    )
+    written = responses(generate(policy, seed=3))
+    assert min(map(len, written)) >= 5
+    assert written[0][:5] == plain[:5]
+    assert len(written[0]) > 5 or len(plain) == 5
+
+
+class Letters:
+    """A tokenizer whose ids are the bytes of UTF-8."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("written", "ends"),
+    [
+        ("ab", False), ("xab", False), ("xabx", False), ("xabxxxxab", True), ("xxab", True), ("xxxab", True),
+        ("abab", True), ("xabyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy", False),
+        ("xéab", True), ("xxé", True), ("xé", False),
+    ],
+)  # fmt: skip
+def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, ends: bool):
+    """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
+    settings = ActorSection(min_new_tokens=3, stop_strings=("ab", "é"))
+    generation = Generation(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
+    ids = list(written.encode())
+    assert generation._has_stop(ids) == ends
+    assert not any(generation._has_stop(ids[:n]) for n in range(len(ids)))
 
 
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
