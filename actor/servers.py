@@ -70,7 +70,7 @@ class Servers(Generic[C]):
         self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: Counters
     ) -> None:
         self.servers: list[Server[C]] = []
-        self._gone: list[Server[C]] = []  # no longer meant by a name
+        self._gone: list[Server[C]] = []  # no longer meant by a name, with requests still in flight
         self._looking_up = asyncio.Lock()
         self._addresses, self._connect, self._settings, self._counters = addresses, connect, settings, counters
         self._models: set[str] = set()  # asked for so far
@@ -111,6 +111,7 @@ class Servers(Generic[C]):
             if suspended:
                 suspended.on_trial = False
                 self._change()
+            await self._close_gone()
 
     def answered(self, server: Server[C], model: str) -> None:
         """The server has answered a request for this model."""
@@ -163,7 +164,7 @@ class Servers(Generic[C]):
         return min((s for s in in_turn if s.takes(model)), key=lambda server: server.in_flight, default=None)
 
     def _writing(self, model: str) -> Server[C] | None:
-        if self._writer is None or self._writer in self._gone or not self._writer.takes(model):
+        if self._writer not in self.servers or not self._writer.takes(model):
             self._writer = next((server for server in self.servers if server.takes(model)), None)
         return self._writer
 
@@ -180,6 +181,14 @@ class Servers(Generic[C]):
             self.servers = [server for server in self.servers if server not in self._gone]
             if self.servers != before:
                 self._change()
+        await self._close_gone()
+
+    async def _close_gone(self) -> None:
+        """Close the connections to servers that no name means any more, once they are idle."""
+        idle = [server for server in self._gone if not server.in_flight and (not server.probe or server.probe.done())]
+        self._gone = [server for server in self._gone if server not in idle]
+        for server in idle:
+            await server.connection.close()
 
     async def _resolved(self, address: str) -> list[str]:
         if not address.startswith(DNS_PREFIX):
@@ -207,6 +216,8 @@ class Servers(Generic[C]):
         while server in self.servers:
             await asyncio.sleep(self._pause_s(server.losses))
             await self._look_up()
+            if server not in self.servers:
+                break
             server.down = await self._why_not_ready(server)
             if server.down is None:
                 server.suspended.clear()

@@ -5,90 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
-from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Any
 
 import pytest
+from scripted_servers import BUSY, DEAD, LOST, REFUSED, Rig, scene, until
 
-from actor.retry import Counters, Kind, RequestFailed, Trouble
-from actor.servers import Server, Servers
-from python_backend.config import ClientSection
-
-REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
-LOST = Trouble(Kind.LOST, "gave no answer within 1 s")
-DEAD = Trouble(Kind.DEAD, "refused", "Stub process is not healthy.")
-BUSY = Trouble(Kind.BUSY, "refused", "no room")
-
-
-class Scripted:
-    """A connection whose server is there or not, and has models that are ready or not."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.refuses = self.closed = False
-        self.not_ready: set[str] = set()
-        self.asked: list[str] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def is_ready(self, model: str) -> bool:
-        self.asked.append(model)
-        await self.gate.wait()
-        if self.refuses:
-            raise REFUSED
-        return model not in self.not_ready
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Rig(Servers[Scripted]):
-    """Servers with short pauses, and what tests ask of them."""
-
-    def __init__(self, *addresses: str, **settings: Any) -> None:
-        self.counters = Counters()
-        section = ClientSection(backoff_s=0.001, **settings)
-        super().__init__(addresses or ("a:1", "b:1"), Scripted, section, self.counters)
-
-    async def __aenter__(self) -> Rig:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-        assert len(asyncio.all_tasks()) == 1, "nothing is left but the test"
-        assert all(server.connection.closed for server in [*self.servers, *self._gone])
-
-    def __getitem__(self, url: str) -> Server[Scripted]:
-        return next(server for server in self.servers if server.url == url)
-
-    async def take(self, model: str = "m", *, writes: bool = False, patient: bool = True) -> str:
-        """Where a request goes that is answered at once."""
-        async with self.one(model, writes=writes, patient=patient) as server:
-            self.answered(server, model)
-            return server.url
-
-    async def fail(self, url: str, trouble: Trouble, model: str = "m") -> bool:
-        """A request to this server fails."""
-        return await self.failed(self[url], model, trouble)
-
-    async def lose_all(self) -> None:
-        """Nobody listens any more."""
-        await self.take()
-        for server in self.servers:
-            server.connection.refuses = True
-            await self.failed(server, "m", REFUSED)
-
-
-def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(play())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
+from actor.retry import RequestFailed, Trouble
 
 # ---- choosing ----
 
@@ -327,65 +249,5 @@ def test_who_waits_may_be_called_off():
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-
-    scene(play)
-
-
-# ---- names ----
-
-
-class Names:
-    """A name service that tests change."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
-        self.hosts: tuple[str, ...] = hosts
-        monkeypatch.setattr("python_backend.addresses.socket.getaddrinfo", self._look_up)
-
-    def _look_up(self, name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
-        if not self.hosts:
-            raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, port)) for host in self.hosts]
-
-
-def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: pytest.MonkeyPatch):
-    names = Names(monkeypatch, "10.0.0.1", "10.0.0.2")
-
-    async def play() -> None:
-        async with Rig("dns:critic.svc:8000") as servers:
-            assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000", "10.0.0.2:8000"}
-            names.hosts = ("10.0.0.2", "10.0.0.3")
-            lost = servers["10.0.0.1:8000"]
-            lost.connection.refuses = True
-            await servers.fail(lost.url, REFUSED)
-            await until(lambda: lost not in servers.servers)
-            assert {await servers.take() for _ in range(4)} == {"10.0.0.2:8000", "10.0.0.3:8000"}
-            names.hosts = ()
-            servers["10.0.0.2:8000"].connection.refuses = True
-            await servers.fail("10.0.0.2:8000", REFUSED)
-            asked = len(servers["10.0.0.2:8000"].connection.asked)
-            await until(lambda: len(servers["10.0.0.2:8000"].connection.asked) > asked)
-            assert len(servers.servers) == 2, "a name service that is away takes nobody away"
-
-    scene(play)
-
-
-def test_a_name_that_nobody_knows_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch):
-    Names(monkeypatch)
-
-    async def play() -> None:
-        async with Rig("dns:critic.svc:8000") as servers:
-            with pytest.raises(
-                RequestFailed, match=r"actor\.client\.servers: 'dns:critic\.svc:8000' cannot be resolved"
-            ):
-                await servers.take()
-
-    scene(play)
-
-
-def test_an_address_that_is_named_twice_is_one_server():
-    async def play() -> None:
-        async with Rig("a:1", "b:1", "a:1") as servers:
-            await asyncio.gather(*(servers.take() for _ in range(10)))
-            assert [server.url for server in servers.servers] == ["a:1", "b:1"]
 
     scene(play)
