@@ -103,8 +103,8 @@ class ActorSection(Section):
     max_update_kl: Annotated[float, Field(gt=0)] | None = None
     """End the update of a step when a minibatch has moved further than this from the policy that sampled, nats per
     token."""
-    minibatch_size: Count = 32
-    """Rows per policy optimizer step."""
+    minibatch_size: Count = Field(default_factory=lambda given: min(32, given.get("rollout_size", 32)))
+    """Rows per policy optimizer step; default: 32, or all of a smaller `rollout_size`."""
     token_budget: Count = 4096
     """Most tokens, padding included, in one forward of an update; never changes the result."""
     lr: Annotated[float, Field(gt=0)] = 9e-7

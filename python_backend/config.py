@@ -6,6 +6,7 @@ A room reads `run` and its own section; nothing that runs inside tritonserver re
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.
 
     Raises:
-        ConfigError: with one line per problem, naming key, value and, for an unknown key, the nearest valid one.
+        ConfigError: with one line per problem, naming the file or the override, key, value and, for an unknown key, the
+            nearest valid one.
     """
     path = Path(path)
     try:
@@ -145,9 +147,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         config = _with_reference(RunConfig.model_validate(data))
         return with_fixed_values(config) if config.run.deterministic else config
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {_describe(item)}" for item in error.errors())) from error
+        problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        problems = [("", str(error))]
+    raise ConfigError("\n".join(f"{_source(path, overrides, *problem)}: {problem[1]}" for problem in problems))
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
@@ -182,6 +185,16 @@ def _unshared(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
+
+
+def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> str:
+    """The override that is wrong, or the file; a problem between several keys may have several overrides."""
+    keys = {override: override.partition("=")[0] for override in overrides}
+    if location:
+        wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
+    else:
+        wrong = [o for o, key in keys.items() if re.search(rf"{re.escape(key)}(?![\w.]\w)", text)]
+    return ", ".join(f"override {override!r}" for override in wrong) or str(path)
 
 
 def _describe(item: Any) -> str:

@@ -130,9 +130,11 @@ def test_scientific_notation_is_a_number(tmp_path: Path):
         ("actor.steps", "override 'actor.steps' must look like section.key=value"),
         ("=3", "override '=3' must look like"),
         ("actor.steps=[", "override 'actor.steps=[': the value is not valid YAML"),
-        ("actor.stepz=3", "unknown key actor.stepz; did you mean actor.steps?"),
-        ("actor..steps=3", "unknown key actor."),
-        ("actor.steps=x", "actor.steps: Input should be a valid integer"),
+        ("actor.stepz=3", "override 'actor.stepz=3': unknown key actor.stepz; did you mean actor.steps?"),
+        ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
+        ("actor..steps=3", "override 'actor..steps=3': unknown key actor."),
+        ("actor.steps=x", "override 'actor.steps=x': actor.steps: Input should be a valid integer"),
+        ("actor.minibatch_size=500", "override 'actor.minibatch_size=500': actor.minibatch_size (500) is larger than"),
         ("run.dir.x=1", "override 'run.dir.x=1': 'dir' is a value, not a section"),
     ],
 )
@@ -175,6 +177,20 @@ def test_the_defaults_are_valid_themselves(tmp_path: Path):
     """pydantic does not check defaults: a round trip through YAML does."""
     dumped = RunConfig().model_dump(mode="json", exclude={"demo"})
     assert load(tmp_path, yaml.safe_dump(dumped)) == RunConfig()
+
+
+def test_a_small_rollout_is_one_minibatch_by_default(tmp_path: Path):
+    sizes = [load(tmp_path, "", f"actor.rollout_size={size}").actor.minibatch_size for size in (8, 32, 256)]
+    assert sizes == [8, 32, 32]
+    assert load(tmp_path, "actor: {minibatch_size: 2}", "actor.rollout_size=8").actor.minibatch_size == 2
+
+
+def test_what_is_wrong_in_the_file_is_not_blamed_on_an_override(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "actor: {step: 3}", "actor.steps=3", "actor.step_size=2")
+    assert [line.rpartition(": unknown")[0].rpartition("/")[2] for line in str(caught.value).splitlines()] == [
+        "my.yaml", "override 'actor.step_size=2'"
+    ]  # fmt: skip
 
 
 def test_the_configuration_is_frozen():
