@@ -58,6 +58,7 @@ class Bookkeeper:
         self._validated: int | None = None  # the newest step that this process validated at
         self.saves: list[asyncio.Task[None]] = []  # under way, or ended with an error that nobody expected
         self.weights_version = 0  # of the critic, as far as this run was told
+        self.failed_critic_updates = 0  # of this process; they count as done
         self._unsaved: int | None = None  # the newest step whose critic_save failed
         self._masked_samples = 0
         self._log: MetricsLog
@@ -113,7 +114,7 @@ class Bookkeeper:
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
-            **self._staleness(scores, step),
+            **self._critic_metrics(scores, step),
             "train_rollouts/consumed_samples": consumed,
             "train_rollouts/epoch": consumed // self._num_prompts,
             "tokens_per_s": generated / seconds,
@@ -162,10 +163,11 @@ class Bookkeeper:
         except WeightsError:
             return None
 
-    def _staleness(self, scores: Scores, step: int) -> dict[str, Metric]:
+    def _critic_metrics(self, scores: Scores, step: int) -> dict[str, Metric]:
         if not self._has_critic:
             return {}
-        return staleness_metrics(self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1))
+        rows = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
+        return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
 
     def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
         """Remember a validation, write its texts ("before" and "after"), and keep the policy if it is the best."""
@@ -268,7 +270,7 @@ class Bookkeeper:
         figures: dict[str, float] = {
             "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
             "critic_updates": steps,
-            "failed_critic_updates": self._client.counters.failed_critic_updates,
+            "failed_critic_updates": self.failed_critic_updates,
         }
         before = self._validations.get("before")
         if before is not None:  # of a resumed run the first part held them

@@ -224,7 +224,7 @@ class PPORun:
             try:
                 answer = await self.client.train(critic_payload(batch), run_id=self.run_id, step=step)
             except ServerFailed as error:  # task edge: one step lost, not the run
-                self.client.counters.failed_critic_updates += 1
+                self.books.failed_critic_updates += 1
                 logger.warning("step %d: the critic's update failed, the run goes on without it: %s", step, error)
                 return None
         self.books.log_timeline(step, timers.spans)

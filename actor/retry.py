@@ -38,8 +38,6 @@ class Counters:
     over_budget: int = 0
     """Requests that failed because the retry budget was spent."""
     failed_requests: int = 0
-    failed_critic_updates: int = 0
-    """Training steps that the sidecar answered with an error; they count as done."""
     outages: int = 0
     """Times that requests had to wait because no server answered."""
     outage_seconds: float = 0.0

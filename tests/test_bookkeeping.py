@@ -117,7 +117,7 @@ def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Ser
         await book.resume()
         yes = torch.ones(4).bool()
         scores = Scores(torch.zeros(4), torch.zeros(4, 2), torch.tensor([2, 3, 3, 9]), yes, [])
-        return book._staleness(scores, step=6)
+        return book._critic_metrics(scores, step=6)
 
     assert run(reads())["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
 

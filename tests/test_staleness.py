@@ -250,7 +250,7 @@ def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpo
         return await asyncio.wait_for(WatchedRun(run.config, critic).run(), 20)  # type: ignore[arg-type]
 
     summary = asyncio.run(main())
-    assert critic.trained == summary["ppo_steps"] == 1
+    assert critic.trained == summary["steps"] == 1
     assert summary["weights_version"] == FIRST_VERSION + 1
 
 
@@ -285,6 +285,7 @@ def test_a_failed_critic_update_is_told_and_the_run_goes_on(
     assert summary["weights_version"] == FIRST_VERSION + 4 - len(fails)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["client/failed_critic_updates"] == sum(step < 4 for step in fails)
     told = [record.getMessage() for record in caplog.records if "update failed, the run goes on" in record.getMessage()]
     assert all(f"the gradients of {step} are not finite" in text for step, text in zip(fails, told, strict=True))
 
