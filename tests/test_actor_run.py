@@ -73,7 +73,7 @@ def test_a_short_run_ends_well(finished: FinishedRun) -> None:
     assert finished.exit_code == 0, finished.actor_log
     folder = finished.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
-    assert summary["ppo_steps"] == summary["critic_updates"] == summary["weights_version"] == 3
+    assert summary["steps"] == summary["critic_updates"] == summary["weights_version"] == 3
     assert summary["failed_requests"] == summary["masked_samples"] == 0
     for name in ("reward_before", "reward_after", "kl_final", "ev_v0", "ev_last"):
         assert np.isfinite(summary[name]), name

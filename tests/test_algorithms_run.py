@@ -103,7 +103,7 @@ def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path:
     log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
     assert "are over at step 1 of 3; the next start goes on from here" in log
     assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
-    assert json.loads((folder / "actor_summary.json").read_text())["ppo_steps"] == 1
+    assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
     run_actor(live, folder, "reinforce++", **settings)
     rows = [json.loads(line) for line in (folder / "validations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]

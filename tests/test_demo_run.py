@@ -36,7 +36,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 def test_summary_says_what_happened(run_dir: Path) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["ppo_steps"] == summary["weights_version"] == summary["critic_updates"] == STEPS
+    assert summary["steps"] == summary["weights_version"] == summary["critic_updates"] == STEPS
     assert summary["reloads_swap"] == STEPS
     assert summary["reloads_triton"] in (1, 2)  # after step 2 and the last; a save during a reload needs no other
     assert summary["failed_requests"] == summary["server_failures"] == summary["masked_samples"] == 0

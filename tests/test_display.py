@@ -84,6 +84,16 @@ def test_a_run_without_a_critic_has_no_words_for_it(tmp_path: Path, capsys: pyte
     assert not [word for word in OF_THE_CRITIC if word in frame]
 
 
+def test_a_kl_that_rounds_to_0_has_no_minus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with RunDisplay(tmp_path, 1) as display:
+        append(
+            tmp_path / "metrics.jsonl",
+            step_row(1, **{"train_rollouts/init_policy_kl_per_sequence": -0.003, "train_rollouts/rewards": -0.0002}),
+        )
+        display.refresh()
+    assert "reward +0.000  KL 0.00" in capsys.readouterr().out
+
+
 def test_many_steps_print_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with RunDisplay(tmp_path, 1000) as display:
         append(tmp_path / "metrics.jsonl", *(step_row(k) for k in range(1, 1001)))

@@ -222,6 +222,16 @@ def signals_kept() -> Iterator[None]:
         tools.run.signal.signal(number, handler)
 
 
+def test_a_stopped_run_names_what_it_stops(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    run = tools.run.Run(path, load_config(path), [], None)  # type: ignore[arg-type]
+    assert run.parts == "before anything was started"
+    run._supervisor = run._actor = object()  # type: ignore[assignment]
+    assert run.parts == "actor and server"
+    run._sidecar = object()  # type: ignore[assignment]
+    assert run.parts == "actor, sidecar and server"
+
+
 def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The output of `python -m tools run` in this process, which has loaded the large libraries already."""
     code = tools.run.main(["--config", str(path)])

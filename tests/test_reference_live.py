@@ -120,7 +120,7 @@ def test_a_run_with_a_served_reference_ends_well_and_has_no_copy(served: Finishe
     assert served.exit_code == 0, served.actor_log
     folder = served.run.config.run.dir
     summary = json.loads((folder / "actor_summary.json").read_text())
-    assert summary["ppo_steps"] == summary["critic_updates"] == 3
+    assert summary["steps"] == summary["critic_updates"] == 3
     assert summary["failed_requests"] == summary["masked_samples"] == 0
     assert Policy(served.run.config.actor.checkpoint, served.run.config.actor).reference is None
     with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps

@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
-from tools.report import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
+from tools.report import _samples, highlight, pick_texts, verdict, word_pattern, write_curves, write_report
 from tools.report_curves import (
     CAPTIONS,
+    draw_distinct,
+    draw_ended,
     draw_kl,
     draw_reward,
     draw_step_time,
-    draw_texts,
     drawn,
     panels,
     svg,
 )
-from tools.report_data import Gain, load_run, phase_seconds, series
+from tools.report_data import Gain, formatted, load_run, phase_seconds, series
 from tools.report_page import SENTENCES
 from tools.summary import SUMMARY_KEYS, Pair, write_summary
 
@@ -35,7 +37,7 @@ def write_run(run_dir: Path, *, gold: bool, validated: bool = True, critic: bool
         {
             "step": k, "time": 100.0 + 2 * k, "train_rollouts/rewards": 0.1 * k,
             "train_rollouts/rewards_with_kl": 0.08 * k, "train_rollouts/init_policy_kl_per_sequence": 0.2 * k,
-            "train_rollouts/distinct2": 0.5,
+            "train_rollouts/distinct2": 0.05, "train_rollouts/fraction_of_samples_properly_ended": 0.9,
             "timers/generate": 1.0, "timers/train_time": 0.5, "timers/step_time": 2.0,
             **({
                 "train_rollouts/explained_variance": float("nan") if k == 1 else 0.04 * k,
@@ -69,9 +71,9 @@ def write_run(run_dir: Path, *, gold: bool, validated: bool = True, critic: bool
         ]
         (run_dir / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     validations = dict.fromkeys(("reward_before", "reward_after", "kl_final"), 0.5) if validated else {}
-    critics = dict.fromkeys(("weights_version", "critic_updates"), num_steps) if critic else {}
+    critics = dict.fromkeys(("weights_version", "critic_updates", "failed_critic_updates"), num_steps) if critic else {}
     explained = dict.fromkeys(("ev_v0", "ev_last"), 0.5) if critic and validated else {}
-    always = {"ppo_steps": num_steps, "failed_requests": 0, "masked_samples": 0, "seconds_per_step": 2.0}
+    always = {"steps": num_steps, "failed_requests": 0, "masked_samples": 0, "seconds_per_step": 2.0}
     (run_dir / "actor_summary.json").write_text(json.dumps({**validations, **critics, **explained, **always}))
     write_summary(run_dir, gold=gold, server_failures=0, peak_rss_mb=100.0, seconds_total=50.0)
     return run_dir
@@ -90,7 +92,7 @@ def test_of_a_long_run_the_report_reads_every_nth_step(tmp_path: Path):
     assert [row["step"] for row in run.critic if row["reload"] == "swap"] == steps
     assert [row["step"] for row in run.critic if row["reload"] == "triton"] == [3], "rare ones are all there"
     assert (run.summary["reloads_swap"], run.summary["reloads_triton"]) == (5000, 1)
-    assert len(panels(run)) == 7
+    assert len(panels(run)) == 8
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ def test_headline_and_numbers(page: str):
     for key in SUMMARY_KEYS:
         assert f"<code>{key}</code>" in page
     assert set(SENTENCES) == set(SUMMARY_KEYS)
-    assert page.count("<figure>") == 8
+    assert page.count("<figure>") == 9
 
 
 def test_texts_are_escaped(page: str):
@@ -129,7 +131,7 @@ def test_marked_words_are_escaped_too():
 
 
 def test_same_run_same_bytes(full_run: Path):
-    first, second = (svg(draw_texts, load_run(full_run)) for _ in range(2))
+    first, second = (svg(draw_distinct, load_run(full_run)) for _ in range(2))
     assert first == second
     assert "<dc:date>" not in first
 
@@ -140,7 +142,7 @@ def test_a_run_without_gold(tmp_path: Path):
     assert "The reward rose by 2.000" in text
     assert "The mean reward was 0.000 before and 2.000 after." in text
     assert "Largest gains" in text
-    assert text.count("<figure>") == 7
+    assert text.count("<figure>") == 8
 
 
 def test_a_run_without_validation(tmp_path: Path):
@@ -149,8 +151,57 @@ def test_a_run_without_validation(tmp_path: Path):
     assert "The mean training reward was 0.100 in the first step and 0.200 in the last." in text
     assert "Texts before and after" not in text
     assert "held-out" not in text
+    assert "<h2>Texts</h2>" not in text, "it logged none"
     write_curves(run_dir, tmp_path / "short.png")
     assert (tmp_path / "short.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("num_texts", "shown"), [(3, 3), (16, 16), (40, 16)])
+def test_a_run_without_validation_shows_texts_of_its_rollouts(tmp_path: Path, num_texts: int, shown: int):
+    run_dir = write_run(tmp_path / "short", gold=False, validated=False, num_steps=2)
+    rows = [
+        {"step": k, "prompt": "It <b>is</b>", "response": f"{EVIL} {k}.", "reward": None if k == 2 else -0.001}
+        for k in range(1, num_texts + 1)
+    ]
+    (run_dir / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = _samples(load_run(run_dir).texts)
+    assert section.count("<em>It &lt;b&gt;is&lt;/b&gt;</em>") == shown
+    assert "<script" not in section
+    assert f"great {num_texts}.</td><td class=n>+0.00</td>" in section
+    assert "great 2.</td><td class=n>–</td>" in section
+    assert ("Last steps" in section) == (shown == 16)
+    if num_texts == 40:
+        assert "great 8." in section
+        assert "great 9." not in section
+        assert "great 32." not in section
+
+
+def test_each_share_has_a_scale_of_its_own(full_run: Path):
+    """Distinct bigrams of 0.05 were a flat line at the bottom of an axis up to 1.25."""
+    tops = []
+    for draw in (draw_distinct, draw_ended):
+        axes = Figure().subplots()
+        draw(axes, load_run(full_run))
+        tops.append(axes.get_ylim()[1])
+    assert tops == pytest.approx([0.055, 1.03])
+
+
+def test_a_report_of_an_older_run_is_read(full_run: Path, tmp_path: Path):
+    summary = json.loads((full_run / "summary.json").read_text())
+    copy = tmp_path / "old"
+    copy.mkdir()
+    for name in ("metrics.jsonl", "critic_metrics.jsonl", "samples.jsonl"):
+        (copy / name).write_bytes((full_run / name).read_bytes())
+    (copy / "summary.json").write_text(json.dumps({"ppo_steps": summary.pop("steps"), **summary}))
+    assert load_run(copy).summary == load_run(full_run).summary
+
+
+@pytest.mark.parametrize(
+    ("value", "spec", "text"),
+    [(-0.004, ".2f", "0.00"), (-0.006, ".2f", "-0.01"), (-0.0001, "+.3f", "+0.000"), (-1234.5, ",.0f", "-1,234")],
+)
+def test_what_rounds_to_0_has_no_minus(value: float, spec: str, text: str):
+    assert formatted(value, spec) == text
 
 
 @pytest.mark.parametrize("validated", [True, False])
@@ -159,8 +210,8 @@ def test_a_run_without_a_critic_has_no_words_and_no_pictures_of_it(tmp_path: Pat
     text = write_report(run_dir).read_text(encoding="utf-8")
     assert not re.search("critic|version|reload|PPO", re.sub(r'src="[^"]*"', "", text))
     run = load_run(run_dir)
-    assert drawn(run) == [draw_reward, draw_kl, draw_step_time, draw_texts]
-    assert text.count("<figure>") == 4
+    assert drawn(run) == [draw_reward, draw_kl, draw_step_time, draw_distinct, draw_ended]
+    assert text.count("<figure>") == 5
     assert "<td class=n>–</td>" not in text
     write_curves(run_dir, tmp_path / "curves.png")
 
@@ -172,7 +223,10 @@ def test_pictures_without_data_leave_no_axes(tmp_path: Path):
     kept = [{key: row[key] for key in row if "kl" not in key} for row in rows]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     run = load_run(run_dir)
-    assert drawn(run) == [draw_reward, draw_step_time, draw_texts]
+    assert drawn(run) == [draw_reward, draw_step_time, draw_distinct, draw_ended]
+    axes = Figure().subplots()
+    draw_reward(axes, run)
+    assert axes.get_legend_handles_labels()[1] == ["per step"]
     assert [caption for caption, _ in panels(run)] == [CAPTIONS[draw] for draw in drawn(run)]
     write_curves(run_dir, tmp_path / "curves.png")
 

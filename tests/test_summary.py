@@ -12,7 +12,7 @@ from tools.report_data import read_steps
 from tools.summary import SUMMARY_KEYS, distinct2, read_jsonl, read_pairs, word_gains, write_summary
 
 ACTOR = {
-    "ppo_steps": 2, "reward_before": 9.0, "reward_after": 9.0, "kl_final": 1.5, "ev_v0": -0.1, "ev_last": 0.5,
+    "steps": 2, "reward_before": 9.0, "reward_after": 9.0, "kl_final": 1.5, "ev_v0": -0.1, "ev_last": 0.5,
     "weights_version": 2, "critic_updates": 2, "failed_requests": 0, "masked_samples": 0, "retries": 1,
     "seconds_total": 10.0, "seconds_per_step": 2.5,
 }  # fmt: skip
@@ -150,8 +150,8 @@ def test_a_missing_file_is_named(run_dir: Path, name: str):
 
 
 def test_missing_key_of_the_actor_is_named(run_dir: Path):
-    (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k != "ppo_steps"}))
-    with pytest.raises(ValueError, match="lacks ppo_steps"):
+    (run_dir / "actor_summary.json").write_text(json.dumps({k: v for k, v in ACTOR.items() if k != "steps"}))
+    with pytest.raises(ValueError, match="lacks steps"):
         write_summary(run_dir, gold=True, **MEASURED)
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tools.jsonl_tail import JsonlTail
-from tools.report_data import PHASES, SHOWN_S, number, phase_seconds
+from tools.report_data import PHASES, SHOWN_S, formatted, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
@@ -247,7 +247,7 @@ def _step_time(row: dict[str, Any]) -> list[RenderableType]:
 
 def _format(row: dict[str, Any], key: str, spec: str, unit: str = "") -> str:
     value = number(row.get(key))
-    return "" if value is None else f"{value:{spec}}{unit}"
+    return "" if value is None else formatted(value, spec) + unit
 
 
 def _clock(seconds: float) -> str:

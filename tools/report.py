@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.report_curves import panels, write_curves
-from tools.report_data import ALL_WORDS, Gain, Run, load_run, reward_gain, series
+from tools.report_data import ALL_WORDS, MOST_TEXTS, Gain, Run, Sample, formatted, load_run, reward_gain, series
 from tools.report_page import PAGE, SENTENCES
 from tools.summary import Pair, word_gains
 
@@ -26,7 +26,9 @@ def write_report(run_dir: Path) -> Path:
     """Returns the path of the report.html it wrote. Raises FileNotFoundError naming a missing file."""
     run = load_run(run_dir)
     words = word_gains(run.pairs) if run.gold else []
-    sections = [_headline(run), _pictures(run), _words(run, words), _texts(run, words), _numbers(run)]
+    sections = [
+        _headline(run), _pictures(run), _words(run, words), _texts(run, words), _samples(run.texts), _numbers(run)
+    ]  # fmt: skip
     page = PAGE.format(
         title=escape(f"{run.name}: RLHF on Triton"), name=escape(run.name), body="\n".join(filter(None, sections))
     )
@@ -73,7 +75,9 @@ def _headline(run: Run) -> str:
     if run.pairs and "reward_after" in s:
         sentences.append(f"The mean reward was {s['reward_before']:.3f} before and {s['reward_after']:.3f} after.")
     if "kl_final" in s:
-        sentences.append(f"The policy is {s['kl_final']:.2f} nats per sequence away from where it started.")
+        sentences.append(
+            f"The policy is {formatted(s['kl_final'], '.2f')} nats per sequence away from where it started."
+        )
     if "ev_v0" in s and "ev_last" in s:
         sentences.append(
             f"On the same held-out rollouts critic version {s['weights_version']} explains "
@@ -88,7 +92,7 @@ def _headline(run: Run) -> str:
         f"{s['failed_requests']} requests failed by the client's count, {s['server_failures']} by the server's."
     )
     items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
-    lead = f"After {s['ppo_steps']} steps"
+    lead = f"After {s['steps']} steps"
     lead += f", on {len(run.pairs)} held-out prompts continued before and after:" if run.pairs else ":"
     cards = f'<div class="cards">{_cards(run)}</div>'
     return f'<section class="headline">{cards}<p>{lead}</p><ul>{items}</ul></section>'
@@ -110,7 +114,7 @@ def _cards(run: Run) -> str:
     if reward:
         cards.append(("reward gain", f"{reward.mean:+.2f}", f"[{reward.low:.2f}, {reward.high:.2f}]"))
     if "kl_final" in s:
-        cards.append(("KL", f"{s['kl_final']:.2f}", "nats per sequence"))
+        cards.append(("KL", formatted(s["kl_final"], ".2f"), "nats per sequence"))
     if "ev_v0" in s and "ev_last" in s:
         cards.append(("critic explains", f"{s['ev_last']:.2f}", f"version 0: {s['ev_v0']:.2f}"))
     if run.critic:
@@ -209,6 +213,29 @@ def _text_row(pair: Pair, gain: float, gold: bool, marked: re.Pattern[str]) -> s
     return f'<tr>{"".join(cells)}<td class="n {kind}">{gain:+.2f}</td></tr>'
 
 
+def _samples(texts: Sequence[Sample]) -> str:
+    """Of a run without held-out texts: some of what it was trained on."""
+    if not texts:
+        return ""
+    rows = [_sample_row(text) for text in texts]
+    if len(rows) == 2 * MOST_TEXTS:
+        rows.insert(MOST_TEXTS, "<tr><th colspan=3>Last steps</th></tr>")
+        rows.insert(0, "<tr><th colspan=3>First steps</th></tr>")
+    note = "Responses of training rollouts, prompts in grey; actor.logged_texts sets how many a step keeps."
+    return (
+        f"<section><h2>Texts</h2><p>{note}</p><table class=texts>"
+        f"<tr><th class=n>step</th><th>response</th><th>reward</th></tr>{''.join(rows)}</table></section>"
+    )
+
+
+def _sample_row(text: Sample) -> str:
+    reward = "–" if text.reward is None else formatted(text.reward, "+.2f")
+    return (
+        f"<tr><td class=n>{text.step}</td><td><em>{escape(text.prompt)}</em>{escape(text.response)}</td>"
+        f"<td class=n>{reward}</td></tr>"
+    )
+
+
 def highlight(text: str, marked: re.Pattern[str]) -> str:
     """Escaped text, the matches of `marked` wrapped; split first, so that no match cuts an entity."""
     return "".join(
@@ -243,7 +270,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_shown(item) for item in value)}]"
     if isinstance(value, float):
-        return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.0f}"
+        return formatted(value, ",.3f" if abs(value) < 100 else ",.0f")
     return f"{value}"
 
 

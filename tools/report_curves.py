@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tools.report_data import PHASES, SHOWN_S, Run, load_run, number, phase_seconds, series
+from tools.report_data import PHASES, SHOWN_S, Run, formatted, load_run, number, phase_seconds, series
 
 Axes = Any  # matplotlib is imported late, and only where it draws
 Draw = Callable[[Axes, Run], None]
@@ -18,10 +18,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98",
 )  # fmt: skip
 PHASE_COLOURS = dict(zip(PHASES.values(), (BLUE, SKY, GREEN, PURPLE, RED, ORANGE, "#C9CDD3"), strict=True))
-TEXT_SHARES = {
-    "train_rollouts/distinct2": ("distinct bigrams", GREEN),
-    "train_rollouts/fraction_of_samples_properly_ended": ("ended properly", ORANGE),
-}
+DISTINCT, ENDED = "train_rollouts/distinct2", "train_rollouts/fraction_of_samples_properly_ended"
 RELOADS = (("swap", BLUE, "o", 14), ("triton", RED, "D", 46))
 STYLE = {
     "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -46,7 +43,8 @@ def drawn(run: Run) -> list[Draw]:
         draw_step_time: _has(run.steps, "timers/step_time"),
         draw_versions: bool(run.critic),
         draw_reload_ms: _has(run.critic, "reload_ms"),
-        draw_texts: any(_has(run.steps, key) for key in TEXT_SHARES),
+        draw_distinct: _has(run.steps, DISTINCT),
+        draw_ended: _has(run.steps, ENDED),
     }
     return [draw for draw, is_there in recorded.items() if is_there]
 
@@ -60,7 +58,7 @@ def write_curves(run_dir: Path, out_png: Path) -> None:
 
     run = load_run(run_dir)
     distance = draw_gold if run.gold else draw_kl
-    ranked = (draw_reward, distance, draw_explained_variance, draw_versions, draw_step_time, draw_texts)
+    ranked = (draw_reward, distance, draw_explained_variance, draw_versions, draw_step_time, draw_distinct)
     chosen = [draw for draw in ranked if draw in drawn(run)][:4]
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
@@ -82,10 +80,10 @@ def draw_reward(axes: Axes, run: Run) -> None:
     if window > 1:
         axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
-    if with_kl != (x, y):
+    if with_kl[0] and with_kl != (x, y):
         axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
     kl = run.summary.get("kl_final")
-    _finish(axes, "Reward" + (f", at {kl:.1f} nats of KL" if kl is not None else ""), "step")
+    _finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
 
 
 def draw_gold(axes: Axes, run: Run) -> None:
@@ -181,13 +179,19 @@ def draw_reload_ms(axes: Axes, run: Run) -> None:
     _finish(axes, "Milliseconds per reload", "minutes since the first step")
 
 
-def draw_texts(axes: Axes, run: Run) -> None:
-    for key, (label, colour) in TEXT_SHARES.items():
-        x, y = series(run.steps, key)
-        if x:
-            axes.plot(x, y, color=colour, lw=1.6, label=label, **_markers(x))
-    axes.set_ylim(0, 1.25)
-    _finish(axes, "Diversity and endings (share)", "step")
+def draw_distinct(axes: Axes, run: Run) -> None:
+    """On a scale of its own: where responses are long or many, few bigrams in a hundred are new."""
+    x, y = series(run.steps, DISTINCT)
+    axes.plot(x, y, color=GREEN, lw=1.6, **_markers(x))
+    axes.set_ylim(0, 1.1 * max(y) or 1.0)
+    _finish(axes, "Distinct bigrams (share of all)", "step")
+
+
+def draw_ended(axes: Axes, run: Run) -> None:
+    x, y = series(run.steps, ENDED)
+    axes.plot(x, y, color=ORANGE, lw=1.6, **_markers(x))
+    axes.set_ylim(-0.03, 1.03)
+    _finish(axes, "Responses that ended by themselves (share)", "step")
 
 
 def _start(run: Run) -> float:
@@ -209,7 +213,7 @@ def _markers(x: Sequence[float]) -> dict[str, Any]:
 
 def _level(axes: Axes, value: float | None, colour: str, label: str) -> None:
     if value is not None:
-        axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {value:.2f}")
+        axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {formatted(value, '.2f')}")
 
 
 def _has(rows: Sequence[dict[str, Any]], key: str) -> bool:
@@ -246,5 +250,6 @@ CAPTIONS: dict[Draw, str] = {
     draw_step_time: "Where a step's time goes; the frame ends above the usual step, rare long ones reach past it.",
     draw_versions: "Which critic version is served, and when it was replaced.",
     draw_reload_ms: "What a reload costs, from publishing to serving; old weights serve meanwhile.",
-    draw_texts: "Whether texts stay varied and end properly.",
+    draw_distinct: "Whether texts stay varied: a policy that repeats itself falls here first.",
+    draw_ended: "Responses that ended before the limit of their length.",
 }

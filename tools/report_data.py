@@ -6,9 +6,11 @@ Returns frozen records and plain numbers; nothing here draws or writes.
 import json
 import math
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tools.summary import Pair, each_row, gold_gains, has_samples, read_pairs
 
 ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # steps, and critic updates: more are not seen, and make a page of many megabytes
+MOST_TEXTS = 8  # from the beginning of a run, and as many from its end
 SHOWN_S = 0.005  # a phase shorter than this would read 0.00
 # Timer -> what it is called; "other" is what no timer covers.
 PHASES = {
@@ -41,6 +44,16 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A response of a training rollout."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float | None  # None: it has no score
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """What the report shows, as read from the run folder."""
 
@@ -49,6 +62,7 @@ class Run:
     steps: list[dict[str, Any]]  # of a long run every n-th
     critic: list[dict[str, Any]]  # the same of each kind of line; empty where the algorithm has no critic
     pairs: list[Pair]
+    texts: list[Sample]  # of its training rollouts, where it has no pairs
 
     @property
     def gold(self) -> bool:
@@ -74,12 +88,16 @@ def load_run(run_dir: Path) -> Run:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
     summary = json.loads(path.read_text(encoding="utf-8"))
+    pairs = read_pairs(run_dir) if has_samples(run_dir) else []
+    if "ppo_steps" in summary:  # of a run before 2026-11-22
+        summary = {"steps": summary.pop("ppo_steps"), **summary}
     return Run(
         name=run_dir.name,
         summary=summary,
         steps=read_steps(run_dir),
         critic=read_critic(run_dir) if "critic_updates" in summary else [],
-        pairs=read_pairs(run_dir) if has_samples(run_dir) else [],
+        pairs=pairs,
+        texts=[] if pairs else read_texts(run_dir),
     )
 
 
@@ -91,6 +109,15 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
             chosen.rows.pop()
         chosen.add(row)
     return chosen.rows
+
+
+def read_texts(run_dir: Path) -> list[Sample]:
+    """Returns the first and the last MOST_TEXTS lines of rollouts.jsonl; nothing where that is absent."""
+    path = run_dir / "rollouts.jsonl"
+    rows = each_row(path) if path.is_file() else iter(())
+    first = list(islice(rows, MOST_TEXTS))
+    names = ("step", "prompt", "response", "reward")
+    return [Sample(**{name: row[name] for name in names}) for row in (*first, *deque(rows, MOST_TEXTS))]
 
 
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
@@ -134,6 +161,12 @@ def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
     seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
     total = number(row.get("timers/step_time")) or 0.0
     return seconds | {"other": max(0.0, total - sum(seconds.values()))}
+
+
+def formatted(value: float, spec: str) -> str:
+    """As `format`, but without a minus before what rounds to 0."""
+    text = format(value, spec)
+    return text if text.strip("+-0.,") else format(0.0, spec)
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -4,7 +4,7 @@ Returns texts only: no script, no font and no picture from elsewhere.
 """
 
 SENTENCES = {
-    "ppo_steps": "Steps: one batch of rollouts and its update each.",
+    "steps": "Steps: one batch of rollouts and its update each.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
     "reward_after": "The same for the final policy, same prompts and sampling seeds.",
     "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",
@@ -66,7 +66,7 @@ table i.up {{ background: #0072b2; }}
 td.up {{ color: #0072b2; }} td.down {{ color: #d55e00; }}
 .texts {{ table-layout: fixed; }}
 .texts td {{ overflow-wrap: anywhere; }}
-.texts th:last-child {{ width: 62px; }}
+.texts th:last-child, .texts th:first-child.n {{ width: 62px; }}
 .texts th[colspan] {{ width: auto; padding-top: 18px; color: #202124; font-size: 15px; background: #f8f9fa; }}
 .texts em {{ color: #80868b; font-style: normal; }}
 .texts small {{ float: right; padding-left: 8px; font-variant-numeric: tabular-nums; }}

@@ -89,6 +89,13 @@ class Run:
         self.stop()
         self._report(failures)
 
+    @property
+    def parts(self) -> str:
+        """What `stop` stops, for people."""
+        parts = {"actor": self._actor, "sidecar": self._sidecar, "server": self._supervisor}
+        *first, last = [name for name, part in parts.items() if part is not None] or ["before anything was started"]
+        return f"{', '.join(first)} and {last}" if first else last
+
     def stop(self) -> None:
         """Stop what still runs: actor, sidecar, server."""
         if self._actor is not None:
@@ -238,7 +245,7 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
             try:
                 run.execute()
             except BaseException:
-                display.phase("stopping actor, sidecar and server")
+                display.phase(f"stopping {run.parts}")
                 run.stop()
                 raise
     except (ConfigError, ServerStartError, ChildDied, RunFailed) as error:
