@@ -1,4 +1,5 @@
 """What the actor keeps beside the maths: metrics, validations, checkpoints, resume, and the run's summary.
+Large files are written in a thread: on the event loop, answers that arrive meanwhile would miss their deadlines.
 Given: each step's results. Returns: files in the run's folder; how the critic must be rewound to agree with them.
 """
 
@@ -169,7 +170,7 @@ class Bookkeeper:
         rows = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
         return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
 
-    def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
+    async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
         """Remember a validation, write its texts ("before" and "after"), and keep the policy if it is the best."""
         _warn_of_failures(f"validation {when}", result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
@@ -180,7 +181,7 @@ class Bookkeeper:
             kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
             write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
             write_json(self._dir / f"validation_{when}.json", line)
-        self._keep_if_best(step, result.reward)
+        await asyncio.to_thread(self._keep_if_best, step, result.reward)
         path = self._dir / "validations.jsonl"
         if self._validated is None:  # a resumed run repeats some
             drop_steps_from(step, path)
@@ -211,13 +212,15 @@ class Bookkeeper:
         """Whether the policy's checkpoint of `step` is written."""
         return step in saved_steps(self._checkpoints)
 
-    def checkpoint(self, step: int) -> None:
-        """Write the policy, and ask the critic for its checkpoint of the same step without waiting."""
+    async def checkpoint(self, step: int) -> None:
+        """Write the policy, which must not change meanwhile, and ask for the critic's checkpoint without waiting."""
         state = {
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
             "critic_step": step, "weights_version": self.weights_version,
         }  # fmt: skip
-        save_checkpoint(self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints)
+        await asyncio.to_thread(
+            save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints
+        )
         if self._has_critic:
             self.saves = [save for save in self.saves if not _ended_well(save)]
             self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
@@ -238,7 +241,7 @@ class Bookkeeper:
             keep_steps = critic_steps(self._checkpoints)
             await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
         self._log.close()
-        self._policy.save(self._dir / "policy")
+        await asyncio.to_thread(self._policy.save, self._dir / "policy")
         summary = {
             "steps": steps,
             **self._validated_figures(),

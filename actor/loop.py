@@ -121,7 +121,7 @@ class PPORun:
             self.done = done
             is_last = done == self.settings.steps or self.is_out_of_time(started, done)
             if is_last or done % self.settings.checkpoint_every == 0:
-                self.books.checkpoint(done)
+                await self.books.checkpoint(done)
             if is_last:
                 break
             if self.settings.validate_every and done % self.settings.validate_every == 0:
@@ -253,7 +253,7 @@ class PPORun:
                 in_thread=self.in_thread, with_kl=s.uses_reference,
             )  # fmt: skip
             result = await self.stop.or_done(validation)
-            self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
+            await self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:
         """Abandon what is under way and write the checkpoint of the last whole step, the critic's too."""
@@ -262,7 +262,7 @@ class PPORun:
         await cancelled(self.rollouts_ahead())
         await self.in_thread(lambda: None)  # until it is idle: reference log-probs switch the adapters off meanwhile
         if self.done and not self.books.has_checkpoint(self.done):
-            self.books.checkpoint(self.done)
+            await self.books.checkpoint(self.done)
         await self.await_updates(self.done)
         await asyncio.gather(*self.books.saves)
 

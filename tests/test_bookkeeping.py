@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def books(folder: Path, server: Server) -> Bookkeeper:
 
 async def checkpoints(book: Bookkeeper, *steps: int) -> None:
     for step in steps:
-        book.checkpoint(step)
+        await book.checkpoint(step)
         await asyncio.gather(*book.saves)
 
 
@@ -120,6 +121,30 @@ def test_a_rollback_is_as_stale_as_its_manifest_says(tmp_path: Path, server: Ser
         return book._critic_metrics(scores, step=6)
 
     assert run(reads())["train_rollouts/staleness_rows"] == {"1": 1, "4": 2, "5": 1}
+
+
+def test_the_event_loop_runs_while_large_files_are_written(tmp_path: Path, server: Server):
+    """Otherwise an answer that arrives meanwhile is taken for one that came after its deadline."""
+
+    async def writes() -> list[bool]:
+        book, loop = books(tmp_path, server), asyncio.get_running_loop()
+        book._settings = book._settings.model_copy(update={"validate_every": 1})
+        plain, ran = book._policy.save, []
+
+        def save(folder: Path) -> None:
+            looped = threading.Event()
+            loop.call_soon_threadsafe(looped.set)
+            ran.append(looped.wait(5))
+            plain(folder)
+
+        book._policy.save = save
+        await book.resume()
+        await book.checkpoint(1)
+        await book.log_validation("between", 1, validation(1.0), seconds=0.1)
+        await book.finish(scorer=None, version=1, seconds=1.0, steps=1)  # type: ignore[arg-type]
+        return ran
+
+    assert run(writes()) == [True, True, True]
 
 
 def test_each_save_says_which_checkpoints_are_there_still(tmp_path: Path, server: Server):
@@ -225,7 +250,7 @@ def test_a_validation_is_added_to_the_file_and_not_written_with_all_before_it(tm
         await book.resume()
         files = []
         for step in steps:
-            book.log_validation("between", step, validation(float(step)), seconds=0.1)
+            await book.log_validation("between", step, validation(float(step)), seconds=0.1)
             files.append(path.stat().st_ino)
         return files
 
