@@ -24,6 +24,7 @@ from live_system import (
     System,
     identity,
     make_run,
+    start_system,
     stop_process,
     training_inputs,
     wait_for,
@@ -173,6 +174,25 @@ def test_no_sidecar(live: System) -> None:
     live.start_sidecar()
     wait_for(lambda: not live.run.journal.entries(), live.sidecar)  # what the new actor asked for, done at last
     assert ask(live.run.url, CRITIC_TRAIN, {**arrays, **identity("test", 1)}, headers=KEY)["weights_version"][0] > 0
+
+
+@pytest.mark.slow
+def test_a_failed_critic_update_does_not_end_the_run(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """After the first update of this size no gradient is finite: these steps count as done, version 1 serves on."""
+    system = start_system(make_run(tmp_path, checkpoints, trainer={"lr": 1e30}, actor={"validation_size": 0}))
+    actor = system.run.start("actor")
+    try:
+        assert actor.process.wait(180) == 0, actor.log_path.read_text()
+    finally:
+        stop_process(actor)
+        system.stop()
+    log = actor.log_path.read_text()
+    print(log)
+    summary = json.loads((tmp_path / "actor_summary.json").read_text())
+    assert (summary["steps"], summary["failed_critic_updates"], summary["weights_version"]) == (3, 2, 1)
+    for step in (2, 3):
+        assert f"step {step}: the critic's update failed, the run goes on without it: critic_train at" in log
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["train_rollouts/staleness"] == 1
 
 
 # ---- tools run ----
