@@ -228,7 +228,7 @@ class Bookkeeper:
         self._log.close()
         self._policy.save(self._dir / "policy")
         summary = {
-            "ppo_steps": steps,
+            "steps": steps,
             **self._validated_figures(),
             **(await self._critic_figures(scorer, version, steps=steps) if self._has_critic else {}),
             "failed_requests": self._client.counters.failed_requests,
@@ -277,7 +277,7 @@ class Bookkeeper:
 
 
 def _in_nats(kl: float | None) -> str:
-    return "" if kl is None else f", KL {kl:.2f} nats per sequence"
+    return "" if kl is None else f", KL {round(kl, 2) + 0.0:.2f} nats per sequence"  # a rounded -0.0 becomes 0.0
 
 
 def _ended_well(save: asyncio.Task[None]) -> bool:

@@ -29,7 +29,7 @@ from python_backend.contract import (
 )
 from python_backend.function_pool import Outcome, WorkerPool
 from python_backend.function_rewards import Sample
-from python_backend.reading import request_limits
+from python_backend.reading import LONGEST_ROW_TOKENS, request_limits
 from python_backend.round_robin import RoundRobin
 from python_backend.serving import Call, Parameters, log, log_error, refuse_numpy_2
 from python_backend.tokenization import TextCodec
@@ -71,8 +71,7 @@ class TritonPythonModel:
             if waiting + len(samples) > self._most_waiting:
                 raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
             pending = PendingCall(call, len(samples))
-            for i, sample in enumerate(samples):
-                self._pool.submit(sample, functools.partial(pending.done, i))
+            self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
         except Exception as error:  # thread edge: one request's error is that request's answer
             _refuse(call, error)
 
@@ -88,7 +87,7 @@ class TritonPythonModel:
         metadata = metadata_rows(encoded, len(samples))
         for i, sample in enumerate(samples):
             text = sample.text if sentences is not None else self._codec.decode(sample.tokens)
-            tokens = self._codec.encode(text) if sentences is not None else sample.tokens
+            tokens = self._codec.encode(text, LONGEST_ROW_TOKENS) if sentences is not None else sample.tokens
             samples[i] = Sample(text, tokens, metadata[i])
             yield
         return samples

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHARACTERS_PER_TOKEN = 16
+CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # a cut looks no further for the end of one
 
@@ -56,9 +56,13 @@ def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
 
 def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     """Return the first `max_length` ids of the text, no special tokens added."""
+    return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
+
+
+def _first_ids(encode: Callable[[str], list[int]], text: str, max_length: int) -> list[int]:
     ids: list[int] = []
     for part in _parts(text, max_length, "right"):
-        ids = tokenizer(part, add_special_tokens=False)["input_ids"]
+        ids = encode(part)
         if len(ids) >= max_length + SPARE_TOKENS:
             break
     return ids[:max_length]
@@ -158,8 +162,11 @@ class TextCodec:
         codec = self._slow if self._fast is None else self._fast
         return codec.decode(ids, skip_special_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids, no special tokens added."""
+    def encode(self, text: str, max_length: int) -> list[int]:
+        """The first `max_length` ids, no special tokens added."""
         if self._fast is None:
-            return self._slow(text, add_special_tokens=False)["input_ids"]
-        return self._fast.encode_batch([text], add_special_tokens=False)[0].ids  # unlike `encode` it releases the GIL
+            return encode_bare_text(self._slow, text, max_length)
+        # Unlike `encode`, `encode_batch` releases the GIL.
+        return _first_ids(
+            lambda part: self._fast.encode_batch([part], add_special_tokens=False)[0].ids, text, max_length
+        )

@@ -88,7 +88,7 @@ def _headline(run: Run) -> str:
         f"{s['failed_requests']} requests failed by the client's count, {s['server_failures']} by the server's."
     )
     items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
-    lead = f"After {s['ppo_steps']} steps"
+    lead = f"After {s['steps']} steps"
     lead += f", on {len(run.pairs)} held-out prompts continued before and after:" if run.pairs else ":"
     cards = f'<div class="cards">{_cards(run)}</div>'
     return f'<section class="headline">{cards}<p>{lead}</p><ul>{items}</ul></section>'

@@ -74,6 +74,8 @@ def load_run(run_dir: Path) -> Run:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
     summary = json.loads(path.read_text(encoding="utf-8"))
+    if "ppo_steps" in summary:  # of a run before 2026-11-22
+        summary = {"steps": summary.pop("ppo_steps"), **summary}
     return Run(
         name=run_dir.name,
         summary=summary,

@@ -4,7 +4,7 @@ Returns texts only: no script, no font and no picture from elsewhere.
 """
 
 SENTENCES = {
-    "ppo_steps": "Steps: one batch of rollouts and its update each.",
+    "steps": "Steps: one batch of rollouts and its update each.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
     "reward_after": "The same for the final policy, same prompts and sampling seeds.",
     "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",

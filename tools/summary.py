@@ -15,9 +15,9 @@ from typing import Any
 from python_backend.durable import replace_file
 from tools.demo_gold import gold_scorer, paired_ci95, words_that_gained
 
-OF_EVERY_ACTOR = ("ppo_steps", "failed_requests", "masked_samples", "seconds_per_step")
+OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
 SUMMARY_KEYS = (
-    "ppo_steps", "reward_before", "reward_after", "reward_gain_ci95", "gold_before", "gold_after", "gold_ci95",
+    "steps", "reward_before", "reward_after", "reward_gain_ci95", "gold_before", "gold_after", "gold_ci95",
     "top_word", "gold_gain_without_top_word_ci95", "kl_final", "distinct2_before", "distinct2_after", "unique_before",
     "unique_after", "ev_v0", "ev_last", "weights_version", "critic_updates", "reloads_swap", "reloads_triton",
     "failed_requests", "server_failures", "masked_samples", "seconds_total", "seconds_per_step",
