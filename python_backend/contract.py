@@ -34,6 +34,7 @@ METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; `messages` in it: 
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
 REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
 AFTER_CRITIC = "after_critic"  # INT64 [B, 1], from critic to reward_model within critic_infer: one after the other
+AFTER_COMPONENT = "after_component"  # FP32 [B, 1], between the parts of a mixture: one after the other
 REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where one failed; also the parameter that names them
 REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
@@ -93,11 +94,17 @@ class ScoringRows:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, limited sentences."""
+    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, limited sentences.
+
+    `max_request_tokens` bounds B times S of a request and of its answer, `max_request_bytes` its sentences and metadata
+    together: one request cannot occupy the server for long, nor fill its memory.
+    """
 
     vocab_size: int
     max_length: int | None = None
     max_sentence_bytes: int = 1_000_000
+    max_request_tokens: int = 4_000_000
+    max_request_bytes: int = 16_000_000
 
 
 def scoring_rows(
@@ -121,17 +128,29 @@ def scoring_rows(
     if tokens is None:
         raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
     expect_integers(TOKENS, tokens)
+    if tokens.ndim == 3 and tokens.shape[1] == 1:  # reshaped by the model's configuration, see scoring.pbtxt.j2
+        tokens = tokens[:, 0]
     if tokens.ndim != 2:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
     rows, width = tokens.shape
     if rows == 0:  # an answer without rows would never be sent
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
+    check_size(TOKENS, rows, width, limits)
     sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
     prompts = None if prompt_lengths is None else row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
     cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
     for i, row in enumerate(cut):
         check_row(row, i, limits)
     return ScoringRows(cut, width, prompts)
+
+
+def check_size(name: str, rows: int, width: int, limits: Limits) -> None:
+    """Raise ContractError if `rows` rows of `width` tokens are more than one request may have."""
+    if rows * width > limits.max_request_tokens:
+        raise ContractError(
+            f"{name}: {rows} rows of {width} tokens, padding included, are more than {limits.max_request_tokens} "
+            "(max_request_tokens): send fewer rows in a request"
+        )
 
 
 def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
@@ -191,15 +210,28 @@ def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
     return sorted({int(value) for value in array})
 
 
-def sentence_texts(sentences: np.ndarray, max_bytes: int) -> list[str]:
-    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError: no UTF-8, too long, or of another shape."""
+def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits) -> int:
+    """Bytes in the sentences and metadata of a request. Raises ContractError if they exceed a limit."""
+    total = 0
+    for name, array in ((SENTENCES, sentences), (METADATA, metadata)):
+        for i, item in enumerate(() if array is None else array.flat):
+            total += len(item)
+            if len(item) > limits.max_sentence_bytes:
+                raise ContractError(
+                    f"{name}[{i}]: {len(item)} bytes, must be at most {limits.max_sentence_bytes} (max_sentence_bytes)"
+                )
+    if total > limits.max_request_bytes:
+        raise ContractError(
+            f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_bytes} "
+            "(max_request_bytes): send fewer rows in a request"
+        )
+    return total
+
+
+def sentence_texts(sentences: np.ndarray) -> list[str]:
+    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError: no UTF-8, or of another shape."""
     if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
         raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
-    for i, item in enumerate(sentences[:, 0]):
-        if len(item) > max_bytes:
-            raise ContractError(
-                f"{SENTENCES}[{i}]: {len(item)} bytes, must be at most {max_bytes} (max_sentence_bytes)"
-            )
     return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
 
 
@@ -209,17 +241,18 @@ def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]
         return [{} for _ in range(rows)]
     if metadata.shape != (rows, 1):
         raise ContractError(f"{METADATA}: shape {list(metadata.shape)}, must be [{rows}, 1]")
-    parsed = []
-    for i, item in enumerate(metadata[:, 0]):
-        text = _decode(f"{METADATA}[{i}]", item)
-        try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise ContractError(f"{METADATA}[{i}]: {text[:80]!r} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise ContractError(f"{METADATA}[{i}]: {text[:80]!r}, must be a JSON object")
-        parsed.append(value)
-    return parsed
+    return [_metadata_object(i, item) for i, item in enumerate(metadata[:, 0])]
+
+
+def _metadata_object(index: int, item: Any) -> dict[str, Any]:
+    text = _decode(f"{METADATA}[{index}]", item)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be a JSON object")
+    return value
 
 
 def texts_array(texts: list[str]) -> np.ndarray:

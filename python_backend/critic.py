@@ -5,7 +5,7 @@ and `weights_version` INT64 [B, 1]: one version per request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +16,12 @@ from python_backend.contract import (
     AFTER_CRITIC,
     PROMPT_LENGTHS,
     RESPONSE_VALUES,
+    SENTENCES,
     VALUES,
     WEIGHTS_VERSION,
     ContractError,
     ScoringRows,
+    check_size,
 )
 from python_backend.follower import Follower, Version
 from python_backend.modeling import CriticModel, load_critic, quiet_transformers
@@ -76,8 +78,9 @@ class TritonPythonModel(ScoringModel):
     def current_model(self) -> Version:
         return self._follower.version
 
-    def read(self, call: Call) -> ScoringRows:
-        rows = self._reader.read(call)
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        rows = yield from self._reader.read(call)
+        check_size(SENTENCES, len(rows.tokens), rows.width, self.limits)  # of tokens it was checked; so is the answer
         # A caller that names no outputs is asked for all of them by Triton, and gets those that it can have.
         if RESPONSE_VALUES in call.wanted and VALUES not in call.wanted and rows.prompt_lengths is None:
             raise ContractError(f"{PROMPT_LENGTHS}: missing; {RESPONSE_VALUES} needs it")

@@ -5,6 +5,7 @@ One thread, one process and one socket per worker: nothing is shared that a kill
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,47 @@ class Worker:
         return f"the worker process {how}"
 
 
+Pending = tuple[Sample, Callable[[Outcome], None]]
+
+
+class FairQueue:
+    """Samples that wait, one of each request in turn: a request of thousands does not keep one of a few waiting."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._requests: collections.deque[collections.deque[Pending]] = collections.deque()
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, samples: Iterable[Pending]) -> None:
+        """Append the samples of one request."""
+        with self._changed:
+            waiting = collections.deque(samples)
+            if waiting:
+                self._requests.append(waiting)
+                self.size += len(waiting)
+                self._changed.notify_all()
+
+    def get(self) -> Pending | None:
+        """Wait for a sample; None once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._requests or self._closed)
+            if self._closed:
+                return None
+            waiting = self._requests.popleft()
+            sample = waiting.popleft()
+            if waiting:
+                self._requests.append(waiting)
+            self.size -= 1
+            return sample
+
+    def close(self) -> None:
+        """Drop what waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 class WorkerPool:
     """A fixed number of workers for one function."""
 
@@ -148,7 +190,7 @@ class WorkerPool:
         self._start = functools.partial(
             Worker, spec, lambda: not self._closed.is_set(), start_limit_s=start_limit_s, memory_mib=memory_mib
         )
-        self._samples: queue.SimpleQueue[tuple[Sample, Callable[[Outcome], None]] | None] = queue.SimpleQueue()
+        self._samples = FairQueue()
         self._started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, name=f"worker-{i}", daemon=True) for i in range(num_workers)
@@ -163,17 +205,19 @@ class WorkerPool:
     @property
     def num_waiting(self) -> int:
         """Samples that no worker has begun with."""
-        return self._samples.qsize()
+        return self._samples.size
 
-    def submit(self, sample: Sample, done: Callable[[Outcome], None]) -> None:
-        """Score a sample; `done` is called once, from a thread of the pool, unless the pool is closed before."""
-        self._samples.put((sample, done))
+    def submit(self, samples: Iterable[Pending]) -> None:
+        """Score the samples of one request, in turn with those of others.
+
+        Each is given with a function that is called once, from a thread of the pool, unless the pool is closed before.
+        """
+        self._samples.put(samples)
 
     def close(self) -> None:
         """End every worker, at once; samples that are not done are dropped."""
         self._closed.set()
-        for _ in self._threads:
-            self._samples.put(None)
+        self._samples.close()
         for thread in self._threads:
             thread.join()
 
@@ -187,7 +231,7 @@ class WorkerPool:
             except Exception as error:  # thread edge: told to the constructor
                 self._started.put(error)
                 return
-            while (item := self._samples.get()) is not None and not self._closed.is_set():
+            while (item := self._samples.get()) is not None:
                 sample, done = item
                 try:
                     worker = worker or self._start()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,18 @@ from python_backend.contract import (
     SENTENCES,
     SEQUENCE_LENGTHS,
     TOKENS,
+    ContractError,
     Limits,
     metadata_rows,
     scoring_rows,
     sentence_texts,
+    text_bytes,
     texts_array,
 )
 from python_backend.function_pool import Outcome, WorkerPool
 from python_backend.function_rewards import Sample
+from python_backend.reading import LONGEST_ROW_TOKENS, request_limits
+from python_backend.round_robin import RoundRobin
 from python_backend.serving import Call, Parameters, log, log_error, refuse_numpy_2
 from python_backend.tokenization import TextCodec
 
@@ -42,6 +46,8 @@ class TritonPythonModel:
         parameters = Parameters(args)
         self._codec = TextCodec(parameters.path("tokenizer"))
         self._most_waiting = parameters.number("max_waiting_rows")
+        self._limits = request_limits(ANY_TOKEN, parameters)
+        self._texts = RoundRobin("texts")
         spec, workers = parameters.text("function"), parameters.number("workers")
         timeout_s = float(parameters.text("timeout_s"))
         memory_mib = parameters.number("memory_mib")
@@ -49,38 +55,42 @@ class TritonPythonModel:
         log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s for a sample")
 
     def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: hands the rows to the workers."""
+        """Triton's entry point: another thread makes texts of token rows, or the reverse, and hands them to workers."""
         for request in requests:
-            call = Call(request)
-            try:
-                self._hand_over(call)
-            except Exception as error:  # process edge: one request's error is that request's answer
-                _answer(call, [Outcome(error=str(error))] * _num_rows(call))
+            self._texts.submit(self._hand_over(Call(request)))
 
     def finalize(self) -> None:
         """Triton's entry point at unload, once every request has its answer: no worker is left behind."""
+        self._texts.close()
         self._pool.close()
 
-    def _hand_over(self, call: Call) -> None:
-        samples = self._samples(call)
-        waiting = self._pool.num_waiting
-        if waiting + len(samples) > self._most_waiting:
-            raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
-        pending = PendingCall(call, len(samples))
-        for i, sample in enumerate(samples):
-            self._pool.submit(sample, functools.partial(pending.done, i))
+    def _hand_over(self, call: Call) -> Generator[None, None, None]:
+        try:
+            samples = yield from self._samples(call)
+            waiting = self._pool.num_waiting
+            if waiting + len(samples) > self._most_waiting:
+                raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
+            pending = PendingCall(call, len(samples))
+            self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
+        except Exception as error:  # thread edge: one request's error is that request's answer
+            _refuse(call, error)
 
-    def _samples(self, call: Call) -> list[Sample]:
-        sentences = call.array(SENTENCES)
+    def _samples(self, call: Call) -> Generator[None, None, list[Sample]]:
+        sentences, encoded = call.array(SENTENCES), call.array(METADATA)
         if sentences is not None:
-            texts = sentence_texts(sentences, ANY_TOKEN.max_sentence_bytes)
-            rows = [self._codec.encode(text) for text in texts]
+            text_bytes(sentences, encoded, self._limits)
+            samples = [Sample(text) for text in sentence_texts(sentences)]
         else:
-            tokens = scoring_rows(call.array(TOKENS), call.array(SEQUENCE_LENGTHS), limits=ANY_TOKEN).tokens
-            rows = [row.tolist() for row in tokens]
-            texts = [self._codec.decode(row) for row in rows]
-        metadata = metadata_rows(call.array(METADATA), len(rows))
-        return [Sample(*parts) for parts in zip(texts, rows, metadata, strict=True)]
+            rows = scoring_rows(call.array(TOKENS), call.array(SEQUENCE_LENGTHS), limits=self._limits).tokens
+            text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
+            samples = [Sample("", row.tolist()) for row in rows]
+        metadata = metadata_rows(encoded, len(samples))
+        for i, sample in enumerate(samples):
+            text = sample.text if sentences is not None else self._codec.decode(sample.tokens)
+            tokens = self._codec.encode(text, LONGEST_ROW_TOKENS) if sentences is not None else sample.tokens
+            samples[i] = Sample(text, tokens, metadata[i])
+            yield
+        return samples
 
 
 class PendingCall:
@@ -113,7 +123,13 @@ def _answer(call: Call, outcomes: Sequence[Outcome]) -> None:
     call.answer({**arrays, REWARD_ERROR: texts_array([outcome.error for outcome in outcomes])})
 
 
-def _num_rows(call: Call) -> int:
-    """Rows of a request that cannot be read: Triton gives all its tensors the same number."""
+def _refuse(call: Call, error: Exception) -> None:
+    """Give every row the error as its cause; Triton gives all tensors of a request the same number of rows."""
     arrays = (call.array(name) for name in (SENTENCES, TOKENS, SEQUENCE_LENGTHS, METADATA))
-    return next(len(array) for array in arrays if array is not None)
+    try:
+        num_rows = next((len(array) for array in arrays if array is not None), 0)
+        if num_rows == 0:
+            raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
+        _answer(call, [Outcome(error=str(error))] * num_rows)
+    except Exception as trouble:  # thread edge: the request must have an answer
+        call.fail(trouble)

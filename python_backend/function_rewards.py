@@ -39,7 +39,7 @@ class Sample:
     text: str
     """Prompt and response as one text, special tokens left out; of a chat prompt the response alone."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids of what was sent; of a text, those of the reward's tokenizer, no special ones added."""
+    """Token ids of what was sent; of a text, those of the reward's tokenizer, no special ones added, at most 32768."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The unknown columns of the prompt's line, and what the actor adds."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +22,15 @@ from python_backend.contract import (
     metadata_rows,
     scoring_rows,
     sentence_texts,
+    text_bytes,
 )
-from python_backend.tokenization import encode_text, load_tokenizer
+from python_backend.tokenization import encode_bare_text, encode_text, load_tokenizer
 
 if TYPE_CHECKING:  # it imports what exists only inside tritonserver
     from python_backend.serving import Call, Parameters
 
 MESSAGES = "messages"
+BYTES_PER_ROW = 128  # of Python's objects, beside the text
 LONGEST_ROW_TOKENS = 32_768  # for a checkpoint that names no limit, and a configuration that sets none
 
 
@@ -53,17 +56,26 @@ class RowReader:
         self._skipped_pad_id = skipped_pad_id
         self._tokenizer: Any = None
 
-    def read(self, call: Call) -> ScoringRows:
-        """The request's rows. Raises ContractError."""
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        """Read the request's rows; a generator, because sentences take long.
+
+        Tokens are read at once. With sentences it yields before it decodes them, with the memory in bytes that they
+        take, and again after each; the caller decides in which thread it goes on. Raises ContractError.
+        """
         sentences = call.array(SENTENCES)
         if sentences is None:
             arrays = (call.array(name) for name in (TOKENS, SEQUENCE_LENGTHS, PROMPT_LENGTHS))
             return scoring_rows(*arrays, limits=self._limits)
         if call.array(PROMPT_LENGTHS) is not None:
             raise ContractError(f"{PROMPT_LENGTHS}: counts the tokens of {TOKENS}, and {SENTENCES} were sent")
-        texts = sentence_texts(sentences, self._limits.max_sentence_bytes)
-        metadata = metadata_rows(call.array(METADATA), len(texts))
-        rows = [self._tokenize(i, text, metadata[i]) for i, text in enumerate(texts)]
+        encoded_metadata = call.array(METADATA)
+        yield text_bytes(sentences, encoded_metadata, self._limits) + BYTES_PER_ROW * sentences.size
+        texts = sentence_texts(sentences)
+        metadata = metadata_rows(encoded_metadata, len(texts))
+        rows = []
+        for i, text in enumerate(texts):
+            rows.append(self._tokenize(i, text, metadata[i]))
+            yield len(text)
         return ScoringRows(rows, max(row.size for row in rows))
 
     def _tokenize(self, index: int, text: str, metadata: dict[str, Any]) -> np.ndarray:
@@ -81,7 +93,7 @@ class RowReader:
     def _encode(self, text: str) -> list[int]:
         max_length = self._limits.max_length or LONGEST_ROW_TOKENS
         if not self._adds_special_tokens:
-            return self._tokenizer(text, add_special_tokens=False)["input_ids"][:max_length]
+            return encode_bare_text(self._tokenizer, text, max_length)
         ids = encode_text(self._tokenizer, text, max_length)
         while len(ids) > 1 and ids[-1] == self._skipped_pad_id:
             ids.pop()
@@ -99,7 +111,9 @@ class RowReader:
             )
         conversation = [*messages, {"role": "assistant", "content": reply}] if reply else messages
         try:
-            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
+            text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
+            text.encode()  # JSON may hold lone surrogates, which no tokenizer takes
+            return text
         except Exception as error:  # whatever the template's own code raises
             raise ContractError(f"{where}: the chat template refuses it: {error}") from error
 
@@ -108,10 +122,16 @@ def read_limits(limits: Limits, parameters: Parameters) -> Limits:
     """The checkpoint's limits, tightened to what the configuration says."""
     configured = parameters.optional("max_length")
     lengths = [length for length in (limits.max_length, int(configured) if configured else None) if length]
+    return dataclasses.replace(request_limits(limits, parameters), max_length=min(lengths, default=LONGEST_ROW_TOKENS))
+
+
+def request_limits(limits: Limits, parameters: Parameters) -> Limits:
+    """Return `limits` with the configured bounds of one request."""
     return dataclasses.replace(
         limits,
-        max_length=min(lengths, default=LONGEST_ROW_TOKENS),
         max_sentence_bytes=parameters.number("max_sentence_bytes"),
+        max_request_tokens=parameters.number("max_request_tokens"),
+        max_request_bytes=parameters.number("max_request_bytes"),
     )
 
 

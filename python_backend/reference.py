@@ -6,7 +6,7 @@ temperature and without the tokens that sampling never draws; padded with 0 to t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 import numpy as np
 import torch
@@ -61,7 +61,8 @@ class TritonPythonModel(ScoringModel):
     def current_model(self) -> LanguageModel:
         return self._model
 
-    def read(self, call: Call) -> ScoringRows:
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        yield from ()  # tokens are read at once
         tokens = call.array(TOKENS)
         if tokens is None:
             raise ContractError(f"{TOKENS}: missing")

@@ -6,7 +6,7 @@ last token.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import cast
 
 import numpy as np
@@ -59,7 +59,7 @@ class TritonPythonModel(ScoringModel):
     def current_model(self) -> RewardModel:
         return self._model
 
-    def read(self, call: Call) -> ScoringRows:
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         return self._reader.read(call)
 
     def forward(self, model: RewardModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:

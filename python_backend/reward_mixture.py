@@ -13,7 +13,7 @@ import numpy as np
 
 from python_backend.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
 from python_backend.reward_sum import weighted_sum
-from python_backend.serving import Call, Parameters, refuse_numpy_2
+from python_backend.serving import Call, Parameters, answer_each, refuse_numpy_2
 
 
 class TritonPythonModel:
@@ -28,12 +28,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point."""
-        for request in requests:
-            call = Call(request)
-            try:
-                call.answer(self._mix(call))
-            except Exception as error:  # process edge: one request's error is that request's answer
-                call.fail(error)
+        answer_each(requests, lambda call: call.answer(self._mix(call)))
 
     def _mix(self, call: Call) -> dict[str, np.ndarray]:
         columns = [call.array(f"component_{name}") for name in self._names]

@@ -1,6 +1,7 @@
 """What reward, critic and reference share inside tritonserver: ragged requests join a running line of forwards.
 Given: Triton's requests. Returns: nothing; a request is answered as soon as its last row is done.
-`execute` only reads requests and lines up their rows; worker threads run the forwards. Imports no torch.
+`execute` only reads token rows and lines them up; another thread tokenises sentences, worker threads run the forwards.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,16 @@ import numpy as np
 
 from python_backend.batching import padded_width
 from python_backend.contract import Limits, ScoringRows
+from python_backend.round_robin import RoundRobin
 from python_backend.scheduling import SWITCH_INTERVAL_S, RowPool
 from python_backend.serving import Call, Counters, Parameters, Unavailable, log_error
 
 # Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
 LINED_UP_FORWARDS = 32
-MAX_TOKENS = 4_000_000  # lined up, whatever the requests: what bounds the memory
+# Lined up, whatever the requests: what bounds the memory. Several of the largest requests must find room, because
+# everything that comes later waits in Triton's queue while there is none.
+MAX_TOKENS = 32_000_000
+MAX_UNREAD_BYTES = 64_000_000  # of sentences that wait to be tokenised
 PUBLISH_EVERY_S = 0.5
 COUNTERS = {
     "rlhf_forwards_total": "Forwards of the model",
@@ -69,6 +74,7 @@ class ScoringModel:
         self._counters = Counters(parameters.model, COUNTERS)
         self._changed = threading.Condition(threading.RLock())
         self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
+        self._unread_bytes = 0
         self._stopping = False
 
     def start(self) -> None:
@@ -77,6 +83,7 @@ class ScoringModel:
         self._workers = [
             threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True) for i in range(self._num_workers)
         ]
+        self._texts = RoundRobin("sentences")
         self._answerer = threading.Thread(target=self._answer, name="answers", daemon=True)
         for thread in (*self._workers, self._answerer):
             thread.start()
@@ -88,8 +95,12 @@ class ScoringModel:
         """The model that new requests are scored by."""
         raise AssertionError("defined by the subclass")
 
-    def read(self, call: Call) -> ScoringRows:
-        """The request's rows. Raises ContractError."""
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        """Read the request's rows. Raises ContractError.
+
+        What takes long yields: first the number of bytes that it will read, then after each part. `execute` runs the
+        generator to its first yield.
+        """
         raise AssertionError("defined by the subclass")
 
     def needs_forward(self, call: Call) -> bool:
@@ -106,23 +117,48 @@ class ScoringModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: returns when the rows are lined up and there is room for more."""
-        scorings = [scoring for request in requests if (scoring := self._begin(Call(request))) is not None]
+        scorings = []
+        for request in requests:
+            reading = self._begin(Call(request))
+            try:
+                num_bytes = next(reading)
+            except StopIteration as read:
+                scorings.append(read.value)
+            else:
+                with self._changed:
+                    self._unread_bytes += num_bytes
+                self._texts.submit(self._read_later(reading, num_bytes))
         with self._changed:
-            for scoring in scorings:
+            self._line_up(scorings)
+            self._changed.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        full = self._pool.pressing_tokens > self._lined_up_tokens or self._pool.tokens > MAX_TOKENS
+        return self._stopping or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
+
+    def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
+        """Hand rows to the workers, called with the lock held; None: a request that was refused."""
+        for scoring in filter(None, scorings):
+            try:
                 if self.needs_forward(scoring.call):
                     self._pool.add(scoring, [row.size for row in scoring.rows.tokens])
                 else:
                     scoring.model = self.current_model()
                     self._done.put(scoring)
-            self._changed.notify_all()
-            self._changed.wait_for(self._has_room)
+            except Exception as error:  # process edge: nothing may leave `execute`
+                self._fail([(scoring, 0)], error)
+        self._changed.notify_all()
 
-    def _has_room(self) -> bool:
-        full = self._pool.pressing_tokens > self._lined_up_tokens or self._pool.tokens > MAX_TOKENS
-        return self._stopping or not full
+    def _read_later(self, reading: Generator[int, None, Scoring | None], num_bytes: int) -> Generator[int, None, None]:
+        """The rest of a request that is read in the thread of the sentences."""
+        scoring = yield from reading
+        with self._changed:
+            self._unread_bytes -= num_bytes
+            self._line_up([scoring])
 
     def finalize(self) -> None:
-        """Triton's entry point at unload: what is lined up is still answered."""
+        """Triton's entry point at unload: what was received is still answered."""
+        self._texts.close()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -131,14 +167,15 @@ class ScoringModel:
         self._done.put(None)
         self._answerer.join()
 
-    def _begin(self, call: Call) -> Scoring | None:
+    def _begin(self, call: Call) -> Generator[int, None, Scoring | None]:
+        received = time.monotonic()
         try:
-            rows = self.read(call)
+            rows = yield from self.read(call)
         except Exception as error:  # process edge: one request's error is that request's answer
             call.fail(error)
             return None
         timeout_s = call.timeout_s or self._timeout_s
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else received + timeout_s
         return Scoring(call, rows, deadline, outputs=[None] * len(rows.tokens))
 
     def _work(self) -> None:

@@ -151,8 +151,8 @@ class ModelSection(Section):
     """How long the dynamic batcher waits for more requests."""
     preferred_batch_size: Count | list[Count] = []
     """Triton's preferred batch sizes; no upper bound."""
-    max_batch_size: Count = 9_999_999
-    """Largest batch that one request or one merge may have (more rows than that: an error)."""
+    max_batch_size: Count = 8192
+    """Most rows of one request, and of those that Triton merges; a request of more is an error."""
     max_queue_size: CountOrZero = 0
     """Requests that may wait in Triton's queue; one more is answered with 503. 0: any number."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
@@ -160,7 +160,11 @@ class ModelSection(Section):
     max_length: Count | None = None
     """Longest sequence, in tokens; default: the checkpoint's own limit, 32768 where it names none."""
     max_sentence_bytes: Count = 1_000_000
-    """Longest sentence, in bytes of UTF-8; a longer one is an error, not cut."""
+    """Longest sentence, and longest metadata of a row, in bytes of UTF-8; longer ones are an error, not cut."""
+    max_request_tokens: Count = 4_000_000
+    """Most tokens of one request, padding included; more are an error. The answer of a critic is as large."""
+    max_request_bytes: Count = 16_000_000
+    """Most bytes of the sentences and metadata of one request; more are an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the body's weights in the forward; the head computes in fp32, from the checkpoint's own fp32 values."""
     compile: bool = False

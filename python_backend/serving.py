@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from python_backend.contract import ContractError
+from python_backend.printable import printable
 
 
 class Parameters:
@@ -64,6 +66,7 @@ class Call:
     def __init__(self, request: Any) -> None:
         self._request = request
         self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
         self.answered = False
         self.wanted: frozenset[str] = frozenset(request.requested_output_names())
         """Names of the outputs that the caller requested; all of the model's if it named none."""
@@ -74,9 +77,13 @@ class Call:
         return None if tensor is None else tensor.as_numpy()
 
     def header(self, name: str) -> str | None:
-        """A forwarded HTTP header; `name` in lower case, the client may have spelled it otherwise."""
+        """A forwarded HTTP header; `name` in lower case, the client may have spelled it otherwise.
+
+        A client may also put a parameter of that name into the request's body, where it may be of any JSON type: only
+        text counts.
+        """
         sent = json.loads(self._request.parameters() or "{}")
-        return next((value for key, value in sent.items() if key.lower() == name), None)
+        return next((value for key, value in sent.items() if key.lower() == name and isinstance(value, str)), None)
 
     @property
     def timeout_s(self) -> float | None:
@@ -91,25 +98,55 @@ class Call:
         GIL. Python 3.12 segfaults at once; under 3.11 and older it is a data race on reference counts. (Servers from
         2.53 on, container 24.12, take the GIL there.)
         """
-        wanted = [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self.wanted]
+        wanted = [pb_utils.Tensor(name, _outgoing(array)) for name, array in arrays.items() if name in self.wanted]
         self._send(pb_utils.InferenceResponse(wanted))
 
     def fail(self, error: Exception) -> None:
-        """Send the error: a broken contract is 400, `Unavailable`, which may be retried, 503; anything else is 500."""
-        code, message = pb_utils.TritonError.INTERNAL, str(error)
-        if isinstance(error, Unavailable):
-            code = pb_utils.TritonError.UNAVAILABLE
-        elif isinstance(error, ContractError):
-            code = pb_utils.TritonError.INVALID_ARG
-        elif not isinstance(error, StepFailed):
-            message = f"{type(error).__name__}: {error}"
-        self._send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)))
+        """Send the error: a broken contract is 400, `Unavailable`, which may be retried, 503; anything else is 500.
+
+        Never raises: if the exception left `execute`, Triton would answer every request of the batch a second time,
+        and a second answer corrupts the server's heap.
+        """
+        try:
+            self._send(pb_utils.InferenceResponse(error=_triton_error(error)))
+        except Exception as trouble:  # process edge: see above
+            log_error(f"an error could not be sent: {type(trouble).__name__}: {trouble}")
 
     def _send(self, response: Any) -> None:
         # `response` stays referenced from here until `send` has returned with the GIL: what it holds is freed by us.
-        if not self.answered:
-            self.answered = True
+        with self._lock:  # an error may come from another thread than the answer
+            answered, self.answered = self.answered, True
+        if not answered:
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def answer_each(requests: Sequence[Any], handle: Callable[[Call], None]) -> None:
+    """Pass each request to `handle`; what it raises becomes that request's answer, and nothing leaves `execute`."""
+    for request in requests:
+        call = Call(request)
+        try:
+            handle(call)
+        except Exception as error:  # process edge: one request's error is that request's answer
+            call.fail(error)
+
+
+def _triton_error(error: Exception) -> Any:
+    code, message = pb_utils.TritonError.INTERNAL, str(error)
+    if isinstance(error, Unavailable):
+        code = pb_utils.TritonError.UNAVAILABLE
+    elif isinstance(error, ContractError):
+        code = pb_utils.TritonError.INVALID_ARG
+    elif not isinstance(error, StepFailed):
+        message = f"{type(error).__name__}: {error}"
+    return pb_utils.TritonError(printable(message), code)
+
+
+def _outgoing(array: np.ndarray) -> np.ndarray:
+    """The array as it may leave: texts printable, everything else as it is."""
+    if array.dtype != np.object_:
+        return array
+    texts = [item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
+    return np.asarray([printable(text).encode() for text in texts], np.object_).reshape(array.shape)
 
 
 class Counters:
@@ -158,12 +195,12 @@ def _metric(model: str, name: str, description: str, kind: Any) -> Any:
 
 def log(message: str) -> None:
     """One line into the server's log."""
-    pb_utils.Logger.log_info(message)
+    pb_utils.Logger.log_info(printable(message))
 
 
 def log_error(message: str) -> None:
     """One error line into the server's log."""
-    pb_utils.Logger.log_error(message)
+    pb_utils.Logger.log_error(printable(message))
 
 
 def refuse_numpy_2() -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+CHARACTERS_PER_TOKEN = 8
+SPARE_TOKENS = 64
+LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # a cut looks no further for the end of one
 
 
 def load_tokenizer(folder: Path | str) -> Any:
@@ -25,9 +30,14 @@ def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     Two differences from transformers. A special token that the text itself has at that end, as the output of a chat
     template does, is not added twice; the ids are then those of `apply_chat_template(tokenize=True)`. And where cutting
     removes such a token from the text, the tokenizer's own takes its place. Cutting keeps the special tokens that the
-    tokenizer adds, and takes from the tokenizer's `truncation_side`.
+    tokenizer adds, and takes from the tokenizer's `truncation_side`. Of a text that is much too long only the part that
+    can remain is tokenised.
     """
-    encoded = tokenizer(text, return_special_tokens_mask=True)
+    encoded: Any = {}
+    for part in _parts(text, max_length, tokenizer.truncation_side):
+        encoded = tokenizer(part, return_special_tokens_mask=True)
+        if len(encoded["input_ids"]) - sum(encoded["special_tokens_mask"]) >= max_length + SPARE_TOKENS:
+            break
     ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # in a text's own special tokens the mask is 0
     if 0 not in added or len(added) != len(ids):  # nothing of the text is left; T5, which adds no second </s> itself
         return ids[:max_length]
@@ -42,6 +52,42 @@ def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     excess = max(0, len(before) + len(content) + len(after) - max_length)
     content = content[excess:] if tokenizer.truncation_side == "left" else content[: max(0, len(content) - excess)]
     return [*before, *content, *after]
+
+
+def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
+    """Return the first `max_length` ids of the text, no special tokens added."""
+    return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
+
+
+def _first_ids(encode: Callable[[str], list[int]], text: str, max_length: int) -> list[int]:
+    ids: list[int] = []
+    for part in _parts(text, max_length, "right"):
+        ids = encode(part)
+        if len(ids) >= max_length + SPARE_TOKENS:
+            break
+    return ids[:max_length]
+
+
+def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
+    """Yield longer and longer parts of the text, the text itself last; each begins or ends with it.
+
+    A part is cut between two words where it has any, so that its tokens are those of the whole text; only of one that
+    is cut within a word the tokens next to the cut may differ, and those are not used (`SPARE_TOKENS`).
+    """
+    size = CHARACTERS_PER_TOKEN * (max_length + SPARE_TOKENS)
+    while size < len(text):
+        if truncation_side == "left":
+            yield text[_word_end(text, range(len(text) - size, len(text) - size + LONGEST_WORD)) :]
+        else:
+            yield text[: _word_end(text, range(size, size - LONGEST_WORD, -1))]
+        size *= 2
+    yield text
+
+
+def _word_end(text: str, positions: range) -> int:
+    """The first of the positions where a word ends and white space begins; the first of all if there is none."""
+    ends = (i for i in positions if text[i].isspace() and not text[i - 1].isspace())
+    return next(ends, positions[0])
 
 
 def _literal(tokenizer: Any, special_ids: list[int]) -> str:
@@ -116,8 +162,11 @@ class TextCodec:
         codec = self._slow if self._fast is None else self._fast
         return codec.decode(ids, skip_special_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids, no special tokens added."""
+    def encode(self, text: str, max_length: int) -> list[int]:
+        """The first `max_length` ids, no special tokens added."""
         if self._fast is None:
-            return self._slow(text, add_special_tokens=False)["input_ids"]
-        return self._fast.encode(text, add_special_tokens=False).ids
+            return encode_bare_text(self._slow, text, max_length)
+        # Unlike `encode`, `encode_batch` releases the GIL.
+        return _first_ids(
+            lambda part: self._fast.encode_batch([part], add_special_tokens=False)[0].ids, text, max_length
+        )

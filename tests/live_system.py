@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from python_backend.config import RunConfig, load_config
+from python_backend.control_key import GRPC_HEADER, control_key
 from python_backend.journal import Journal
 from python_backend.modeling import quiet_transformers
 from python_backend.weights import WeightsStore
@@ -356,7 +357,8 @@ def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], No
     config = json.loads(json_format.MessageToJson(message, preserving_proto_field_name=True))
     change(config)
     with GrpcClient(run.config.server.grpc_url) as control:
-        control.load_model(model, config=json.dumps(config), client_timeout=120.0)
+        headers = {GRPC_HEADER: control_key(run.config.run.weights_dir)}
+        control.load_model(model, headers=headers, config=json.dumps(config), client_timeout=120.0)
 
 
 def stop_process(child: Child) -> int:

@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from bare_client import Refused, ask, ask_all
-from live_system import KEY, POSITIONS, System, identity, random_rows, scoring_inputs, training_inputs
+from live_system import (
+    KEY,
+    POSITIONS,
+    Checkpoints,
+    System,
+    direct_rewards,
+    identity,
+    random_rows,
+    scoring_inputs,
+    training_inputs,
+)
 
-from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
 NAN, INF = np.float32("nan"), np.float32("inf")
 
@@ -121,16 +131,59 @@ def test_triton_itself_names_the_field(live: System, case: str) -> None:
         assert word in error.message
 
 
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC, CRITIC_INFER])
 @pytest.mark.parametrize(
     "tensor",
     [
+        {"name": "tokens", "shape": [0, 0], "datatype": "INT64", "data": []},
         {"name": "tokens", "shape": [0, 5], "datatype": "INT64", "data": []},
         {"name": "sentences", "shape": [0, 1], "datatype": "BYTES", "data": []},
     ],
 )
-def test_a_request_of_no_rows_is_answered(live: System, tensor: dict[str, Any]) -> None:
+def test_a_request_of_no_rows_is_answered(live: System, model: str, tensor: dict[str, Any]) -> None:
     """In plain JSON Triton lets it pass; without an answer the caller would wait for ever."""
-    assert post_json(live, REWARD_MODEL, [tensor])[0] == 400
+    assert post_json(live, model, [tensor])[0] == 400
+
+
+def test_text_that_is_no_unicode_is_refused_and_nothing_else(live: System, checkpoints: Checkpoints) -> None:
+    """An exception that leaves `execute` answers the other requests of the batch twice: heap corruption."""
+    metadata = np.asarray([[json.dumps({"messages": "\ud800 \x1b[2J"}).encode()]], dtype=np.object_)
+    bad = {"sentences": np.asarray([[b"A list"]], dtype=np.object_), "metadata": metadata}
+    for _ in range(20):
+        answers = ask_all(live.run.url, [(REWARD_MODEL, bad)] * 4 + [(REWARD_MODEL, ROW)] * 4, headers=KEY)
+        for answer in answers[:4]:
+            assert isinstance(answer, Refused)
+            assert (answer.code, "\\ud800 \\x1b[2J" in answer.message) == ("400", True)
+        rewards = [answer["rewards"][0, 0] for answer in answers[4:] if not isinstance(answer, Refused)]
+        np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, [ROW["tokens"][0]] * 4), atol=1e-5)
+
+
+def sentences(*texts: str) -> dict[str, np.ndarray]:
+    return {"sentences": texts_array(list(texts))}
+
+
+TOO_MUCH = {
+    "rows": ({"tokens": np.zeros((8193, 1), np.int64)}, "batch-size must be <= 8192"),
+    "tokens": (
+        {"tokens": np.zeros((5000, 1000), np.int64), "sequence_lengths": np.ones((5000, 1), np.int64)},
+        "tokens: 5000 rows of 1000 tokens, padding included, are more than 4000000 (max_request_tokens)",
+    ),
+    "a sentence": (sentences("x" * 1_000_001), "sentences[0]: 1000001 bytes, must be at most 1000000"),
+    "sentences": (sentences(*["x" * 900_000] * 20), "sentences: 18000000 bytes with the metadata, more than 16000000"),
+    "metadata": (
+        {**sentences("A list"), "metadata": texts_array(["{}" + " " * 1_000_000])},
+        "metadata[0]: 1000002 bytes, must be at most 1000000",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body")
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_one_request_is_bounded(live: System, model: str, case: str) -> None:
+    arrays, sentence = TOO_MUCH[case]
+    error = refusal(live, model, arrays)
+    assert (error.code, sentence in error.message) == ("400", True)
 
 
 GOOD = training_inputs(seed=1)
@@ -305,6 +358,18 @@ def test_training_needs_the_key(live: System, model: str, headers: dict[str, str
     assert caught.value.code == "400"
     assert "header x-triton-training-key: missing or wrong" in caught.value.message
     assert live.run.journal.last_step() == before
+
+
+@pytest.mark.parametrize("model", [CRITIC_TRAIN, CRITIC_SAVE])
+def test_a_key_in_the_body_that_is_no_text_is_no_key(live: System, model: str) -> None:
+    url = f"http://{live.run.url}/v2/models/{model}/infer"
+    tensor = {"name": "dummy_var" if model == CRITIC_SAVE else "step", "shape": [1], "datatype": "INT64", "data": [1]}
+    body = {"parameters": {"x-triton-training-key": 5}, "inputs": [tensor]}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=20)
+    with caught.value as answer:
+        assert answer.code == 400
+        assert "header x-triton-training-key: missing or wrong" in answer.read().decode()
 
 
 def test_the_header_may_be_spelled_as_http_allows(live: System) -> None:

@@ -274,7 +274,7 @@ def test_identities_are_refused_by_field_and_value(run_id, step, message: str):
 
 
 def test_sentences():
-    assert contract.sentence_texts(np.array([["é".encode()], [b""]], dtype=np.object_), 100) == ["é", ""]
+    assert contract.sentence_texts(np.array([["é".encode()], [b""]], dtype=np.object_)) == ["é", ""]
     for bad, message in (
         (np.array([b"a"], dtype=np.object_), "sentences: shape [1], must be [B, 1]"),
         (np.empty((0, 1), np.object_), "sentences: shape [0, 1]"),
@@ -282,7 +282,33 @@ def test_sentences():
         (np.array([[b"ok"], [b"\xff"]], dtype=np.object_), "sentences[1]: not UTF-8"),
     ):
         with refused(message):
-            contract.sentence_texts(bad, 100)
+            contract.sentence_texts(bad)
+
+
+def test_one_request_is_bounded():
+    limits = Limits(vocab_size=9, max_sentence_bytes=4, max_request_bytes=6, max_request_tokens=8)
+    texts = np.array([[b"abc"], ["é".encode()]], dtype=np.object_)
+    assert contract.text_bytes(texts, None, limits) == 5
+    with refused("sentences: 7 bytes with the metadata, more than 6 (max_request_bytes): send fewer rows"):
+        contract.text_bytes(texts, np.array([[b"{}"], [b""]], dtype=np.object_), limits)
+    with refused("metadata[1]: 5 bytes, must be at most 4 (max_sentence_bytes)"):
+        contract.text_bytes(texts, np.array([[b"{}"], [b"{   }"]], dtype=np.object_), limits)
+    assert contract.scoring_rows(np.zeros((2, 4), np.int64), None, limits=limits).width == 4
+    with refused("tokens: 3 rows of 3 tokens, padding included, are more than 8 (max_request_tokens)"):
+        contract.scoring_rows(np.zeros((3, 3), np.int64), None, limits=limits)
+
+
+def test_metadata_that_is_nested_too_deeply_is_refused():
+    with refused('metadata[0]: \'{"a": [[['):
+        contract.metadata_rows(np.array([[b'{"a": ' + b"[" * 100_000]], dtype=np.object_), 1)
+
+
+def test_a_batch_of_no_rows_is_one_empty_row():
+    """As the reshape in config.pbtxt delivers it; and ordinary rows come with a dimension more."""
+    with refused("sequence_lengths[0]: 0, an empty sequence cannot be scored"):
+        contract.scoring_rows(np.zeros((1, 0), np.int64), None, limits=Limits(9))
+    rows = contract.scoring_rows(np.arange(6).reshape(2, 1, 3), None, limits=Limits(9)).tokens
+    assert [row.tolist() for row in rows] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_metadata():

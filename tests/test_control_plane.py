@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 @pytest.fixture
 def control(server: TritonServer) -> Iterator[ControlPlane]:
-    with ControlPlane(server.section.grpc_url) as connection:
+    with server.control() as connection:
         yield connection
 
 

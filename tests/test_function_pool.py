@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from python_backend.function_pool import Outcome, WorkerPool
+from python_backend.function_pool import FairQueue, Outcome, WorkerPool
 from python_backend.function_rewards import FunctionError, Sample, load_function, score
 
 FILE = Path(__file__).parent / "reward_functions.py"
@@ -45,7 +45,7 @@ def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[Outcome]:
             results[i] = outcome
             left.release()
 
-        pool.submit(sample, done)
+        pool.submit([(sample, done)])
     for _ in samples:
         assert left.acquire(timeout=120)
     return [result for result in results if result is not None]
@@ -137,11 +137,25 @@ def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(pool: Worke
     assert all(outcome.error in ("", "the worker process was killed by SIGKILL") for outcome in found)
 
 
+def test_a_request_of_many_samples_lets_one_of_a_few_pass() -> None:
+    waiting = FairQueue()
+    noted: list[Outcome] = []
+    long, short = doing(*[None] * 100), doing(None, None)
+    waiting.put([(sample, noted.append) for sample in long])
+    waiting.put([(sample, noted.append) for sample in short])
+    assert waiting.size == 102
+    taken = [item[0] for _ in range(4) if (item := waiting.get()) is not None]
+    assert [any(sample is mine for mine in short) for sample in taken] == [False, True, False, True]
+    assert waiting.size == 98
+    waiting.close()
+    assert waiting.get() is None
+
+
 def test_closing_ends_a_running_function_and_drops_what_waits() -> None:
     pool = make_pool(num_workers=2)
     finished: list[Outcome] = []
     for sample in doing("loop", "sleep", None, None):
-        pool.submit(sample, finished.append)
+        pool.submit([(sample, finished.append)])
     assert len(workers()) >= 2
     pool.close()
     assert not finished
@@ -156,8 +170,8 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
         "from python_backend.function_pool import WorkerPool\n"
         "from python_backend.function_rewards import Sample\n"
         "pool = WorkerPool(sys.argv[1], num_workers=2, timeout_s=600.0)\n"
-        f"pool.submit({sample}, lambda outcome: None)\n"
-        "pool.submit(Sample('', [], {'do': 'loop'}), lambda outcome: None)\n"
+        f"pool.submit([({sample}, lambda outcome: None)])\n"
+        "pool.submit([(Sample('', [], {'do': 'loop'}), lambda outcome: None)])\n"
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -39,6 +39,7 @@ from actor.rollout import Prompt, ReferenceLogprobs, Rollout
 from actor.scoring import ModelMismatch
 from python_backend.config import load_config
 from python_backend.contract import REFERENCE, REWARD_MODEL
+from python_backend.control_key import GRPC_HEADER, control_key
 from python_backend.durable import read_json
 from trainer.control_plane import ControlPlane
 
@@ -248,7 +249,8 @@ def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, finished: 
     loaded = []
     for run in (served.run, finished.run):
         with GrpcClient(run.config.server.grpc_url) as client:
-            loaded.append({model.name for model in client.get_model_repository_index().models})
+            headers = {GRPC_HEADER: control_key(run.config.run.weights_dir)}
+            loaded.append({model.name for model in client.get_model_repository_index(headers=headers).models})
     assert loaded[0] - loaded[1] == {REFERENCE}
     assert REWARD_MODEL in loaded[1]
 

@@ -33,6 +33,7 @@ from live_system import (
 )
 
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
+from python_backend.control_key import control_key
 from python_backend.modeling import CriticModel, load_critic, save_critic
 from python_backend.weights import WEIGHTS_FILE, Manifest
 from trainer.control_plane import ControlPlane, LoadRefused
@@ -327,7 +328,8 @@ def test_a_fresh_process_refuses_a_damaged_version_and_the_old_one_serves_on(liv
     cut(store.folder(damaged.version) / WEIGHTS_FILE)
     store.set_current(damaged.version)
     try:
-        with ControlPlane(live.run.config.server.grpc_url) as control, pytest.raises(LoadRefused) as caught:
+        key = control_key(live.run.config.run.weights_dir)
+        with ControlPlane(live.run.config.server.grpc_url, key) as control, pytest.raises(LoadRefused) as caught:
             control.load(CRITIC, parameters={"weights_version": "a damaged one"}, timeout_s=60.0)
         print(caught.value)
         assert f"weights version {damaged.version} cannot be served" in str(caught.value)

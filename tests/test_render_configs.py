@@ -81,6 +81,7 @@ def test_settings_reach_the_files():
             "instances": 3, "device": "cuda:1", "queue_delay_us": 17, "preferred_batch_size": [4, 8], "threads": 5,
             "token_budget": 99, "micro_batch_rows": 7, "max_length": 33, "dtype": "bfloat16", "reload": "triton",
             "poll_interval_ms": 9, "forward_overhead_tokens": 12, "allocator": "default", "max_sentence_bytes": 5000,
+            "max_request_tokens": 6000, "max_request_bytes": 7000,
             "strip_sequence_length_to_multiple": 16, "max_queue_size": 31, "queue_timeout_s": 1.5,
         },
         reward={"preferred_batch_size": 4, "standardization": {"mean": 1.5, "std": 2}, "device": "cuda"},
@@ -108,6 +109,7 @@ def test_settings_reach_the_files():
         "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton", "poll_interval_ms": "9",
         "forward_overhead_tokens": "12", "allocator": "default", "max_sentence_bytes": "5000",
         "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",
+        "max_request_tokens": "6000", "max_request_bytes": "7000",
         "compile": "false",
     }  # fmt: skip
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}

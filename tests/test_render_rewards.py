@@ -29,7 +29,10 @@ def test_model_and_functions() -> None:
     found = parameters(configs["reward_function_length"])
     assert found.pop("function") == f"{Path('rewards/length.py').absolute()}:penalty"
     assert found.pop("tokenizer") == str(Path("checkpoints/reward").absolute())
-    assert found == {"timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000"}
+    assert found == {
+        "timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000",
+        "max_sentence_bytes": "1000000", "max_request_tokens": "4000000", "max_request_bytes": "16000000",
+    }  # fmt: skip
     assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
     for model in ("reward_mixture", "reward_model"):
         assert json.loads(parameters(configs[model])["reward_components"]) == ["length", "model", "label"]
@@ -41,8 +44,13 @@ def test_model_and_functions() -> None:
     assert parts["reward_checkpoint"][1] == {"rewards": "component_model"}
     assert parts["reward_function_label"][1] == {"reward_component": "component_label", "reward_error": "error_label"}
     mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
-    mixed.add("after_critic")
     assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
+    # One after the other: each takes what the step before it gives, the checkpoint is the first.
+    order = [step.model_name for step in configs["reward_model"].ensemble_scheduling.step]
+    assert order == ["reward_checkpoint", "reward_function_length", "reward_function_label", "reward_mixture"]
+    assert parts["reward_checkpoint"][0]["after_critic"] == "after_critic"
+    assert parts["reward_function_length"][0]["after_component"] == "component_model"
+    assert parts["reward_function_label"][0]["after_component"] == "component_length"
     assert set(steps(configs["critic_infer"])["reward_model"][1]) == {"rewards", "reward_components", "reward_errors"}
     (components,) = [t for t in configs["critic_infer"].output if t.name == "reward_components"]
     assert list(components.dims) == [3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -35,6 +37,8 @@ from python_backend.contract import (
     VALUES,
     texts_array,
 )
+from tools.fuzz_client import GrpcSender
+from tools.fuzz_requests import Request, array_tensor
 from tools.render_configs import render_repository
 from tools.triton_home import ServerStartError
 from tools.tritonserver import TritonServer
@@ -46,6 +50,7 @@ TERMS = {
     "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 2.0, "timeout_s": 1.0},
 }
 OUTPUTS = (REWARDS, REWARD_COMPONENTS, REWARD_ERRORS)
+NUM_BAD, NUM_SENDERS = 20_000, 16
 
 
 def functions_alone(folder: Path, terms: dict) -> Path:
@@ -179,7 +184,7 @@ def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
     with tiny_server(tmp_path) as server:
         server.wait_ready()
         before = worker_processes(server)
-        with ControlPlane(server.section.grpc_url) as control:
+        with server.control() as control:
             replaced = [worker for worker in before if f"{FUNCTIONS}:num_tokens" in worker.cmdline()]
             control.load("reward_function_length", parameters={"workers": "3"}, timeout_s=60)
         answer = ask(server.section.http_url, REWARD_MODEL, labelled(1), OUTPUTS)
@@ -193,7 +198,7 @@ def test_a_full_queue_is_a_cause(tmp_path: Path) -> None:
     functions_alone(tmp_path, TERMS)
     with tiny_server(tmp_path) as server:
         server.wait_ready()
-        with ControlPlane(server.section.grpc_url) as control:
+        with server.control() as control:
             control.load("reward_function_length", parameters={"max_waiting_rows": "2"}, timeout_s=60)
         assert errors_of(ask(server.section.http_url, REWARD_MODEL, labelled(1, 1))) == ["", ""]
         answer = ask(server.section.http_url, REWARD_MODEL, labelled(1, 1, 1))
@@ -205,7 +210,7 @@ def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> 
     with tiny_server(tmp_path) as server, ThreadPoolExecutor(1) as executor:
         server.wait_ready()
         asked = executor.submit(ask, server.section.http_url, REWARD_MODEL, labelled(1, "sleep", 2), OUTPUTS)
-        with ControlPlane(server.section.grpc_url) as control:
+        with server.control() as control:
             while not control.statistics("reward_function_verdict").execution_count > 1:  # the first was the probe
                 pass
             control.load("reward_function_verdict", parameters={"workers": "1"}, timeout_s=60)
@@ -243,6 +248,32 @@ def test_model_and_functions_add_up(mixed: System, checkpoints: Checkpoints, mod
     expected = [3 * direct[0] - 1.5 + 2, np.nan, 3 * direct[2] - 2.5 + 4, np.nan]
     np.testing.assert_allclose(answer[REWARDS][:, 0], expected, atol=1e-5, rtol=0)
     assert [bool(error) for error in errors_of(answer)] == [False, True, False, True]
+
+
+@pytest.mark.slow
+def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
+    """tritonserver 2.51 deadlocks when a step fails over gRPC while another one of its request is running."""
+    at = mixed.run.config.server
+    bad = Request(CRITIC_INFER, [array_tensor("tokens", np.full((1, 5), 4711))])
+    statuses: collections.Counter[str | None] = collections.Counter()
+
+    def send() -> None:
+        sender = GrpcSender(at.grpc_url)
+        for _ in range(NUM_BAD // NUM_SENDERS):
+            for model in (REWARD_MODEL, CRITIC_INFER):
+                answer = sender.send(dataclasses.replace(bad, model=model))
+                statuses[answer.status] += 1
+                if answer.hung:
+                    return
+        sender.close()
+
+    with ThreadPoolExecutor(NUM_SENDERS) as executor:
+        for sent in [executor.submit(send) for _ in range(NUM_SENDERS)]:
+            sent.result()
+    assert set(statuses) == {"INVALID_ARGUMENT"}, statuses
+    with ControlPlane(at.grpc_url) as control:
+        assert control.answers_inference(10.0)
+        control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES), 10.0)
 
 
 def test_values_alone_run_no_reward(mixed: System) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
+from tools import server_health
+from tools import supervisor as supervisor_module
+from tools.model_loading import probe
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
 from tools.tritonserver import TritonServer
@@ -49,7 +54,7 @@ def test_the_servers_log_stays_within_its_bound(tmp_path: Path) -> None:
         supervisor.look()
         assert log.stat().st_size < 1 << 20
         assert log.with_suffix(".previous.log").stat().st_size == 1 << 20
-        with ControlPlane(supervisor.server.section.grpc_url) as control:
+        with supervisor.server.control() as control:
             control.load("critic", parameters={"again": "1"}, timeout_s=60.0)
         until(lambda: b"loading: critic:1" in log.read_bytes())
         assert b"\0" not in log.read_bytes()
@@ -130,18 +135,191 @@ def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
     assert regions(os.getpid()) == []
 
 
-def test_a_server_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
-    write_scoring_model(tmp_path / "repository", "critic")
-    supervisor = Supervisor(starter(tmp_path), log=lambda line: None, max_restarts=1)
-    try:
-        for may_restart in (True, False):
-            server = supervisor.server
-            os.kill(server.pid, signal.SIGKILL)
-            until(lambda server=server: server.poll() is not None)  # type: ignore[misc]
-            if may_restart:
-                supervisor.look()
-        with pytest.raises(ServerStartError, match=r"SIGKILL(.|\n)*It was started again 1 times before that"):
+class Scripted:
+    """A server that runs until it is told to be dead."""
+
+    def __init__(self) -> None:
+        self.dead = self.killed = self.stopped = False
+
+    def models(self) -> list[str]:
+        return []
+
+    def raise_if_dead(self) -> None:
+        if self.dead:
+            raise ServerStartError("tritonserver was killed by SIGKILL; its log, x, ends with:\nno more")
+
+    def bound_log(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The supervisor's clock; nothing is watched."""
+    now = [1000.0]
+    health = SimpleNamespace(start=lambda: None, stop=lambda: None, trouble=None)
+    monkeypatch.setattr(supervisor_module, "ServerHealth", lambda server, log: health)
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_a_server_that_dies_again_and_again_is_never_given_up(now: list[float]) -> None:
+    """The pauses grow to a minute, and are forgotten once a server has lived a while."""
+    supervisor = Supervisor(Scripted, log=lambda line: None)  # type: ignore[arg-type]
+    pauses = []
+    for _ in range(12):
+        server = supervisor.server
+        server.dead = True  # type: ignore[attr-defined]
+        down = now[0]
+        while supervisor.server is server:
             supervisor.look()
+            now[0] += 0.25
+        pauses.append(now[0] - down - 0.25)
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60]
+    now[0] += 11
+    supervisor.server.dead = True  # type: ignore[attr-defined]
+    dead = supervisor.server
+    supervisor.look()
+    assert supervisor.server is not dead
+
+
+def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
+    lines: list[str] = []
+    starts = iter([Scripted(), ServerStartError("no memory"), ServerStartError("no memory"), Scripted()])
+
+    def start() -> Scripted:
+        made = next(starts)
+        if isinstance(made, ServerStartError):
+            raise made
+        return made
+
+    supervisor = Supervisor(start, log=lines.append)  # type: ignore[arg-type]
+    first = supervisor.server
+    first.dead = True  # type: ignore[attr-defined]
+    for _ in range(100):
+        supervisor.look()
+        now[0] += 0.25
+    assert supervisor.server is not first
+    assert (first.killed, first.stopped, supervisor.failed_starts) == (True, True, 2)  # type: ignore[attr-defined]
+    assert [line.splitlines()[-1] for line in lines[1:]] == [
+        "trying again in 1 s", "trying again in 2 s", "serving again after 3.0 s",
+    ]  # fmt: skip
+    supervisor.stop()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What hangs is noticed within seconds."""
+    for name, value in {
+        "PROBE_EVERY_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0, "STOPPED_S": 1.0,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(server_health, name, value)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("model", ["critic", "critic_train"])
+def test_a_model_whose_process_is_stopped_is_replaced(tmp_path: Path, model: str) -> None:
+    write_repository(tmp_path / "repository")
+    lines: list[str] = []
+    supervisor = Supervisor(starter(tmp_path), log=lines.append)
+    try:
+        server = supervisor.server
+        stopped = stub_of(server, model)
+        stopped.suspend()
+        until(lambda: any(f"{model} serves again" in line for line in lines))
+        assert stub_of(server, model).pid != stopped.pid
+        with server.control() as control:
+            probe(control, model, 5.0)
+        supervisor.look()
+        assert supervisor.server is server
+    finally:
+        supervisor.stop()
+    assert server_processes(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_model_that_never_answers_is_replaced(tmp_path: Path) -> None:
+    """Alive, and the server calls itself ready; the model sleeps as long as a file is there."""
+    block = tmp_path / "block"
+    write_scoring_model(
+        tmp_path / "repository", "critic", on_request=f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
+    )
+    lines: list[str] = []
+    supervisor = Supervisor(starter(tmp_path), log=lines.append)
+    try:
+        server = supervisor.server
+        first = stub_of(server, "critic")
+        block.touch()
+        until(lambda: any("critic has not answered for" in line for line in lines))
+        block.unlink()
+        until(lambda: any("critic serves again" in line for line in lines))
+        assert stub_of(server, "critic").pid != first.pid
+        supervisor.look()
+        assert supervisor.server is server
+    finally:
+        supervisor.stop()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
+    block = tmp_path / "block"
+    write_scoring_model(
+        tmp_path / "repository", "critic", on_request=f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
+    )
+    lines: list[str] = []
+    supervisor = Supervisor(starter(tmp_path), log=lines.append)
+    try:
+        first = supervisor.server
+        block.touch()
+        until(lambda: "though it has just been replaced" in str(supervisor._health.trouble))
+        block.unlink()
+        until(lambda: supervisor.look() or supervisor.server is not first)
+        with supervisor.server.control() as control:
+            control.probe_scoring("critic", ("values",), 5.0)
+    finally:
+        supervisor.stop()
+    assert server_processes(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    lines: list[str] = []
+    supervisor = Supervisor(starter(tmp_path), log=lines.append)
+    try:
+        first = supervisor.server
+        os.kill(first.pid, signal.SIGSTOP)
+        until(lambda: supervisor.look() or supervisor.server is not first)
+        assert lines[0].startswith("tritonserver has not answered over ")
+        assert first.poll() == -signal.SIGKILL
+        with supervisor.server.control() as control:
+            control.probe_scoring("critic", ("values",), 5.0)
+    finally:
+        supervisor.stop()
+    assert server_processes(os.getpid()) == []
+    assert regions(os.getpid()) == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_model_that_is_busy_is_left_alone(tmp_path: Path) -> None:
+    """It computes for longer than an idle one may be silent."""
+    busy = "deadline = time.monotonic() + 6\n        while time.monotonic() < deadline: sum(range(10000))"
+    write_scoring_model(tmp_path / "repository", "critic")
+    lines: list[str] = []
+    supervisor = Supervisor(starter(tmp_path), log=lines.append)
+    try:
+        shutil.rmtree(tmp_path / "repository" / "critic")
+        write_scoring_model(tmp_path / "repository", "critic", on_request=busy)
+        with supervisor.server.control() as control:
+            control.load("critic", timeout_s=30)
+            lines.clear()
+            control.probe_scoring("critic", ("values",), 60.0)
+        assert lines == []
     finally:
         supervisor.stop()
 

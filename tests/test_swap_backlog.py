@@ -11,13 +11,14 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from python_backend.contract import Limits, ScoringRows
+from python_backend.round_robin import run_to_end
 
 ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
 PATIENCE_S = 30.0
@@ -36,6 +37,7 @@ class Call:
 
     timeout_s = None
     answered = False
+    wanted = frozenset({"version"})
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -62,7 +64,8 @@ def make_model(scoring: Any) -> Any:
         def current_model(self) -> int:
             return self.version
 
-        def read(self, call: Call) -> ScoringRows:
+        def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+            yield from ()
             rows = [np.zeros(ROW_TOKENS, np.int64)] * call.rows
             return ScoringRows(rows, ROW_TOKENS)
 
@@ -82,10 +85,7 @@ def make_model(scoring: Any) -> Any:
 
         def line_up(self, *calls: Call) -> None:
             with self._changed:
-                for call in calls:
-                    begun = self._begin(call)
-                    self._pool.add(begun, [row.size for row in begun.rows.tokens])
-                self._changed.notify_all()
+                self._line_up([run_to_end(self._begin(call)) for call in calls])
 
     values = {
         "token_budget": BUDGET, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,

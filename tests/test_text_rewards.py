@@ -16,6 +16,7 @@ from transformers import ByT5Tokenizer, pipeline
 from python_backend.contract import METADATA, SENTENCES, ContractError, texts_array
 from python_backend.modeling import load_reward, quiet_transformers
 from python_backend.reading import RowReader
+from python_backend.round_robin import run_to_end
 from python_backend.tokenization import encode_text
 
 TOLERANCE = 1e-5
@@ -49,7 +50,7 @@ def serve(
     """Token rows and rewards `[B]` of one request, by what runs in the server."""
     model = load_reward(folder)
     reader = RowReader(folder, model.limits, add_special_tokens=add_special_tokens, skipped_pad_id=model.skipped_pad_id)
-    rows = reader.read(Request(texts, metadata)).tokens  # type: ignore[arg-type]
+    rows = run_to_end(reader.read(Request(texts, metadata))).tokens  # type: ignore[arg-type]
     return [row.tolist() for row in rows], model.score(rows)[:, 0]
 
 

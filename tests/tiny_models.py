@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 
 from python_backend.config import ServerSection
+from tools.shared_memory import SHARED_MEMORY
 from tools.triton_home import find_tritonserver, lay_out_backends
-from tools.tritonserver import SHARED_MEMORY, TritonServer
+from tools.tritonserver import TritonServer
 
 _SCORING_CONFIG = """name: "{name}"
 backend: "python"
@@ -128,6 +129,7 @@ def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: obj
         ServerSection.model_validate(settings),
         folder / "logs" / "tritonserver.log",
         backends=lay_out_backends(home, folder / "backends"),
+        control_key="tiny",
         log=log,
     )
 

@@ -17,6 +17,7 @@ COMMANDS = {
     "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
     "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
     "chaos": ("tools.chaos.command", "the crash test: processes killed at every moment, then every promise checked"),
+    "fuzz": ("tools.fuzz", "bad requests at every model, while a client scores good rows"),
     "bench": ("tools.bench.command", "the measurements behind the README's numbers"),
 }
 

@@ -25,14 +25,18 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def start_bound(command: Sequence[str], log: IO[bytes], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_bound(
+    command: Sequence[str], log: IO[bytes], env: Mapping[str, str], *, inherits: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start a process that ends with this one, in a session of its own: a Ctrl-C in the terminal is ours to pass on.
 
-    Must be called from a thread that lives as long as the child should: the kernel watches the thread.
+    Must be called from a thread that lives as long as the child should: the kernel watches the thread. `inherits`:
+    further open file descriptors that the child gets.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *command],
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True,
+        pass_fds=inherits,
     )  # fmt: skip
 
 

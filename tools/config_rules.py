@@ -39,8 +39,15 @@ def _check_batching(model: str, config: Any) -> None:
 def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     whole = configs[model]
     ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
+    before: set[str] | None = None
     for step in whole.ensemble_scheduling.step:
         part = configs[step.model_name]
+        if before is not None and not before & set(step.input_map.values()):
+            raise ConfigError(
+                f"{model}/config.pbtxt: step {step.model_name} takes no output of the step before it: steps that run "
+                "at the same time can deadlock tritonserver when one of them fails"
+            )
+        before = set(step.output_map.values())
         if part.max_batch_size < whole.max_batch_size:
             raise ConfigError(f"{model}: max_batch_size {whole.max_batch_size} exceeds that of {step.model_name}")
         for mapping, tensors in ((step.input_map, part.input), (step.output_map, part.output)):

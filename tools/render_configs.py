@@ -240,6 +240,8 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
         "queue_timeout_s": f"{model.queue_timeout_s:g}",
         "max_length": str(model.max_length or ""),
         "max_sentence_bytes": str(model.max_sentence_bytes),
+        "max_request_tokens": str(model.max_request_tokens),
+        "max_request_bytes": str(model.max_request_bytes),
         "compile": json.dumps(model.compile),
         "tokenizer_fingerprint": _tokenizer_fingerprint(model.checkpoint),
     }
@@ -287,19 +289,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="default: configs/default.yaml")
     parser.add_argument("--out", type=Path, help="default: model_repository, or the run's own with --config")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
+    parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args(argv)
     committed = args.config.resolve() == DEFAULT_CONFIG
     try:
         config = load_config(args.config, args.overrides)
+        resolve = not (committed or args.relative)
         out = args.out or (DEFAULT_REPOSITORY if committed else config.run.repository_dir)
         if args.check:
-            drifts = check_repository(config, out, resolve_paths=not committed)
+            drifts = check_repository(config, out, resolve_paths=resolve)
             for drift in drifts:
                 print(f"{drift.path} is not up to date:\n{drift.diff}", file=sys.stderr)
             print(f"{out}: {'render it again' if drifts else 'up to date'}")
             return 1 if drifts else 0
-        written = render_repository(config, out, resolve_paths=not committed)
+        written = render_repository(config, out, resolve_paths=resolve)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -54,6 +54,9 @@ def render_rewards(
             "workers": str(term.workers),
             "memory_mib": str(term.memory_mib),
             "max_waiting_rows": str(MAX_WAITING_ROWS),
+            "max_sentence_bytes": str(config.reward.max_sentence_bytes),
+            "max_request_tokens": str(config.reward.max_request_tokens),
+            "max_request_bytes": str(config.reward.max_request_bytes),
             "tokenizer": str(place(tokenizer)),
         }
         model = REWARD_FUNCTION_PREFIX + name

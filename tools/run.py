@@ -156,8 +156,11 @@ class Run:
     def _server_failures(self) -> int:
         assert self._supervisor is not None
         metrics_url = self._supervisor.server.section.metrics_url
-        with urllib.request.urlopen(f"http://{metrics_url}/metrics", timeout=10) as answer:
-            return count_failures(answer.read().decode())
+        try:
+            with urllib.request.urlopen(f"http://{metrics_url}/metrics", timeout=10) as answer:
+                return count_failures(answer.read().decode())
+        except OSError:  # it is being started again, and counts from 0 then
+            return 0
 
     def _report(self, failures: int) -> None:
         from tools.report import write_report

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.control_key import control_key
 from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.demo_pretrained import PRETRAINED
@@ -22,7 +23,7 @@ from tools.ports import with_free_ports
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from tools.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError
+from trainer.control_plane import ControlPlaneError
 
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -156,6 +157,7 @@ def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> Tr
         config.server,
         config.run.logs_dir / "tritonserver.log",
         backends=lay_out_backends(home, config.run.dir / "backends"),
+        control_key=control_key(config.run.weights_dir),
         log=log,
     )
     try:
@@ -174,8 +176,8 @@ def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
     host = server.section.host
     if host in LOOPBACK:
         return
-    log(f"warning: server.host is {host}: whoever reaches the server's ports can run code in it")
-    with ControlPlane(server.section.grpc_url) as control:
+    log(f"warning: server.host is {host}: whoever reaches it can score, and train unless there is a key")
+    with server.control() as control:
         version = control.server_version()
     if version < SAFE_VERSION:
         release = ".".join(map(str, version))

@@ -1,130 +1,94 @@
-"""Keeps one tritonserver serving: starts it again when it dies, and replaces a model whose process has died.
-Given: how to start the server. Returns: `server`, the one that runs now.
-Triton itself does neither: it goes on calling itself ready, and answers every request to such a model with an error.
+"""Keeps one tritonserver serving: starts it again when it dies or hangs, however often that takes.
+Given: how to start the server. Returns: `server`, the one that runs now; `ServerHealth` looks after its models.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-import uuid
 from collections.abc import Callable
 
-from tools.model_loading import SCORING_OUTPUTS, probe
+from tools.server_health import ServerHealth
 from tools.triton_home import ServerStartError
 from tools.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, ModelProcessDied
 
-PROBE_EVERY_S = 1.0
-PROBE_TIMEOUT_S = 5.0
-MAX_RESTARTS = 5
-RESTARTS_WITHIN_S = 600.0
+STEADY_S = 10.0  # a server that ended sooner has not recovered: the next start waits
+LONGEST_PAUSE_S = 60.0
 
 
 class Supervisor:
     """Owns the server; the owner of this object calls `look` now and then, and `stop` at the end."""
 
-    def __init__(
-        self, start: Callable[[], TritonServer], *, log: Callable[[str], None], max_restarts: int = MAX_RESTARTS
-    ) -> None:
+    def __init__(self, start: Callable[[], TritonServer], *, log: Callable[[str], None]) -> None:
         """Start the server.
 
         Args:
             start: returns a server whose models have answered; called from the thread that calls `look`.
             log: gets what happened, a line each.
-            max_restarts: how often within RESTARTS_WITHIN_S a dead server is started again.
 
         Raises:
-            ServerStartError: as `start` does.
+            ServerStartError: as `start` does; later starts that fail are tried again, with growing pauses.
         """
         self._start = start
         self._log = log
-        self._max_restarts = max_restarts
-        self._restarts: list[float] = []
+        self._short_lives = 0
+        self._start_at: float | None = None  # None: it runs
+        self.failed_starts = 0
+        """Of a server that had died or hung, so far."""
         self.server = start()
         self._watch()
 
     def look(self) -> None:
-        """Start the server again if it has died, and keep its log within bounds; returns when it serves.
-
-        Raises:
-            ServerStartError: it does not start, or dies again and again.
-        """
-        self.server.bound_log()
-        if self.server.poll() is None:
-            return
-        try:
-            self.server.raise_if_dead()
-        except ServerStartError as death:
-            self._stop_watching()
-            self.server.stop()
-            now = time.monotonic()
-            self._restarts = [then for then in self._restarts if now - then < RESTARTS_WITHIN_S] + [now]
-            if len(self._restarts) > self._max_restarts:
-                raise ServerStartError(
-                    f"{death}\nIt was started again {self._max_restarts} times before that"
-                ) from death
-            self._log(f"{str(death).splitlines()[0]}\nstarting it again")
-            self.server = self._start()
-            self._log(f"serving again after {time.monotonic() - now:.1f} s")
-            self._watch()
+        """Start the server again if it has died or hangs, and keep its log within bounds."""
+        if self._start_at is None:
+            reason = self._reason_to_restart()
+            if reason is None:
+                self.server.bound_log()
+                return
+            self._take_down(reason)
+        assert self._start_at is not None
+        if time.monotonic() >= self._start_at:
+            self._start_again()
 
     def stop(self) -> None:
         """Stop the server and the watching."""
-        self._stop_watching()
+        self._health.stop()
         self.server.stop()
 
+    def _reason_to_restart(self) -> str | None:
+        try:
+            self.server.raise_if_dead()
+        except ServerStartError as death:
+            return str(death).splitlines()[0]
+        return self._health.trouble
+
+    def _take_down(self, reason: str) -> None:
+        self._down_at = time.monotonic()
+        self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
+        self._start_at = self._down_at + self._pause_s()
+        self._log(f"{reason}\nstarting it again")
+        self.server.kill()  # one that hangs would let a polite request time out
+        self._health.stop()
+        self.server.stop()
+
+    def _start_again(self) -> None:
+        try:
+            self.server = self._start()
+        except ServerStartError as error:
+            self.failed_starts += 1
+            self._short_lives += 1
+            pause_s = self._pause_s()
+            self._log(f"error: {error}\ntrying again in {pause_s:g} s")
+            self._start_at = time.monotonic() + pause_s
+            return
+        self._start_at = None
+        self._log(f"serving again after {time.monotonic() - self._down_at:.1f} s")
+        self._watch()
+
+    def _pause_s(self) -> float:
+        """0 before the first two starts, then 1, 2, 4 … seconds."""
+        return min(LONGEST_PAUSE_S, 2.0 ** (self._short_lives - 2)) if self._short_lives > 1 else 0.0
+
     def _watch(self) -> None:
-        self._stopping = threading.Event()
-        self._watcher = threading.Thread(
-            target=_watch_models, args=(self.server, self._stopping, self._log), name="model-probes", daemon=True
-        )
-        self._watcher.start()
-
-    def _stop_watching(self) -> None:
-        self._stopping.set()
-        if self._watcher.is_alive():  # a signal may have come before it was started
-            self._watcher.join()
-
-
-def _watch_models(server: TritonServer, stopping: threading.Event, log: Callable[[str], None]) -> None:
-    answered: dict[str, int] = {}
-    with ControlPlane(server.section.grpc_url) as control:
-        while not stopping.wait(PROBE_EVERY_S):
-            for model in server.models():
-                if stopping.is_set() or server.poll() is not None:
-                    return
-                try:
-                    _look_at(control, server, model, answered)
-                except ModelProcessDied:
-                    _replace(control, model, server.section.load_timeout_s, log)
-                except ControlPlaneError:  # busy, or being reloaded: only a dead process is ours to replace
-                    continue
-
-
-def _look_at(control: ControlPlane, server: TritonServer, model: str, answered: dict[str, int]) -> None:
-    """Raise ModelProcessDied if its process has; a model that answers others needs no probe.
-
-    What trains and saves has no request without effect but wrong ones, which would count as failed: of these models
-    the process is looked for.
-    """
-    if model not in SCORING_OUTPUTS:
-        if not server.runs_process_of(model):
-            raise ModelProcessDied(f"{model}: its process is gone")
-        return
-    count = control.statistics(model).success_count
-    if count == answered.get(model):
-        probe(control, model, PROBE_TIMEOUT_S)
-        count += 1
-    answered[model] = count
-
-
-def _replace(control: ControlPlane, model: str, timeout_s: float, log: Callable[[str], None]) -> None:
-    log(f"the process of {model} has died: loading the model anew")
-    start = time.monotonic()
-    try:
-        control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, timeout_s=timeout_s)
-    except ControlPlaneError as error:  # tried again at the next look
-        log(f"error: {error}")
-    else:
-        log(f"{model} serves again after {time.monotonic() - start:.1f} s")
+        self._ready_at = time.monotonic()
+        self._health = ServerHealth(self.server, self._log)
+        self._health.start()

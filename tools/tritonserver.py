@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import threading
@@ -18,15 +17,16 @@ from pathlib import Path
 import psutil
 
 from python_backend.config import ServerSection
+from python_backend.control_key import closing_arguments
 from python_backend.durable import write_json
 from tools.child import start_bound
 from tools.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.ports import check_ports, is_open, with_free_ports
 from tools.server_log import follow, poll_failure, set_aside_if_large, stub_failure, tail
+from tools.shared_memory import Regions, remove_abandoned
 from tools.triton_home import ServerStartError, TritonHome, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
-SHARED_MEMORY = Path("/dev/shm")
 KILL_AFTER_S = 10.0
 POLL_INTERVAL_S = 0.1
 
@@ -42,16 +42,21 @@ class TritonServer:
         log_path: Path,
         *,
         backends: Path,
+        control_key: str,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`backends` is what `lay_out_backends` returned; `log` gets the progress and the readable log."""
+        """`backends` is what `lay_out_backends` returned; `log` gets the progress and the readable log.
+
+        `control_key` locks what can run code in the server; loads need it.
+        """
         self.home = home
         self.repository = repository
         self.section = with_free_ports(section)
         self.log_path = log_path
         self._backends = backends
+        self._control_key = control_key
         self._log = log
-        self._region_prefix = f"rlhf-{os.getpid()}-{secrets.token_hex(4)}-"
+        self._regions = Regions()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
         self._follower: threading.Thread | None = None
@@ -80,12 +85,15 @@ class TritonServer:
         assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
         assert self._process is None, "a server object starts once"
         check_ports(self.section)
+        for prefix in remove_abandoned():
+            self._log(f"removed the shared memory {prefix}* of a server that was killed")
         compile_ahead(self.repository)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.log_path.exists():  # perhaps of a server that died: its reason is in there
             self.log_path.replace(self.log_path.with_suffix(".previous.log"))
         with self.log_path.open("ab") as log_file:  # appending: `bound_log` cuts it under the server's hands
-            self._process = start_bound(self._command(), log_file, server_environment(self.home))
+            environment, lock = server_environment(self.home), self._regions.lock()
+            self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
         self._follower = threading.Thread(
             target=follow,
             args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
@@ -104,7 +112,7 @@ class TritonServer:
             ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` is over.
         """
         try:
-            with ControlPlane(self.section.grpc_url) as control:
+            with self.control() as control:
                 deadline = time.monotonic() + self.section.start_timeout_s
                 # tritonserver opens its ports one after the other, gRPC first.
                 while not (control.is_live() and is_open(self.section.http_url) and is_open(self.section.metrics_url)):
@@ -112,6 +120,7 @@ class TritonServer:
                     if time.monotonic() > deadline:
                         raise ServerStartError(f"{too_slow(self.section)} (the whole log is in {self.log_path})")
                     time.sleep(POLL_INTERVAL_S)
+                _hide_argument(self.pid, self._control_key)
                 load_and_probe(
                     control,
                     self.repository,
@@ -130,17 +139,22 @@ class TritonServer:
             state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
             write_json(state_file, state, durable=False)
 
+    def control(self) -> ControlPlane:
+        """A connection that may load models."""
+        return ControlPlane(self.section.grpc_url, self._control_key)
+
     def models(self) -> list[str]:
         """Models of the repository that run in processes of their own: all but ensembles."""
         return sorted(path.parents[1].name for path in self.repository.glob("*/[1-9]*/model.py"))
 
-    def runs_process_of(self, model: str) -> bool:
-        """Whether a process of the model lives."""
-        return bool(self.processes_of(model))
-
     def processes_of(self, model: str) -> list[psutil.Process]:
         """The processes of the model; two while it is being reloaded."""
-        return [stub for stub in self._stubs() if f"{os.sep}{model}{os.sep}" in " ".join(stub.info["cmdline"])]
+        return self.processes()[model]
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """The processes of each model."""
+        stubs = [(stub, " ".join(stub.info["cmdline"])) for stub in self._stubs()]
+        return {m: [stub for stub, command in stubs if f"{os.sep}{m}{os.sep}" in command] for m in self.models()}
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while the server runs or before it is started."""
@@ -162,6 +176,12 @@ class TritonServer:
         """The last lines of the log, whatever bytes it holds."""
         return tail(self.log_path, num_lines)
 
+    def kill(self) -> None:
+        """Kill the server outright, as `stop` cannot be waited for; call `stop` afterwards."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
     def stop(self) -> None:
         """Stop the server; return when no process of it runs and none of its shared memory is left."""
         if self._process is None:
@@ -175,8 +195,7 @@ class TritonServer:
                 self._process.kill()
                 self._process.wait()
         self._kill_stubs()
-        for region in SHARED_MEMORY.glob(f"{self._region_prefix}*"):
-            region.unlink(missing_ok=True)
+        self._regions.remove()
         if self._state_file is not None:
             self._state_file.unlink(missing_ok=True)
         if self._follower is not None:
@@ -195,7 +214,7 @@ class TritonServer:
         return [
             process
             for process in psutil.process_iter(["cmdline"])
-            if any(argument.startswith(self._region_prefix) for argument in process.info["cmdline"] or ())
+            if any(argument.startswith(self._regions.prefix) for argument in process.info["cmdline"] or ())
         ]
 
     def _command(self) -> list[str]:
@@ -204,7 +223,7 @@ class TritonServer:
             str(self.home.binary),
             f"--model-repository={self.repository.absolute()}",
             f"--backend-directory={self._backends}",
-            f"--backend-config=python,shm-region-prefix-name={self._region_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
             "--model-control-mode=explicit",
             "--load-model=*",  # before the ports open: nobody meets a server without its models
             "--exit-on-error=false",  # the reason why one does not load is asked for afterwards
@@ -221,6 +240,7 @@ class TritonServer:
             "--grpc-header-forward-pattern=x-triton-.*",
             "--allow-sagemaker=false",
             "--allow-vertex-ai=false",
+            *closing_arguments(self._control_key),
         ]
 
     def _raise_if_failed(self) -> None:
@@ -237,3 +257,18 @@ class TritonServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # a broken connection is seen a moment before the exit code
         self.raise_if_dead()
+
+
+def _hide_argument(pid: int, secret: str) -> None:
+    """Overwrite a secret among the arguments of a process, which all users of the machine can list.
+
+    tritonserver takes its keys as arguments alone, and has copied them by the time its ports are open.
+    """
+    with contextlib.suppress(OSError):  # a kernel that forbids it; the key is then as secret as the list of processes
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+        with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+            memory.seek(start)
+            arguments = memory.read(end - start)
+            memory.seek(start)
+            memory.write(arguments.replace(secret.encode(), b"*" * len(secret.encode())))

@@ -5,6 +5,7 @@ gRPC and not HTTP, because a load over HTTP stalls all HTTP inference until it e
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import tritonclient.grpc as triton
 from google.protobuf import json_format
 from tritonclient.utils import InferenceServerException
 
+from python_backend import control_key
 from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
 
 CALL_TIMEOUT_S = 10.0
@@ -76,8 +78,11 @@ class ModelStatistics:
 class ControlPlane:
     """A connection to one server; safe to use from several threads."""
 
-    def __init__(self, grpc_url: str) -> None:
+    def __init__(self, grpc_url: str, key: str | None = None) -> None:
+        """`key` opens model control, which loads; default: the environment's. All else needs none."""
         self._url = grpc_url
+        key = key or os.environ.get(control_key.VARIABLE)
+        self._control = {control_key.GRPC_HEADER: key} if key else None
         self._tokens_types: dict[str, str] = {}
         self._client = triton.InferenceServerClient(grpc_url, channel_args=_CHANNEL_OPTIONS)
 
@@ -106,6 +111,17 @@ class ControlPlane:
             return bool(self._client.is_server_live(client_timeout=1.0))
         except InferenceServerException:
             return False
+
+    def answers_inference(self, timeout_s: float) -> bool:
+        """Whether gRPC inference gets any answer: a request for no model is refused without waiting behind others.
+
+        A server whose inference threads are deadlocked still calls itself live.
+        """
+        try:
+            self._client.infer("no-model", [], client_timeout=timeout_s)
+        except InferenceServerException as error:
+            return str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
+        return True
 
     def is_ready(self, model: str) -> bool:
         """Whether the server lists the model as ready; one with a dead stub still is, so probe as well."""
@@ -140,7 +156,7 @@ class ControlPlane:
             override = json_format.MessageToJson(config, preserving_proto_field_name=True)
         subject = f"{model} could not be loaded"
         try:
-            self._client.load_model(model, config=override, client_timeout=timeout_s)
+            self._client.load_model(model, headers=self._control, config=override, client_timeout=timeout_s)
         except InferenceServerException as error:
             sentence = self._sentence(subject, error, timeout_s)
             is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
@@ -211,6 +227,11 @@ class ControlPlane:
         status = str(error.status()).removeprefix("StatusCode.")
         if status == "DEADLINE_EXCEEDED":
             return f"{subject}: no answer within {round(timeout_s, 1):g} s"
+        if "restricted" in str(error.message()):
+            return (
+                f"{subject}: the model control of the server on {self._url} is locked and the key is missing or wrong; "
+                f"its key is in {control_key.FILE} beside the weights of its run: set {control_key.VARIABLE} to it"
+            )
         if status == "UNAVAILABLE" and _CONNECTION_ERROR.search(str(error.message())):
             return f"{subject}: the server on {self._url} cannot be reached"
         return f"{subject}: {root_cause(str(error.message()))}"

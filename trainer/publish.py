@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from python_backend.config import CriticSection
+from python_backend.control_key import control_key
 from python_backend.modeling import CriticModel, load_critic, save_critic
 from python_backend.sections import constants_of
 from python_backend.weights import Manifest, WeightsError, WeightsStore
@@ -63,7 +64,7 @@ class Publisher:
         self._store = store
         self._run_id = run_id
         self._epoch = epoch
-        self._servers = Servers(servers)
+        self._servers = Servers(servers, control_key(store.root))
         self._reload = reload
         self._timeout_s = timeout_s
         self._keep = keep

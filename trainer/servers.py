@@ -30,8 +30,10 @@ class Loaded:
 class Servers:
     """All servers of one critic; a DNS name is looked up anew at each call, so that servers may come and go."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:
+        """`key` opens their model control, which `load` needs."""
         self.addresses = tuple(addresses)
+        self._key = key
 
     def urls(self) -> list[str]:
         """`host:port` of each server that there is now. Raises ControlPlaneError if a name cannot be resolved."""
@@ -73,7 +75,7 @@ class Servers:
     def _each(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:
         def one(url: str) -> Loaded:
             try:
-                with ControlPlane(url) as control:
+                with ControlPlane(url, self._key) as control:
                     return Loaded(url, ask(control))
             except ControlPlaneError as error:
                 return Loaded(url, None, error)

@@ -31,6 +31,10 @@ class TritonError:
     INTERNAL, INVALID_ARG, UNAVAILABLE = "INTERNAL", "INVALID_ARG", "UNAVAILABLE"
 
     def __init__(self, message: str, code: str) -> None:
+        try:
+            message.encode()
+        except UnicodeEncodeError as error:
+            raise TypeError("incompatible constructor arguments") from error  # as the real one does
         self.text = f"{code}: {message}"
 
 
@@ -45,8 +49,9 @@ class InferenceResponse:
 class Request:
     """A request for `outputs`, and its own response sender; `responses` gets what the model sends."""
 
-    def __init__(self, inputs: Mapping[str, np.ndarray], outputs: Collection[str]) -> None:
+    def __init__(self, inputs: Mapping[str, np.ndarray], outputs: Collection[str], parameters: str = "") -> None:
         self.inputs = inputs
+        self._parameters = parameters
         self.num_looks_at_outputs = 0
         self.responses: queue.SimpleQueue[InferenceResponse] = queue.SimpleQueue()
         self._outputs = outputs
@@ -62,7 +67,7 @@ class Request:
         return 0
 
     def parameters(self) -> str:
-        return ""
+        return self._parameters
 
     def send(self, response: InferenceResponse, flags: int) -> None:
         assert flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from tools.child import Child
+from tools.shared_memory import SHARED_MEMORY
 from tools.triton_home import find_tritonserver, server_environment
-from tools.tritonserver import SHARED_MEMORY
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 180.0

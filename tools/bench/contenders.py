@@ -14,6 +14,7 @@ from google.protobuf import text_format
 
 from python_backend.config import RewardSection, RunConfig, RunSection, ServerSection
 from python_backend.contract import REWARD_MODEL
+from python_backend.control_key import control_key
 from tools.bench.children import HOST, BenchChild, BenchError
 from tools.bench.running import Running, Setup, Split
 from tools.bench.snapshot import difference, snapshot
@@ -45,6 +46,7 @@ class Native(Running):
             section,
             log,
             backends=lay_out_backends(home, self.folder / "backends"),
+            control_key=control_key(self.folder),
             log=lambda line: None,
         )
         try:

@@ -12,6 +12,7 @@ import numpy as np
 from python_backend import reward
 from python_backend.batching import plan_micro_batches
 from python_backend.contract import REWARDS
+from python_backend.round_robin import run_to_end
 from python_backend.serving import Call, Parameters
 from tools.bench.forward import Counters
 
@@ -44,7 +45,7 @@ class LateModel(CountedModel):
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: all answers at the end."""
         calls = [Call(request) for request in requests]
-        read = [self.read(call).tokens for call in calls]
+        read = [run_to_end(self.read(call)).tokens for call in calls]
         rows = [row for request in read for row in request]
         lengths = [row.size for row in rows]
         scores = np.empty((len(rows), 1), np.float32)

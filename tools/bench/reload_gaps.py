@@ -12,6 +12,7 @@ import uuid
 from typing import Any
 
 from python_backend.contract import CRITIC
+from python_backend.control_key import HEADER, control_key
 from tools.bench.reload_stage import LOAD_TIMEOUT_S, Bed, Stage
 from tools.bench.reload_windows import Samples, Window, ratio
 from tools.bench.report import Bar
@@ -40,18 +41,18 @@ def measure(stage: Stage) -> dict[str, Any]:
 
 def _reload(bed: Bed, way: str) -> Window:
     if way == "http":
-        return load_over_http(bed.url)
+        return load_over_http(bed.url, control_key(bed.config.run.weights_dir))
     done = bed.publish() if way == "swap" else bed.triton_reload()
     return done.begin_s, done.end_s
 
 
-def load_over_http(url: str) -> Window:
+def load_over_http(url: str, key: str) -> Window:
     """The same load call that ours sends over gRPC, to the HTTP port where the inference requests arrive too."""
     with urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/config", timeout=LOAD_TIMEOUT_S) as answer:
         config = json.load(answer)
     config["parameters"]["weights_version"] = {"string_value": f"http-{uuid.uuid4().hex[:8]}"}
     body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
-    request = urllib.request.Request(f"http://{url}/v2/repository/models/{CRITIC}/load", body)
+    request = urllib.request.Request(f"http://{url}/v2/repository/models/{CRITIC}/load", body, {HEADER: key})
     begin = time.monotonic()
     with urllib.request.urlopen(request, timeout=LOAD_TIMEOUT_S):
         return begin, time.monotonic()

@@ -18,7 +18,7 @@ from python_backend.contract import CRITIC
 from tools.bench.children import BenchError
 from tools.bench.reload_stage import Bed, Stage
 from tools.bench.report import Bar
-from tools.tritonserver import SHARED_MEMORY
+from tools.shared_memory import SHARED_MEMORY
 
 EVERY = 10
 WARM_UP = 50  # reloads before the slope counts; fewer where few are measured

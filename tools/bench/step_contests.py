@@ -21,6 +21,7 @@ from actor.client import TritonClient
 from python_backend.batching import plan_micro_batches
 from python_backend.config import ClientSection, RunConfig, ServerSection, TrainerSection, load_config
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.control_key import control_key
 from python_backend.training_payload import TrainPayload
 from python_backend.weights import WeightsStore
 from tools.bench.children import BenchChild
@@ -139,7 +140,8 @@ def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None
     home = find_tritonserver()
     with TritonServer(
         home, config.run.repository_dir, config.server, folder / "tritonserver.log",
-        backends=lay_out_backends(home, folder / "backends"), log=lambda line: None,
+        backends=lay_out_backends(home, folder / "backends"), control_key=control_key(config.run.weights_dir),
+        log=lambda line: None,
     ) as server:  # fmt: skip
         server.wait_ready()
         child = Child("sidecar", sidecar, folder / "sidecar.log", LIBRARIES)

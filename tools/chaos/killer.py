@@ -15,7 +15,7 @@ import psutil
 from tools.chaos.points import NOTHING, Points
 from tools.chaos.system import ChaosSystem
 from tools.chaos.traffic import Traffic
-from tools.tritonserver import SHARED_MEMORY
+from tools.shared_memory import SHARED_MEMORY
 
 RECOVERY_S = 300.0
 MOMENT_S = 60.0

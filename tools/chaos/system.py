@@ -26,9 +26,9 @@ from tools.child import Child
 from tools.ports import with_free_ports
 from tools.run import LIBRARY_ENV
 from tools.serve import ensure_first_version, start_server
+from tools.shared_memory import SHARED_MEMORY
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
-from tools.tritonserver import SHARED_MEMORY
 
 SIDECAR_STOP_S = 90.0
 LONGEST_PAUSE_S = 1.5  # of the sidecar, before somebody starts it again
@@ -87,12 +87,10 @@ class ChaosSystem:
         self._sidecars: list[Child] = []
         self._killed: set[int] = set()
         self._restart_at: float | None = None
-        self._failed_starts = 0
+        self._failed_starts: list[str] = []
         self._ready = threading.Event()
         ensure_first_version(self.config, path, [])
-        self._supervisor = Supervisor(
-            lambda: start_server(self.config, log=self._quiet), log=self._quiet, max_restarts=1_000_000
-        )
+        self._supervisor = Supervisor(lambda: start_server(self.config, log=self._quiet), log=self._quiet)
         self._ready.set()
         self._start_sidecar()
 
@@ -105,28 +103,26 @@ class ChaosSystem:
         """Start again what was killed.
 
         Raises:
-            ServerStartError: the server does not start, several times in a row.
+            ServerStartError: the server does not start, again and again.
         """
         if self._supervisor.server.poll() is not None:
             self._ready.clear()
-        try:
-            self._supervisor.look()
-        except ServerStartError as error:
-            self._failed_starts += 1
-            self.troubles.append(f"the server did not start: {error}")
-            if self._failed_starts == FAILED_STARTS:
-                raise
-            return
-        self._failed_starts = 0
-        self._ready.set()
-        self._look_at_sidecar()
+        self._supervisor.look()
+        if self._supervisor.failed_starts > len(self._failed_starts):
+            self._failed_starts.append(f"the server did not start: {self._supervisor.server.log_tail()}")
+            self.troubles.append(self._failed_starts[-1])
+            if len(self._failed_starts) == FAILED_STARTS:
+                raise ServerStartError(self._failed_starts[-1])
+        if self._supervisor.server.poll() is None:
+            self._ready.set()
+            self._look_at_sidecar()
 
     def is_whole(self) -> bool:
         """Whether server and sidecar run and every model has its process."""
         server = self._supervisor.server
         if not self._ready.is_set() or server.poll() is not None or self._sidecars[-1].poll() is not None:
             return False
-        return all(server.runs_process_of(model) for model in server.models())
+        return all(server.processes().values())
 
     def processes_of(self, victim: str) -> list[psutil.Process]:
         """What may be killed under that name; empty while it is gone."""

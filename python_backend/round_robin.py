@@ -1,0 +1,63 @@
+"""Round-robin execution of long jobs in one thread: a long job delays a short one by a slice, not by its own length."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Job = Generator[Any, None, T]
+SLICE_S = 0.005
+
+
+def run_to_end(job: Job[T]) -> T:
+    """Run the job in the calling thread; return what it returns."""
+    while True:
+        try:
+            next(job)
+        except StopIteration as end:
+            return end.value
+
+
+class RoundRobin:
+    """A thread that runs generators in turn, each for `SLICE_S` or one step, whichever is longer.
+
+    Jobs must not raise.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job[None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job[None]) -> None:
+        """Start the job behind those that are waiting."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Finish all jobs, then end the thread. Submit nothing afterwards."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is not None:
+                with contextlib.suppress(StopIteration):
+                    self._run_slice(job)
+                    self._jobs.put(job)
+            elif self._jobs.empty():
+                return
+            else:  # closed, and jobs are left
+                self._jobs.put(None)
+
+    def _run_slice(self, job: Job[None]) -> None:
+        """Raise StopIteration when the job is done."""
+        deadline = time.monotonic() + SLICE_S
+        next(job)
+        while time.monotonic() < deadline:
+            next(job)

@@ -1,0 +1,90 @@
+"""What leaves a model: text that Triton and terminals can take, one answer for each request, no exception."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from triton_python_backend_utils import Request
+
+from python_backend.contract import TRAINING_KEY_HEADER, ContractError, texts_array
+from python_backend.printable import printable
+
+LONE = "\ud800"
+
+
+@pytest.fixture
+def serving() -> Any:
+    """python_backend.serving; Triton's module is the stand-in among the tests."""
+    return importlib.import_module("python_backend.serving")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, äöü 漢字 😀", "plain, äöü 漢字 😀"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        (f"a {LONE} b", "a \\ud800 b"),
+        ("right \u202e left", "right \\u202e left"),
+        ("x" * 11, "x" * 10 + " …"),
+    ],
+)
+def test_texts_are_made_printable(text: str, shown: str) -> None:
+    assert printable(text, limit=60 if text[0] != "x" else 10) == shown
+    assert shown.encode()
+
+
+@pytest.mark.parametrize("error", [ContractError(f"messages: {LONE}"), KeyError(LONE), RuntimeError("x" * 100_000)])
+def test_an_error_of_any_text_is_sent_and_does_not_leave_execute(serving: Any, error: Exception) -> None:
+    def handle(call: Any) -> None:
+        raise error
+
+    requests = [Request({}, ()), Request({}, ())]
+    serving.answer_each(requests, handle)
+    for request in requests:
+        sent = request.responses.get_nowait().error
+        assert sent is not None
+        assert len(sent.encode()) < 5000
+        assert "\\ud800" in sent or "xxx" in sent
+
+
+def test_a_request_is_answered_once(serving: Any) -> None:
+    request = Request({}, ("rewards",))
+
+    def handle(call: Any) -> None:
+        call.answer({"rewards": np.zeros((1, 1), np.float32)})
+        raise RuntimeError("after the answer")
+
+    serving.answer_each([request], handle)
+    assert request.responses.get_nowait().error is None
+    assert request.responses.empty()
+
+
+def test_a_sender_that_fails_raises_nothing(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Unable to send response. Response sender has been closed.")
+
+    monkeypatch.setattr(Request, "send", refuse)
+    serving.answer_each([Request({}, ())], lambda call: call.answer({}))
+
+
+def test_control_sequences_in_text_outputs_are_escaped(serving: Any) -> None:
+    request = Request({}, ("reward_errors",))
+    errors = texts_array(["\x1b[31mred", "", f"{LONE}"])
+    serving.Call(request).answer({"reward_errors": errors})
+    sent = request.responses.get_nowait().outputs["reward_errors"]
+    assert sent.shape == (3, 1)
+    assert sent[:, 0].tolist() == [b"\\x1b[31mred", b"", b"?"]
+
+
+@pytest.mark.parametrize("value", [5, True, None, 1.5])
+def test_a_key_that_is_no_text_is_no_key(serving: Any, value: object) -> None:
+    """A client may send parameters of any JSON type in the body, under the header's name."""
+    call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER: value})))
+    assert call.header(TRAINING_KEY_HEADER) is None
+    call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER.title(): "secret"})))
+    assert call.header(TRAINING_KEY_HEADER) == "secret"

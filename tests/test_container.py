@@ -1,0 +1,151 @@
+"""What Dockerfile.triton runs, and the file itself: there is no Docker here, so its promises are read off it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_server, write_repository, write_scoring_model
+
+from python_backend.config import RunConfig
+from tools.container import (
+    EXIT_TIMEOUT_S,
+    copy_repository,
+    training_key,
+    tritonserver_command,
+    weights_dir,
+)
+from tools.healthcheck import main as healthcheck
+from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "Dockerfile.triton").read_text()
+INSTRUCTIONS = [
+    tuple(line.split(maxsplit=1)) for line in TEXT.replace("\\\n", " ").splitlines() if line and line[0] not in "# "
+]
+
+
+def instruction(name: str) -> str:
+    """The last one of that name is the one that counts."""
+    return [argument for word, argument in INSTRUCTIONS if word == name][-1]
+
+
+def test_it_runs_as_nobody_in_particular() -> None:
+    user, _, group = instruction("USER").partition(":")
+    assert int(user) > 0 < int(group)
+    words = [word for word, _ in INSTRUCTIONS]
+    assert words.index("USER") > max(i for i, word in enumerate(words) if word in ("RUN", "COPY"))
+    assert re.search(r"install -d -o 1000 -g 1000 -m 0700 runs", TEXT)
+
+
+def test_its_commands_exist_and_need_the_standard_library_alone() -> None:
+    for line in (instruction("CMD"), instruction("HEALTHCHECK").partition("CMD ")[2]):
+        (module,) = re.fullmatch(r'\["python3", "-m", "([\w.]+)"\]', line).groups()  # type: ignore[union-attr]
+        script = f"import sys, {module}; print(*sys.modules)"
+        loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert not {"psutil", "tritonclient", "pydantic", "jinja2", "torch"} & set(loaded.stdout.split())
+
+
+def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:
+    command = tritonserver_command(tmp_path, key="secret", address="0.0.0.0", control_address="127.0.0.1")
+    options = {name: value for name, _, value in (argument.partition("=") for argument in command[1:])}
+    for option in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        closed, _, key = options[option].partition(":")
+        assert {"model-repository", "shared-memory", "trace", "logging"} == set(closed.split(","))
+        assert key.endswith("=secret")
+    assert options["--grpc-address"] == "127.0.0.1"
+    assert options["--load-model"] == "*"
+    assert int(options["--exit-timeout-secs"]) == EXIT_TIMEOUT_S < 10
+    assert (options["--allow-sagemaker"], options["--allow-vertex-ai"]) == ("false", "false")
+
+
+def test_a_training_key_is_made_once_and_is_nobody_elses_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRAINING_KEY", raising=False)
+    key = training_key(tmp_path / "runs")
+    file = tmp_path / "runs" / "training.key"
+    assert (len(key), stat.S_IMODE(file.stat().st_mode)) == (64, 0o600)
+    assert f"the key in {file}" in capsys.readouterr().out
+    assert training_key(tmp_path / "runs") == key
+    monkeypatch.setenv("TRAINING_KEY", "mine")
+    assert training_key(tmp_path / "runs") == "mine"
+
+
+def rendered(folder: Path, **sections: dict) -> Path:
+    render_repository(RunConfig.model_validate(sections), folder, resolve_paths=False)
+    return folder
+
+
+@pytest.mark.parametrize("sections", [{}, {"rewards": {"length": {"function": "rewards/length.py:penalty"}}}])
+def test_training_needs_the_key_whatever_is_rendered(tmp_path: Path, sections: dict) -> None:
+    source = rendered(tmp_path / "source", **sections)
+    copy_repository(source, tmp_path / "copy", "secret")
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {path.name for path in source.iterdir()}
+    digest = hashlib.sha256(b"secret").hexdigest()
+    for path in (tmp_path / "copy").glob("*/config.pbtxt"):
+        config = parse_config(path.parent.name, path.read_text())
+        if path.parent.name in ("critic_train", "critic_save"):
+            assert config.parameters["training_key_sha256"].string_value == digest
+        else:
+            assert path.read_text() == (source / path.parent.name / "config.pbtxt").read_text()
+    assert weights_dir(tmp_path / "copy") == Path("runs/default/weights/critic")
+
+
+def test_a_key_that_was_rendered_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "other")
+    source = rendered(tmp_path / "source", server={"training_key_env": "MY_KEY"})
+    copy_repository(source, tmp_path / "copy", "secret")
+    assert hashlib.sha256(b"other").hexdigest() in (tmp_path / "copy" / "critic_train" / "config.pbtxt").read_text()
+
+
+def test_another_rendering_keeps_its_paths_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.yaml").write_text("rewards: {length: {function: 'rewards/length.py:penalty'}, model: {}}\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", "my.yaml", "--relative", "--out", "repository"]) == 0
+    texts = "".join(path.read_text() for path in Path("repository").glob("*/config.pbtxt"))
+    assert str(tmp_path) not in texts
+    assert '"rewards/length.py:penalty"' in texts
+
+
+def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(tmp_path: Path) -> None:
+    """With the wheel's server, but for the one option that it does not know yet."""
+    write_repository(tmp_path / "source")
+    copy_repository(tmp_path / "source", tmp_path / "repository", "secret")
+    assert (tmp_path / "repository" / "critic" / "1" / "__pycache__").is_dir()
+    with tiny_server(tmp_path) as server:
+        server.wait_ready()
+        known = {argument.partition("=")[0] for argument in server._command()}
+        asked = tritonserver_command(tmp_path, key="k", address="127.0.0.1", control_address="127.0.0.1")[1:]
+        assert {argument.partition("=")[0] for argument in asked} - known == {"--http-max-input-size"}
+        url = f"http://{server.section.http_url}"
+        assert healthcheck(tmp_path / "repository", url) == 0
+        for stub in server.processes_of("reward_model"):
+            stub.kill()
+        assert healthcheck(tmp_path / "repository", url) == 1
+
+
+def test_what_it_writes_is_nobody_elses_to_read(tmp_path: Path) -> None:
+    """`exec` keeps the mask that the server's models then write with."""
+    fake = tmp_path / "bin" / "tritonserver"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\n")
+    fake.chmod(0o755)
+    (tmp_path / "model_repository").symlink_to(DEFAULT_REPOSITORY)
+    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "tools.container"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    for path in (tmp_path / "runs").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_model_that_answers_with_an_error_is_not_healthy(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "reward_model", on_request="raise RuntimeError('no')")
+    with tiny_server(tmp_path) as server:
+        server_url = f"http://{server.section.http_url}"
+        assert healthcheck(tmp_path / "repository", server_url) == 1

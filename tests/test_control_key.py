@@ -1,0 +1,101 @@
+"""What can run code in the server needs a key; everything else works without."""
+
+from __future__ import annotations
+
+import json
+import stat
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import tiny_server, write_repository
+
+from python_backend.control_key import HEADER, VARIABLE, control_key
+from tools.tritonserver import TritonServer
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+KEY = "tiny"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    folder = tmp_path_factory.mktemp("server")
+    write_repository(folder / "repository")
+    with tiny_server(folder) as running:
+        running.wait_ready()
+        yield running
+
+
+def http_status(server: TritonServer, path: str, body: object = None, **headers: str) -> int:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{server.section.http_url}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+LOCKED = [
+    ("/v2/repository/index", {}),
+    ("/v2/repository/models/critic/load", {}),
+    ("/v2/repository/models/critic/unload", {}),
+    ("/v2/systemsharedmemory/status", None),
+    ("/v2/cudasharedmemory/status", None),
+    ("/v2/trace/setting", None),
+    ("/v2/logging", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), LOCKED)
+def test_http_refuses_without_the_key(server: TritonServer, path: str, body: object) -> None:
+    assert http_status(server, path, body) == 403
+    assert http_status(server, path, body, **{HEADER: "wrong"}) == 403
+
+
+def test_code_cannot_be_loaded_over_http(server: TritonServer) -> None:
+    """A `file:` override brings its own model.py."""
+    body = {"parameters": {"config": "{}", "file:1/model.py": "cHJpbnQoMSk="}}
+    assert http_status(server, "/v2/repository/models/critic/load", body) == 403
+    assert http_status(server, "/v2/repository/index", {}, **{HEADER: KEY}) == 200
+
+
+def test_grpc_refuses_loads_without_the_key_and_says_where_it_is(server: TritonServer) -> None:
+    with ControlPlane(server.section.grpc_url) as control:
+        assert control.is_ready("critic")
+        assert control.active_parameters("critic") == {"weights_version": "0"}
+        assert control.answers_inference(5.0)
+        control.probe_scoring("critic", ("values",), 5.0)
+        with pytest.raises(ControlPlaneError, match=r"locked and the key is missing or wrong; its key is in"):
+            control.load("critic", parameters={"weights_version": "1"}, timeout_s=30)
+    with ControlPlane(server.section.grpc_url, KEY) as control:
+        control.load("critic", parameters={"weights_version": "1"}, timeout_s=30)
+        assert control.active_parameters("critic") == {"weights_version": "1"}
+
+
+def test_the_list_of_processes_does_not_show_the_key(tmp_path: Path) -> None:
+    write_repository(tmp_path / "repository")
+    server = tiny_server(tmp_path)
+    server._control_key = "a-very-long-secret-key"
+    with server:
+        server.wait_ready()
+        shown = " ".join(psutil.Process(server.pid).cmdline())
+        assert "a-very-long-secret-key" not in shown
+        assert f"{HEADER}=**********************" in shown
+        with server.control() as control:
+            control.load("critic", parameters={"weights_version": "1"}, timeout_s=30)
+
+
+def test_the_key_is_made_once_for_all_that_share_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = tmp_path / "weights" / "critic"
+    key = control_key(weights)
+    assert len(key) == 64
+    assert control_key(weights) == key
+    (file,) = weights.parent.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    monkeypatch.setenv(VARIABLE, "given")
+    assert control_key(weights) == "given"

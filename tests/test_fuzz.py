@@ -1,0 +1,64 @@
+"""`python -m tools fuzz`: the same seed sends the same requests, what is wrong is told, and a short run is clean."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tools import fuzz
+from tools.fuzz import Outcome
+from tools.fuzz_client import Answer
+from tools.fuzz_requests import CHANGES, KILLING, make_request
+
+MODELS = ["critic", "critic_infer", "critic_save", "critic_train", "reference", "reward_model"]
+
+
+def test_the_same_seed_makes_the_same_requests_and_every_change_comes_up() -> None:
+    def requests(seed: int) -> list:
+        generator = random.Random(seed)
+        return [make_request(generator, MODELS, "key", kills=False) for _ in range(300)]
+
+    assert requests(3) == requests(3) != requests(4)
+    done = {name for request in requests(3) for name in request.wrong}
+    assert done == {change.__name__.strip("_") for change in CHANGES}
+    assert {request.model for request in requests(3)} == set(MODELS)
+
+
+def test_what_kills_the_server_itself_is_a_switch() -> None:
+    generator = random.Random(0)
+    done = {name for _ in range(300) for name in make_request(generator, MODELS, None, kills=True).wrong}
+    assert {change.__name__.strip("_") for change in KILLING} <= done
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (Answer("400", "tokens: missing", 0.1), []),
+        (Answer("UNAVAILABLE", "no sidecar", 0.1), []),
+        (Answer("500", "TypeError: incompatible", 0.1), ["wrong"]),
+        (Answer("INTERNAL", "AttributeError: 'int'", 0.1), ["wrong"]),
+        (Answer("500", "failed to parse the request JSON buffer: Invalid value", 0.1), []),
+        (Answer("200", "", 0.1, {"rewards": [0, 1]}), ["wrong"]),
+        (Answer("DEADLINE_EXCEEDED", "", 30.0), ["hangs"]),
+        (Answer(None, "TimeoutError: timed out", 30.1), ["hangs"]),
+    ],
+)
+def test_answers_are_judged(answer: Answer, found: list[str]) -> None:
+    outcome = Outcome("plain")
+    fuzz._judge(make_request(random.Random(0), MODELS, None, kills=False), answer, "HTTP", outcome)
+    assert [name for name in ("wrong", "hangs") if getattr(outcome, name)] == found
+    assert outcome.passed == (not found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_short_run_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = fuzz.main(["--count", "300", "--seed", "5", "--out", str(tmp_path)])
+    print(capsys.readouterr().out)
+    assert code == 0
+    outcomes = json.loads((tmp_path / "result.json").read_text())
+    assert [sum(outcome["sent"].values()) for outcome in outcomes] == [150, 150]
+    assert all(outcome["good_answers"] > 10 for outcome in outcomes)

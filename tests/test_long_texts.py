@@ -1,0 +1,144 @@
+"""Texts that are much too long: cut before they are tokenised, and tokenised while other requests are served."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from live_system import TEXTS
+from tiny_tokenizers import CHATS, make_text_tokenizer
+from triton_python_backend_utils import Request
+
+from python_backend.contract import Limits, ScoringRows, scoring_rows
+from python_backend.tokenization import encode_bare_text, encode_text
+
+WORDS = [word for text in TEXTS for word in text.split()]
+
+
+class Counting:
+    """A tokenizer that counts the characters it gets."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.characters = 0
+
+    def __call__(self, text: str, **settings: Any) -> Any:
+        self.characters += len(text)
+        return self._tokenizer(text, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", CHATS)
+def test_a_cut_text_has_the_tokens_of_the_whole(family: str, side: str) -> None:
+    tokenizer = make_text_tokenizer(family, truncation_side=side)
+    counting = Counting(tokenizer)
+    generator = random.Random(family)
+    for max_length in (8, 31, 64):
+        text = " ".join(generator.choices(WORDS, k=20_000))
+        counting.characters = 0
+        expected = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        assert encode_text(counting, text, max_length) == expected
+        assert (
+            encode_bare_text(counting, text, max_length)
+            == tokenizer(text, add_special_tokens=False)["input_ids"][:max_length]
+        )
+        assert counting.characters < len(text) / 10
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 30_000, "x" * 30_000, "\n \n" * 10_000, "x " * 15_000, " x" + " " * 30_000 + "x"]
+)
+def test_odd_texts_are_cut_as_the_tokenizer_cuts(text: str) -> None:
+    for family in CHATS:
+        tokenizer = make_text_tokenizer(family, [*TEXTS, "x" * 40])
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert encode_bare_text(tokenizer, text, 16) == whole[:16], family
+        assert encode_text(tokenizer, text, 16) == tokenizer(text, truncation=True, max_length=16)["input_ids"], family
+
+
+@pytest.fixture
+def scoring() -> Iterator[Any]:
+    """python_backend.scoring; Triton's module is the stand-in among the tests."""
+    interval = sys.getswitchinterval()
+    yield importlib.import_module("python_backend.scoring")
+    sys.setswitchinterval(interval)
+
+
+def make_model(scoring: Any, go: threading.Event) -> Any:
+    """A model that scores 0, and reads sentences when `go` is set."""
+
+    class Model(scoring.ScoringModel):
+        limits = Limits(100)
+
+        def current_model(self) -> int:
+            return 1
+
+        def read(self, call: Any) -> Generator[int, None, ScoringRows]:
+            if call.array("sentences") is not None:
+                yield 10
+                assert go.wait(30)
+                if b"bad" in call.array("sentences")[0, 0]:
+                    raise ValueError("a bad sentence")
+                return ScoringRows([np.zeros(1, np.int64)], 1)
+            return scoring_rows(call.array("tokens"), None, limits=self.limits)
+
+        def forward(self, model: int, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+            return [np.zeros(1, np.float32)] * len(rows)
+
+        def reply(self, done: Any) -> dict[str, Any]:
+            return {"rewards": np.zeros((len(done.outputs), 1), np.float32)}
+
+    values = {
+        "token_budget": 100, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
+        "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
+    }  # fmt: skip
+    config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
+    model = Model()
+    model.set_up(sys.modules["python_backend.serving"].Parameters({"model_config": json.dumps(config)}))
+    model.start()
+    return model
+
+
+def sentence(text: bytes = b"A list") -> Request:
+    return Request({"sentences": np.asarray([[text]], dtype=np.object_)}, ("rewards",))
+
+
+def test_tokens_do_not_wait_for_sentences_that_are_being_read(scoring: Any) -> None:
+    go = threading.Event()
+    model = make_model(scoring, go)
+    slow, bad = sentence(), sentence(b"bad")
+    tokens = Request({"tokens": np.zeros((2, 3), np.int64)}, ("rewards",))
+    model.execute([slow, bad, tokens])
+    assert tokens.responses.get(timeout=30).outputs["rewards"].shape == (2, 1)
+    assert slow.responses.empty()
+    go.set()
+    model.finalize()  # what was received is still answered
+    assert slow.responses.get(timeout=1).outputs["rewards"].shape == (1, 1)
+    assert bad.responses.get(timeout=1).error == "INTERNAL: ValueError: a bad sentence"
+
+
+def test_sentences_beyond_the_bound_wait_in_tritons_queue(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "MAX_UNREAD_BYTES", 15)
+    go = threading.Event()
+    model = make_model(scoring, go)
+    returned = threading.Event()
+
+    def execute() -> None:
+        model.execute([sentence(), sentence()])
+        returned.set()
+
+    threading.Thread(target=execute, daemon=True).start()
+    assert not returned.wait(0.2)
+    go.set()
+    assert returned.wait(30)
+    model.finalize()

@@ -1,0 +1,104 @@
+"""Regions of servers that are gone are removed at the next start: those alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import regions, server_processes, tiny_server, write_scoring_model
+
+from tools import shared_memory
+from tools.shared_memory import SHARED_MEMORY, Regions, remove_abandoned
+
+# Holds the regions of a server as its owner does; the second process inherits the lock, as tritonserver does.
+OWNER = """
+import os, subprocess, sys
+from pathlib import Path
+from tools import shared_memory
+shared_memory.SHARED_MEMORY = Path(sys.argv[1])
+regions = shared_memory.Regions()
+lock = regions.lock()
+(shared_memory.SHARED_MEMORY / (regions.prefix + "region")).write_text("memory")
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock])
+print(child.pid, flush=True)
+input()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.partition("-")[0] for path in folder.iterdir())
+
+
+def test_regions_stay_as_long_as_any_of_their_processes(folder: Path) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    assert remove_abandoned() == []
+    owner.kill()
+    owner.communicate()
+    (folder / "rlhf-1-aaaaaaaa-region").write_text("no owner file: not provably ours")
+    (folder / "rlhf-2-bbbbbbbb-region").symlink_to(folder / "somewhere")
+    with contextlib.suppress(psutil.NoSuchProcess):  # its input has ended with its parent
+        child.kill()
+    psutil.wait_procs([child], timeout=10)
+    (prefix,) = remove_abandoned()
+    assert prefix.startswith(f"rlhf-{owner.pid}-")
+    assert [path.name for path in sorted(folder.iterdir())] == ["rlhf-1-aaaaaaaa-region", "rlhf-2-bbbbbbbb-region"]
+
+
+def test_a_server_that_is_stopped_leaves_nothing(folder: Path) -> None:
+    mine, other = Regions(), Regions()
+    mine.lock()
+    other.lock()
+    for each in (mine, other):
+        (folder / f"{each.prefix}region").write_text("memory")
+    assert remove_abandoned() == []
+    mine.remove()
+    assert {path.name for path in folder.iterdir()} == {f"{other.prefix}region", f".{other.prefix}owner"}
+    other.remove()
+    assert list(folder.iterdir()) == []
+
+
+SERVE_AND_DIE = """
+import os, signal, sys
+from pathlib import Path
+sys.path.append(sys.argv[2])
+from tiny_models import tiny_server
+server = tiny_server(Path(sys.argv[1]), log=lambda line: None)
+server.start()
+server.wait_ready()
+os.kill(server.pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
+    write_scoring_model(tmp_path / "repository", "critic")
+    command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parent)]
+    killed = subprocess.Popen(command)
+    assert killed.wait(60) == -signal.SIGKILL
+    assert regions(killed.pid)
+    while server_processes(killed.pid):  # stubs notice within a second or two
+        time.sleep(0.05)
+    lines: list[str] = []
+    with tiny_server(tmp_path, lines.append) as server:
+        server.wait_ready()
+        assert regions(os.getpid())
+    assert any(f"removed the shared memory rlhf-{killed.pid}-" in line for line in lines)
+    assert regions(killed.pid) == []
+    assert not list(SHARED_MEMORY.glob(f".rlhf-{killed.pid}-*"))

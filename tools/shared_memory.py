@@ -1,0 +1,70 @@
+"""Shared-memory regions of tritonserver's stubs: named after their server, removed when all of its processes are gone.
+
+A lock on a file beside the regions tells whether they are in use. The server and its stubs inherit it, so the kernel
+holds it until the last of them is gone, however they end and whatever process namespace they are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_OWNER_FILE = re.compile(r"\.(?P<prefix>rlhf-\d+-[0-9a-f]{8}-)owner")
+
+
+class Regions:
+    """The regions of one server; their names begin with `prefix`."""
+
+    def __init__(self) -> None:
+        self.prefix = f"rlhf-{os.getpid()}-{secrets.token_hex(4)}-"
+        self._lock: int | None = None
+
+    def lock(self) -> int:
+        """Mark the regions as in use; return the descriptor that the server must inherit."""
+        path = self._owner_file
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fresh.rename(path)  # no process sees it unlocked
+        return self._lock
+
+    def remove(self) -> None:
+        """Remove them; the server must have ended."""
+        _remove(self.prefix)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def _owner_file(self) -> Path:
+        return SHARED_MEMORY / f".{self.prefix}owner"
+
+
+def remove_abandoned() -> list[str]:
+    """Remove this user's regions of servers that are gone; return the prefixes of their names."""
+    return [found["prefix"] for path in SHARED_MEMORY.glob(".rlhf-*-owner") if (found := _abandoned(path))]
+
+
+def _abandoned(path: Path) -> re.Match[str] | None:
+    """Remove the regions of this owner file unless they are in use or another user's."""
+    found = _OWNER_FILE.fullmatch(path.name)
+    with contextlib.suppress(OSError):  # another start removes them, or they are not ours
+        if found is None or path.lstat().st_uid != os.getuid():
+            return None
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(found["prefix"])
+            return found
+    return None
+
+
+def _remove(prefix: str) -> None:
+    for path in (*SHARED_MEMORY.glob(f"{prefix}*"), SHARED_MEMORY / f".{prefix}owner"):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
