@@ -82,6 +82,17 @@ def test_pruning_shows_that_it_works(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     assert seen == [True]
 
 
+def test_callers_are_told_that_no_server_takes_a_version_up(make: Callable[..., Rig]):
+    """Such as one whose load hangs: the wait goes on, and those who wait know for what."""
+    rig = make(serve_timeout_s=0.1).start()
+    entry = rig.send(1)
+    until(lambda: "critic: the server on 127.0.0.1:1 cannot be reached" in str(rig.journal.heartbeat()))
+    heartbeat = rig.journal.heartbeat()
+    assert heartbeat is None or heartbeat.state == "waiting until version 1 is served"
+    rig.serve()
+    assert rig.answer(entry).weights_version == 1
+
+
 def test_callers_are_told_that_a_stopped_rollback_is_in_the_way(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """`tools weights rollback`, stopped by Ctrl-Z in the middle of writing."""
     monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
