@@ -212,7 +212,7 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
 def test_a_load_that_hangs_holds_no_caller_up(
     server: TritonServer, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind that one."""
+    """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind."""
     monkeypatch.setattr(control_plane, "CALL_TIMEOUT_S", 5.0)
     write_scoring_model(server.repository, "hanging")
     control.load("hanging", timeout_s=30)
