@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import sys
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from actor.servers import Servers
 from actor.turns import Turn, Turns
 from python_backend import contract
 from python_backend.config import ClientSection
+from python_backend.ownership import Sender
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout
@@ -68,6 +70,7 @@ class TritonClient:
         self._scoring_budget, self._training_budget = (
             RetryBudget(settings.retry_budget, settings.retry_reserve) for _ in range(2)
         )
+        self._sender = Sender(uuid.uuid4().hex)
         self._turns = Turns()
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -183,7 +186,11 @@ class TritonClient:
         return await self._save(inputs)
 
     async def rewind(self, *, run_id: str, step: int) -> int:
-        """Make `step` the critic's last step; returns the weights version served. Raises RequestFailed."""
+        """Make `step` the critic's last step; returns the weights version served. Raises RequestFailed.
+
+        The run is this client's from then on: what the owners before it sent is refused, however late it arrives.
+        """
+        self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
         return await self._save({**_run(run_id), contract.REWIND_TO: np.asarray([step], np.int64)})
 
     async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
@@ -208,9 +215,10 @@ class TritonClient:
             tensor.set_data_from_numpy(array)
             inputs.append(tensor)
         wanted = [InferRequestedOutput(name, binary_data=True) for name in outputs]
+        headers = {**self._headers, contract.SENDER_HEADER: str(self._sender)}
 
         async def ask(connection: HTTPConnection) -> dict[str, np.ndarray]:
-            answer = await connection.http.infer(model, inputs, outputs=wanted, headers=dict(self._headers))
+            answer = await connection.http.infer(model, inputs, outputs=wanted, headers=dict(headers))
             return {name: answer.as_numpy(name) for name in outputs}
 
         if writes:

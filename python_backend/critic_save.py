@@ -15,6 +15,7 @@ from python_backend.contract import (
     KEEP_STEPS,
     REWIND_TO,
     RUN_ID,
+    SENDER_HEADER,
     STATUS,
     STEP,
     WEIGHTS_VERSION,
@@ -24,6 +25,7 @@ from python_backend.contract import (
 )
 from python_backend.journal import Entry, Result
 from python_backend.journal_model import JournalModel
+from python_backend.ownership import Sender
 from python_backend.serving import Call
 
 
@@ -33,12 +35,13 @@ class TritonPythonModel(JournalModel):
     def accept(self, call: Call) -> Entry:
         optional_count(DUMMY_VAR, call.array(DUMMY_VAR), minimum=0)
         run_id = optional_text(RUN_ID, call.array(RUN_ID))
+        sender = Sender.parse(call.header(SENDER_HEADER))
         target = optional_count(REWIND_TO, call.array(REWIND_TO), minimum=0)
         if target is None:
             step = optional_count(STEP, call.array(STEP), minimum=0)
             keep_steps = optional_counts(KEEP_STEPS, call.array(KEEP_STEPS))
-            return self.journal.accept_save(run_id=run_id, step=step, keep_steps=keep_steps)
-        return self.journal.accept_rewind(run_id=run_id, target=target)
+            return self.journal.accept_save(run_id=run_id, step=step, keep_steps=keep_steps, sender=sender)
+        return self.journal.accept_rewind(run_id=run_id, target=target, sender=sender)
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
         return {

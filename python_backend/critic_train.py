@@ -17,6 +17,7 @@ from python_backend.contract import (
     PREV_VALUES,
     RETURNS,
     RUN_ID,
+    SENDER_HEADER,
     SEQUENCE_LENGTHS,
     STEP,
     TOKENS,
@@ -26,6 +27,7 @@ from python_backend.contract import (
 )
 from python_backend.journal import Entry, Result
 from python_backend.journal_model import JournalModel
+from python_backend.ownership import Sender
 from python_backend.positions import max_positions
 from python_backend.serving import Call
 from python_backend.training_payload import sent_payload
@@ -49,7 +51,8 @@ class TritonPythonModel(JournalModel):
         names = (TOKENS, SEQUENCE_LENGTHS, RETURNS, PREV_VALUES, MASK)
         sent = sent_payload({name: call.array(name) for name in names}, self._limits)
         run_id, step = step_identity(call.array(RUN_ID), call.array(STEP))
-        return self.journal.accept_training(sent.packed(), run_id=run_id, step=step, check=sent.check)
+        sender = Sender.parse(call.header(SENDER_HEADER))
+        return self.journal.accept_training(sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check)
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
         return {

@@ -5,6 +5,7 @@ numpy and the standard library only (and safetensors' numpy side): it is used in
     <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
     <root>/<run_id>/results/<entry>.json          written once the entry's outcome is served
     <root>/<run_id>/set_aside/<n>/                what a rewind took out, or a damaged entry
+    <root>/<run_id>/ACCEPT                        locked while an entry is linked
     <root>/{LOCK, EPOCH, heartbeat.json}
 
 An entry's life: accepted (link(2) of a synced file) -> trained -> published -> served -> answered (result) -> covered
@@ -14,58 +15,54 @@ by a checkpoint -> removed; docs/live_critic.md has it state by state. Steps beg
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from python_backend.contract import STEP_AHEAD, StepConflict
-from python_backend.durable import create_file, read_json, remove_folder, replace_file, write_json
+from python_backend.durable import (
+    create_file,
+    exclusive_lock,
+    make_folder,
+    numbers_in,
+    read_json,
+    remove_folder,
+    replace_file,
+    staged_file,
+    sweep,
+    sweep_files,
+    sync_directory,
+    sync_tree,
+    write_json,
+)
+from python_backend.heartbeat import Heartbeat, write_heartbeat
 from python_backend.journal_entry import (
+    RESULT_SUFFIX,
     DamagedEntry,
     Entry,
     Kind,
     Result,
-    digest_in,
-    read_training_file,
+    entries_in,
 )
 from python_backend.journal_file import TrainingFile
+from python_backend.journal_state import DAMAGED, JournalState
+from python_backend.ownership import Sender, owners_after, refuse_superseded
 from python_backend.training_payload import TrainPayload
 
 KEPT_RESULTS = 1000
-DAMAGED = "damaged"  # in place of a digest that nobody can tell
+ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds: a process that holds it longer was stopped
 
 
 class JournalLocked(RuntimeError):
     """Another sidecar holds the journal."""
 
 
-@dataclass(frozen=True)
-class Heartbeat:
-    """What the sidecar is doing; renewed at every micro-batch."""
-
-    epoch: int
-    step: int
-    micro_batch: int
-    state: str
-    time: float  # unix seconds
-    trouble: str | None = None  # why it cannot go on: what the disk refuses
-
-
-class Journal:
-    """The journal of one run."""
-
-    def __init__(self, root: Path, run_id: str) -> None:
-        self.root = root
-        self.run_id = run_id
-        self._entries = root / run_id / "entries"
-        self._results = root / run_id / "results"
-        self._set_aside = root / run_id / "set_aside"
+class Journal(JournalState):
+    """The journal of one run: what writers and the sidecar change."""
 
     # ---- writers: inside tritonserver ----
 
@@ -75,6 +72,7 @@ class Journal:
         *,
         run_id: str | None,
         step: int | None,
+        sender: Sender | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Entry:
         """Write a training step durably and return its entry (the existing one if it was sent before).
@@ -82,36 +80,52 @@ class Journal:
         `check` runs while the file is written; what it raises goes to the caller, and nothing was accepted.
 
         Raises:
-            StepConflict: other run, other content under a known step, a gap, or a rewind under way.
+            StepConflict: other run, other content under a known step, a gap, a rewind under way, or another actor has
+                rewound the run since.
             OSError: the disk refuses; nothing was accepted.
         """
         self._check_run(run_id)
         file = TrainingFile(payload, check)
         try:
-            return self._accept(file, step)
+            return self._accept(file, step, sender)
         finally:
             file.close()  # what the check says counts more than a step that does not fit
 
-    def _accept(self, file: TrainingFile, step: int | None) -> Entry:
-        while True:
-            last = self.last_step()
-            if step is not None and step <= last:
-                return self._known(step, file.digest, last)
-            if step is not None and step > last + 1:
-                raise StepConflict(
-                    f"step: {step}, but the last step of run {self.run_id!r} is {last}; send step {last + 1} first"
-                    f"{self._rewound(step)}"
-                )
-            self._refuse_during_rewind()
-            entry = Entry(last + 1, 0, "train")
-            try:
-                self._create(entry, *file.parts(), first=file.header)
-            except FileExistsError:  # another writer took the number: look again
-                continue
-            return entry
+    def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
+        known = self._known_step(file, step)
+        if known is not None:
+            return known
+        make_folder(self._entries)
+        with staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
+            refuse_superseded(sender, self.owners(), self.run_id)
+            known = self._known_step(file, step)  # a large payload takes long: there may have been a rewind meanwhile
+            if known is not None:
+                return known
+            entry = Entry(self.last_step() + 1, 0, "train")
+            os.link(staged, self._entries / entry.name)
+        sync_directory(self._entries)
+        return entry
+
+    def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
+        """The entry of a step sent before; None where it is the next one. Raises StepConflict."""
+        last = self.last_step()
+        if step is not None and step <= last:
+            return self._known(step, file.digest, last)
+        if step is not None and step > last + 1:
+            raise StepConflict(
+                f"step: {step}, but the last step of run {self.run_id!r} is {last}; send step {last + 1} first"
+                f"{self._rewound(step)}"
+            )
+        self._refuse_during_rewind()
+        return None
 
     def accept_save(
-        self, *, run_id: str | None, step: int | None = None, keep_steps: Sequence[int] | None = None
+        self,
+        *,
+        run_id: str | None,
+        step: int | None = None,
+        keep_steps: Sequence[int] | None = None,
+        sender: Sender | None = None,
     ) -> Entry:
         """Ask for a checkpoint of `step`, which may be on its way still; without it, of everything accepted so far.
 
@@ -119,123 +133,83 @@ class Journal:
         Asked again for the same step while it is under way, the entry is the same: each costs a reload, and a caller
         that lost patience with a slow one must not make the queue longer.
 
-        Raises StepConflict if `step` is further ahead than the next one, or a rewind is under way.
+        Raises StepConflict if `step` is further ahead than the next one, a rewind is under way, or another actor has
+        rewound the run since.
         """
         self._check_run(run_id)
-        self._refuse_during_rewind()
-        last = self.last_step()
-        if step is not None and step > last + 1:
-            raise StepConflict(f"step: {step}, but the last step of run {self.run_id!r} is {last}")
         wanted = None if keep_steps is None else list(keep_steps)
-        content = {} if wanted is None else {"keep_steps": wanted}
-        if step is None:
-            return self._append("save", last, content=content)
-        asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
-        pending = (entry for entry in asked if self.result(entry) is None)
-        for entry in pending:
-            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # the latter: done just now
-                if self.keep_steps(entry) == wanted:
-                    return entry
-        return self._append("save", step, content=content)
+        with self._accepting():
+            self._refuse_during_rewind()
+            refuse_superseded(sender, self.owners(), self.run_id)
+            last = self.last_step()
+            if step is not None and step > last + 1:
+                raise StepConflict(f"step: {step}, but the last step of run {self.run_id!r} is {last}")
+            pending = None if step is None else self._pending_save(step, wanted)
+            content = {} if wanted is None else {"keep_steps": wanted}
+            return pending or self._append("save", last if step is None else step, content=content)
 
-    def accept_rewind(self, *, run_id: str | None, target: int) -> Entry:
+    def _pending_save(self, step: int, keep_steps: list[int] | None) -> Entry | None:
+        asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
+        for entry in asked:
+            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # the latter: done just now
+                if self.result(entry) is None and self.keep_steps(entry) == keep_steps:
+                    return entry
+        return None
+
+    def accept_rewind(self, *, run_id: str | None, target: int, sender: Sender | None = None) -> Entry:
         """Ask that step `target` become the last one; asked again while it is under way, the entry is the same.
 
-        Raises StepConflict if `target` lies ahead, or a rewind to another step is under way.
+        The same request may arrive once more when it is done, and `sender` has trained on: it changes nothing then.
+
+        Raises StepConflict if `target` lies ahead, a rewind to another step is under way, or another actor has rewound
+        the run since.
         """
         self._check_run(run_id)
-        pending = self._rewind_under_way()
-        if pending is not None and pending.target == target:
-            return pending
-        last = self.last_step()
-        if target > last:
-            raise StepConflict(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
-        self._refuse_during_rewind()
-        return self._append("rewind", last, target=target)
+        with self._accepting():
+            owners = self.owners()
+            refuse_superseded(sender, owners, self.run_id)
+            if sender is not None and owners[:1] == [str(sender)]:
+                newest = max(entry for entry in self._known_entries() if entry.kind == "rewind")
+                if newest.target == target and not self._has_failed(newest):
+                    return newest
+            pending = self._rewind_under_way()
+            if pending is not None and pending.target == target:
+                return pending
+            last = self.last_step()
+            if target > last:
+                raise StepConflict(f"rewind_to: {target}, {STEP_AHEAD} {self.run_id!r} is {last}")
+            self._refuse_during_rewind()
+            return self._append("rewind", last, target=target, content={"owners": owners_after(sender, owners)})
 
-    def result(self, entry: Entry) -> Result | None:
-        """The outcome of `entry`; None while it is not done, an error if a rewind took it out."""
-        data = read_json(self._result_path(entry))
-        if data is None and not (self._entries / entry.name).exists():
-            data = read_json(self._result_path(entry))  # it may have been done just now
-            if data is None:
-                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: set aside by a rewind")
-        return None if data is None else Result(**data)
-
-    def last_step(self) -> int:
-        """The last accepted step; 0 before the first."""
-        known = self._known_entries()  # a rewind outlives the results of the steps before it
-        return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
-
-    def heartbeat(self) -> Heartbeat | None:
-        """The sidecar's last sign of life."""
-        data = read_json(self.root / "heartbeat.json")
-        return None if data is None else Heartbeat(**data)
-
-    def is_followed(self) -> bool:
-        """Whether a sidecar holds the journal (on this host)."""
-        try:
-            with (self.root / "LOCK").open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+    def _has_failed(self, entry: Entry) -> bool:
+        result = self.result(entry)
+        return result is not None and result.error is not None
 
     # ---- the sidecar ----
 
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
         """Be the journal's only sidecar; yields the epoch, one higher than any before. Raises JournalLocked."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / "LOCK").open("a") as file:
-            deadline = time.monotonic() + patience_s
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:  # perhaps only a server's glance (is_followed)
-                    if time.monotonic() > deadline:
-                        raise JournalLocked(
-                            f"another sidecar follows the journal in {self.root}; one critic has one "
-                            "sidecar: stop the other one first"
-                        ) from None
-                    time.sleep(0.02)
+        make_folder(self.root)
+        with contextlib.ExitStack() as held:
+            try:  # for a moment it may be only a server's glance (is_followed)
+                held.enter_context(exclusive_lock(self.root / "LOCK", patience_s=patience_s))
+            except TimeoutError:
+                raise JournalLocked(
+                    f"another sidecar follows the journal in {self.root}; one critic has one "
+                    "sidecar: stop the other one first"
+                ) from None
             epoch = int((read_json(self.root / "EPOCH") or {"epoch": 0})["epoch"]) + 1
             write_json(self.root / "EPOCH", {"epoch": epoch})
             yield epoch
 
-    def entries(self) -> list[Entry]:
-        """Entries on disk, in order."""
-        return sorted(Entry.parse(name) for name in _names(self._entries))
-
-    def changed_at(self) -> int | None:
-        """When entries came or went last, in the file system's own nanoseconds; None before the first."""
-        try:
-            return self._entries.stat().st_mtime_ns
-        except FileNotFoundError:
-            return None
-
-    def load(self, entry: Entry) -> tuple[TrainPayload, str]:
-        """A training entry's payload and digest. Raises DamagedEntry if the file is not what was accepted."""
-        return read_training_file(self._entries / entry.name)
-
-    def keep_steps(self, entry: Entry) -> list[int] | None:
-        """The steps that a save entry says are needed still; None if it does not say. Raises DamagedEntry."""
-        path = self._entries / entry.name
-        try:
-            return json.loads(path.read_bytes()).get("keep_steps")
-        except ValueError as error:
-            raise DamagedEntry(f"{path} is damaged: {error}") from error
-
     def finish(self, entry: Entry, result: Result) -> None:
         """Record the outcome, which answers the caller."""
-        self._results.mkdir(parents=True, exist_ok=True)
+        make_folder(self._results)
         write_json(self._result_path(entry), asdict(result))
 
     def forget_covered(self, step: int, *, base: int | None = None) -> None:
-        """Remove what a checkpoint at `step` covers, and results beyond the last 1,000 steps.
+        """Remove what a checkpoint at `step` covers, and results beyond the last 1,000 steps of entries that are gone.
 
         Trainings after `base`, an older checkpoint, stay: from there they lead to every step up to `step`.
         """
@@ -243,24 +217,26 @@ class Journal:
             leads_on = base is not None and entry.kind == "train" and entry.step > base
             if entry.step <= step and not leads_on and self.result(entry) is not None:
                 (self._entries / entry.name).unlink()
-        for name in _names(self._results):
-            if _entry_of(name).step <= step - KEPT_RESULTS:
-                (self._results / name).unlink()
+        for entry in self.answered().difference(self.entries()):
+            if entry.step <= step - KEPT_RESULTS:
+                self._result_path(entry).unlink()
 
     def set_aside_after(self, rewind: Entry) -> list[str]:
         """Take every entry and result after `rewind.target` out of the way; return their names.
 
         The newest go first: whatever is left when a crash comes between has no gap.
         """
-        target = self._next_aside()
         moved = []
-        for folder in (self._entries, self._results):
-            for name in sorted(_names(folder), key=_entry_of, reverse=True):
-                entry = _entry_of(name)
+        aside = self._next_aside()
+        for folder, suffix in ((self._entries, ""), (self._results, RESULT_SUFFIX)):
+            for entry in sorted(entries_in(folder, suffix), reverse=True):
                 if entry.step > rewind.target and entry != rewind:
-                    target.mkdir(parents=True, exist_ok=True)
-                    (folder / name).rename(target / name)
-                    moved.append(name)
+                    make_folder(aside)
+                    (folder / f"{entry.name}{suffix}").rename(aside / f"{entry.name}{suffix}")
+                    moved.append(f"{entry.name}{suffix}")
+        for folder in (aside, self._entries, self._results):  # a power failure must not bring them back
+            if folder.is_dir():
+                sync_directory(folder)
         return moved
 
     def set_aside_damaged(self, entry: Entry) -> None:
@@ -269,34 +245,40 @@ class Journal:
         if path.stat().st_size == 0:
             return
         target = self._next_aside()
-        target.mkdir(parents=True)
+        make_folder(target)
         shutil.copyfile(path, target / entry.name)
+        sync_tree(target)
         replace_file(path, b"")
 
     def forget_aside(self, *, keep: int) -> None:
         """Remove all but the newest `keep` folders of what was set aside."""
-        for number in sorted(map(int, _names(self._set_aside)))[:-keep]:
+        for number in numbers_in(self._set_aside)[:-keep]:
             remove_folder(self._set_aside / str(number))
+
+    def sweep(self) -> None:
+        """Delete what killed writers left half-written: payloads above all."""
+        sweep(self._set_aside)
+        for folder in (self.root, self._entries, self._results):
+            sweep_files(folder)
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry that has been done and needs no replay (save, rewind)."""
         (self._entries / entry.name).unlink(missing_ok=True)
 
-    def results(self) -> list[Result]:
-        """Outcomes on disk, in order of their entries."""
-        found = [self.result(entry) for entry in sorted(map(_entry_of, _names(self._results)))]
-        return [result for result in found if result is not None]
-
     def restore_results(self, saved: list[dict[str, Any]]) -> None:
-        """Put back outcomes that a checkpoint remembers and the journal has lost."""
+        """Put back outcomes that a checkpoint remembers and the journal has lost.
+
+        Not of a step that is in the journal (again): its content may be another.
+        """
+        present = {*self.answered(), *self.entries()}
         for data in saved:
             result = Result(**data)
-            if self.result(entry := Entry.parse(result.entry)) is None:
+            if (entry := Entry.parse(result.entry)) not in present:
                 self.finish(entry, result)
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Show progress."""
-        write_json(self.root / "heartbeat.json", asdict(heartbeat), durable=False)
+        write_heartbeat(self.root, heartbeat)
 
     # ---- inner ----
 
@@ -318,33 +300,8 @@ class Journal:
             f"or ask critic_save once for rewind_to {step - 1}{self._rewound(step)}"
         )
 
-    def _digest(self, entry: Entry) -> str | None:
-        """Of the content of a step; None: too long ago."""
-        data = read_json(self._result_path(entry))
-        if data is None:
-            try:
-                return digest_in(self._entries / entry.name) or DAMAGED
-            except FileNotFoundError:  # done just now
-                data = read_json(self._result_path(entry))
-        return None if data is None else data["digest"] or DAMAGED
-
-    def _rewound(self, step: int) -> str:
-        """Why a step that once fitted fits no more, where a rewind is the reason."""
-        rewinds = [entry for entry in self._known_entries() if entry.kind == "rewind"]
-        for entry in sorted(rewinds, reverse=True):
-            if entry.target < step <= entry.step + 1 and entry.target < entry.step:
-                return (
-                    f"; the run was rewound from step {entry.step} to step {entry.target}: whoever asked for that last "
-                    "owns the run, and other actors must stop"
-                )
-        return ""
-
     def _next_aside(self) -> Path:
-        return self._set_aside / str(1 + max(map(int, _names(self._set_aside)), default=0))
-
-    def _rewind_under_way(self) -> Entry | None:
-        rewinds = (entry for entry in self.entries() if entry.kind == "rewind")
-        return next((entry for entry in rewinds if self.result(entry) is None), None)
+        return self._set_aside / str(1 + max(numbers_in(self._set_aside), default=0))
 
     def _refuse_during_rewind(self) -> None:
         pending = self._rewind_under_way()
@@ -354,33 +311,16 @@ class Journal:
             )
 
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
-        while True:
-            rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
-            entry = Entry(step, rank, kind, target)
-            try:
-                self._create(entry, json.dumps(content or {}).encode())
-            except FileExistsError:  # another writer took the rank: look again
-                continue
-            return entry
+        rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
+        entry = Entry(step, rank, kind, target)
+        make_folder(self._entries)
+        create_file(self._entries / entry.name, json.dumps(content or {}).encode())
+        return entry
 
-    def _known_entries(self) -> list[Entry]:
-        return [_entry_of(name) for name in [*_names(self._entries), *_names(self._results)]]
-
-    def _create(self, entry: Entry, *parts: bytes | memoryview, first: Callable[[], bytes] | None = None) -> None:
-        self._entries.mkdir(parents=True, exist_ok=True)
-        create_file(self._entries / entry.name, *parts, first=first)
-
-    def _result_path(self, entry: Entry) -> Path:
-        return self._results / f"{entry.name}.json"
-
-
-def _entry_of(name: str) -> Entry:
-    """The entry that a file in `entries` or `results` belongs to."""
-    return Entry.parse(name.removesuffix(".json"))
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [name for name in os.listdir(folder) if not name.startswith(".")]  # noqa: PTH208 - names, not paths
-    except FileNotFoundError:
-        return []
+    @contextlib.contextmanager
+    def _accepting(self) -> Iterator[None]:
+        """Let no other writer accept anything meanwhile, so that what was just found still holds when it is linked."""
+        folder = self.root / self.run_id
+        make_folder(folder)
+        with exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):
+            yield

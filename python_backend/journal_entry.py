@@ -5,17 +5,22 @@ numpy and the standard library only (and safetensors' numpy side), as the journa
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from safetensors import SafetensorError, safe_open
 
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+from python_backend.durable import is_number
 from python_backend.training_payload import TrainPayload
 
 Kind = Literal["train", "save", "rewind"]
+NUM_NUMBERS = {"train": 0, "save": 1, "rewind": 2}  # behind the kind in an entry's name: rank, target
 DIGEST = "digest"
+RESULT_SUFFIX = ".json"  # of an entry's result, behind the entry's name
 
 
 class DamagedEntry(RuntimeError):
@@ -40,17 +45,30 @@ class Entry:
 
     @classmethod
     def parse(cls, name: str) -> Entry:
-        """The entry of a file name."""
-        step, kind, *rest = name.split(".")
-        numbers = [int(part) for part in rest]
-        match kind:
-            case "train":
-                return cls(int(step), 0, "train")
-            case "save":
-                return cls(int(step), numbers[0], "save")
-            case "rewind":
-                return cls(int(step), numbers[0], "rewind", numbers[1])
+        """The entry of a file name. Raises ValueError if it is not a name that an entry can have."""
+        step, _, rest = name.partition(".")
+        kind, *numbers = rest.split(".")
+        fields = (step.lstrip("0") or "0", *numbers)
+        if len(numbers) == NUM_NUMBERS.get(kind) and all(map(is_number, fields)):
+            rank, target = [*(map(int, numbers) if numbers else [0]), -1][:2]
+            entry = cls(int(step), rank, cast(Kind, kind), target)
+            if entry.name == name:
+                return entry
         raise ValueError(f"{name!r} is no journal entry")
+
+
+def entries_in(folder: Path, suffix: str = "") -> set[Entry]:
+    """The entries whose files, named with `suffix`, lie in `folder`; files with other names are not ours."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - names, not paths
+    except FileNotFoundError:
+        return set()
+    found = set()
+    for name in names:
+        with contextlib.suppress(ValueError):
+            if name.endswith(suffix):
+                found.add(Entry.parse(name.removesuffix(suffix)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,7 @@ class Result:
     loss_mean: float | None = None
     digest: str | None = None
     error: str | None = None
+    owners: list[str] | None = None  # a rewind's: who owns the run since then, and who did before
 
 
 def read_training_file(path: Path) -> tuple[TrainPayload, str]:

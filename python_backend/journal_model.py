@@ -16,6 +16,7 @@ import numpy as np
 
 from python_backend.contract import RUN_ID, TRAINING_KEY_HEADER, ContractError
 from python_backend.durable import refusal
+from python_backend.heartbeat import HeartbeatWatch
 from python_backend.journal import Entry, Journal, Result
 from python_backend.serving import Call, Counters, Parameters, StepFailed, Unavailable, log_error
 
@@ -33,6 +34,7 @@ class JournalModel:
         parameters = Parameters(args)
         self.parameters = parameters
         self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
+        self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
         self._silence_s = float(parameters.text("heartbeat_timeout_s"))
         self._key_hash = parameters.optional("training_key_sha256")
         self._failures = Counters(parameters.model, FAILURES)
@@ -112,10 +114,10 @@ class JournalModel:
         return trouble is not None
 
     def _trouble(self, waited_s: float) -> str | None:
+        silence_s = self._heartbeats.silence_s()
+        heartbeat = self._heartbeats.last
         if waited_s < FOLLOWER_GRACE_S:
             return None
-        heartbeat = self.journal.heartbeat()
-        silence_s = waited_s if heartbeat is None else time.time() - heartbeat.time
         if not self.journal.is_followed() and silence_s > FOLLOWER_GRACE_S:
             return "no sidecar follows the journal: start `python -m trainer`"
         if heartbeat is None:
@@ -128,7 +130,7 @@ class JournalModel:
                 f"micro-batch {heartbeat.micro_batch}, {heartbeat.state}){disk}"
             )
         if heartbeat.trouble:
-            return f"the sidecar waits for its disk ({heartbeat.state}): {heartbeat.trouble}"
+            return f"the sidecar cannot go on ({heartbeat.state}): {heartbeat.trouble}"
         return None
 
     def _journalled(self, entry: Entry) -> str:

@@ -13,9 +13,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from python_backend.durable import read_json, write_json
+from python_backend.durable import make_folder, read_json, write_json
 
-REMOTE_SILENCE_S = 15.0  # an instance whose process cannot be looked at counts as gone after this silence
+REMOTE_SILENCE_S = 15.0  # an instance that is stopped, or cannot be looked at, counts as gone after this silence
+STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ class ServingRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._touched: dict[str, tuple[int, float]] = {}  # file name -> mtime, and when (monotonic) it was seen first
 
     def put(self, record: ServingRecord) -> None:
         """Say what an instance serves (called by the instance). Raises OSError if the disk refuses."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         write_json(self._folder / record.file_name, asdict(record), durable=False)
 
     def touch(self, record: ServingRecord) -> None:
@@ -77,17 +79,42 @@ class ServingRecords:
 
     def alive(self) -> list[ServingRecord]:
         """Records of the instances that are alive, those that still load their first version among them."""
-        return [record for record, path in self._all() if _is_alive(record, path)]
+        return [record for record, path in self._all() if self._is_alive(record, path)]
 
     def died(self) -> list[ServingRecord]:
         """Records of instances of this place whose process ended without withdrawing: killed, or crashed."""
-        return [record for record, path in self._all() if record.place == this_place() and not _is_alive(record, path)]
+        return [
+            record for record, path in self._all() if record.place == this_place() and not self._is_alive(record, path)
+        ]
 
     def forget_died(self) -> None:
         """Remove the records of instances that are not alive (called by an instance that takes their place)."""
         for record, path in self._all():
-            if not _is_alive(record, path):
+            if not self._is_alive(record, path):
                 path.unlink(missing_ok=True)
+
+    def _is_alive(self, record: ServingRecord, path: Path) -> bool:
+        if record.place == this_place():
+            try:
+                state, born = _process(record.pid)
+            except (FileNotFoundError, ProcessLookupError):
+                return False
+            if state == "Z" or born != record.born:  # tritonserver does not reap a stub that was killed
+                return False
+            if state not in STOPPED:
+                return True
+        try:
+            return self._silence_s(path) < REMOTE_SILENCE_S
+        except FileNotFoundError:
+            return False
+
+    def _silence_s(self, path: Path) -> float:
+        """Seconds since a record was touched; one that says it was touched in the future, since this was seen first."""
+        stamp, now = path.stat().st_mtime_ns, time.monotonic()
+        if self._touched.get(path.name, (None, 0.0))[0] != stamp:
+            self._touched[path.name] = (stamp, now)
+        age_s = time.time() - stamp / 1e9
+        return age_s if age_s >= 0 else now - self._touched[path.name][1]
 
     def _all(self) -> list[tuple[ServingRecord, Path]]:
         found = []
@@ -107,19 +134,6 @@ def this_place() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = str(Path("/proc/self/ns/pid").readlink())  # containers of one pod share the host's name, not this
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
-
-
-def _is_alive(record: ServingRecord, path: Path) -> bool:
-    if record.place == this_place():
-        try:
-            state, born = _process(record.pid)
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return state != "Z" and born == record.born  # tritonserver does not reap a stub that was killed
-    try:
-        return time.time() - path.stat().st_mtime < REMOTE_SILENCE_S
-    except FileNotFoundError:
-        return False
 
 
 def _process(pid: int) -> tuple[str, int]:

@@ -11,7 +11,6 @@ Holds no torch: servers, the sidecar and the tools all read it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,12 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.durable import (
+    exclusive_lock,
+    is_number,
+    make_folder,
+    numbers_in,
     read_json,
     remove_folder,
     replace_file,
     sweep,
+    sweep_files,
     sync_directory,
-    sync_file,
+    sync_tree,
 )
 from python_backend.serving_records import ServingRecord, ServingRecords
 
@@ -38,6 +42,7 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 HASHED_AT_ONCE = 1 << 24  # bytes: a thread that hashes asks for Python's lock only between two blocks
+WRITER_PATIENCE_S = 10.0
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 FIRST_VERSION = "make version 0 with `python -m trainer --config YAML --init-only`"
 
@@ -74,9 +79,7 @@ class WeightsStore:
 
     def versions(self) -> list[int]:
         """Complete versions, ascending."""
-        if not self.root.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.root.iterdir() if p.name.isdigit() and (p / MANIFEST_FILE).is_file())
+        return [number for number in numbers_in(self.root) if (self.folder(number) / MANIFEST_FILE).is_file()]
 
     def current(self) -> int | None:
         """The version that is served; None in an empty store. Raises WeightsError if CURRENT is unreadable."""
@@ -158,9 +161,8 @@ class WeightsStore:
                 manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch)
                 (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
                 for path in staging.iterdir():
-                    sync_file(path)
                     path.chmod(READ_ONLY)  # instances map the file: who cuts it short in place kills them
-                sync_directory(staging)
+                sync_tree(staging)
                 staging.rename(self.folder(manifest.version))
                 sync_directory(self.root)
                 return manifest
@@ -169,8 +171,7 @@ class WeightsStore:
 
     def next_version(self) -> int:
         """The number that the next version gets."""
-        taken = [int(p.name) for p in self.root.iterdir() if p.name.isdigit()]
-        return max([*taken, self.current() or -1], default=-1) + 1
+        return max([*numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int) -> Manifest:
         """Compare hash, names, dtypes and shapes on disk with the manifest. Raises WeightsError."""
@@ -206,14 +207,17 @@ class WeightsStore:
             for version in doomed:
                 remove_folder(self.folder(version))
             sweep(self.root)
+            sweep_files(self.root / "serving")
             return doomed
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """One writer at a time: the sidecar, or a person's rollback beside it."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / "WRITER").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        """One writer at a time: the sidecar, or a person's rollback beside it.
+
+        Raises TimeoutError, an OSError, where the other one does not end: it may have been stopped.
+        """
+        make_folder(self.root)
+        with exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
             yield
 
     def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
@@ -256,6 +260,6 @@ def _read_number(path: Path) -> int | None:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None
-    if not text.strip().isdigit():
+    if not is_number(text.strip()):
         raise WeightsError(f"{path} holds {text[:40]!r}, not a version number")
     return int(text)

@@ -69,6 +69,21 @@ def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
     assert len(lines) == 2
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"workers": 1}', '{"workers'])
+def test_a_damaged_memory_is_measured_anew(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
+    measured = result(30, default={"256": 90.0})
+    monkeypatch.setattr(calibration, "_measure", lambda *_: measured)
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "config.json").write_text("{}")
+    config = RunConfig.model_validate({"reward": {"checkpoint": str(tmp_path / "reward")}, "critic": FIXED})
+    overrides = settle(config, lambda line: None)
+    (memory,) = (tmp_path / "cache").iterdir()
+    memory.write_text(content)
+    assert settle(config, lambda line: None) == overrides
+    assert memory.read_text() != content
+
+
 def test_a_checkpoint_that_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
     config = RunConfig.model_validate({"reward": {"checkpoint": str(tmp_path / "none")}, "critic": FIXED})

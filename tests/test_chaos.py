@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from python_backend.config import RunConfig, load_config
@@ -19,6 +20,7 @@ from python_backend.journal import Heartbeat, Journal
 from python_backend.training_payload import train_payload
 from tools.chaos.command import main
 from tools.chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
+from tools.chaos.stopping import stop_for, stop_for_good, ways_of
 from tools.chaos.summary import kills_with_recovery, outages, summary
 from tools.chaos.system import shape_of, write_config
 from tools.chaos.traffic import Record, Shape, batch, probes
@@ -43,6 +45,26 @@ def test_a_short_plan_meets_every_victim_and_twenty_kills_every_moment():
 
 def test_the_seed_is_the_plan():
     assert plan_kills(20, 5) == plan_kills(20, 5) != plan_kills(20, 6)
+
+
+def test_some_are_stopped_instead_of_killed():
+    assert ways_of(5, hung=False) == ["killed", "killed", "killed", "stopped", "killed"]
+    assert ways_of(5, hung=True) == ["killed", "hung", "killed", "stopped", "killed"]
+
+
+def test_a_stopped_process_goes_on_and_one_that_hangs_is_waited_for():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process, enough = psutil.Process(child.pid), threading.Event()
+    try:
+        assert stop_for(process, 0.01, enough)
+        assert process.status() != psutil.STATUS_STOPPED
+        threading.Timer(0.2, child.kill).start()
+        assert stop_for_good(process, enough)
+        child.communicate()
+        assert not stop_for(process, 0.01, enough)
+    finally:
+        child.kill()
+        child.communicate()
 
 
 # ---- the run ----
@@ -84,6 +106,17 @@ def test_a_batch_is_the_same_again_ragged_and_valid():
     assert payload.digest() != train_payload(other, Limits(50, 24)).digest()
     assert len(set(payload.lengths.tolist())) > 1
     assert payload.mask.sum() == (payload.lengths - 1).sum()
+
+
+def test_some_batches_are_large():
+    assert len(batch(3, 5, SHAPE)["tokens"]) == 8 * len(batch(3, 6, SHAPE)["tokens"])
+
+
+def test_a_rewind_takes_back_the_answers_to_later_steps():
+    record = Record(trained=[(1, 0.0, "a"), (2, 0.1, "b")], repeated=[(2, "b")], saved=[(1, 0.1, 1)])
+    record.rewind(1, 3)
+    assert (record.trained, record.repeated, record.saved) == ([(1, 0.0, "a")], [], [(1, 0.1, 1)])
+    assert [(step, version) for step, _, version in record.rewound] == [(1, 3)]
 
 
 def test_probes_are_the_same_rows_for_ever():

@@ -180,6 +180,14 @@ def test_a_fault_in_the_versions_is_named(reference: Reference, change: dict[str
     assert len(found.violations) == 1
 
 
+def test_versions_go_back_where_the_run_was_rewound_and_only_there(reference: Reference):
+    steps = [0, 1, 2, 1, 2, 3]
+    every = [Manifest(version, "run", step, sha(step), {}, None, 1) for version, step in enumerate(steps)]
+    assert check_versions(every, 5, reference, {1}).kept
+    assert not check_versions(every, 5, reference, {2}).kept
+    assert not check_versions(every[:-1], 4, reference, {1}).kept
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> WeightsStore:
     store = WeightsStore(tmp_path / "weights")

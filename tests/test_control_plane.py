@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from tiny_models import stub_of, tiny_server, write_journal_model, write_reposit
 
 from tools.ports import with_free_ports
 from tools.tritonserver import TritonServer
+from trainer import control_plane
 from trainer.control_plane import ControlPlane, ControlPlaneError, ModelStatistics, root_cause
 
 OUTPUTS = ("values", "weights_version")
@@ -205,3 +207,21 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
     with pytest.raises(ControlPlaneError, match="critic answered with nothing in values; NumPy 2 inside"):
         control.probe_scoring("critic", ("values",), timeout_s=10)
+
+
+def test_a_load_that_hangs_holds_no_caller_up(
+    server: TritonServer, control: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Release 2.51 never ends the load of a version folder without model.py; later loads of it queue behind."""
+    monkeypatch.setattr(control_plane, "CALL_TIMEOUT_S", 5.0)
+    write_scoring_model(server.repository, "hanging")
+    control.load("hanging", timeout_s=30)
+    (server.repository / "hanging" / "1" / "model.py").unlink()
+    for nonce in "12":
+        with pytest.raises(ControlPlaneError, match=r"hanging could not be loaded: no answer within 1 s"):
+            control.load("hanging", parameters={"nonce": nonce}, timeout_s=1)
+    assert control.probe_scoring("hanging", OUTPUTS, timeout_s=10)["values"].size  # the old process serves on
+    for ask in (control.is_ready, control.statistics, control.active_parameters):
+        with contextlib.suppress(ControlPlaneError):  # an answer or an error, but not a hang
+            ask("hanging")
+    assert control.probe_scoring("critic", OUTPUTS, timeout_s=10)["values"].size

@@ -58,7 +58,7 @@ def train_in_the_end(run: LiveRun, step: int) -> int:
         try:
             return train(run, step)
         except Refused as cause:
-            if "the sidecar waits for its disk" not in cause.message:
+            if "the sidecar cannot go on" not in cause.message:
                 raise
 
 
@@ -97,7 +97,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
                 weights.fill()
                 cause = refused(run, 2)  # accepted; then publishing waits for space
                 assert cause.code == "503"
-                assert "the sidecar waits for its disk (publishing step 2): [Errno 28] No space left" in cause.message
+                assert "the sidecar cannot go on (publishing step 2): [Errno 28] No space left" in cause.message
                 assert "step 2 of run 'test' is journalled and will be done" in cause.message
                 assert system.sidecar.poll() is None
                 weights.empty()

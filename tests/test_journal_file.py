@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from python_backend import journal_file
 from python_backend.contract import ContractError, Limits, StepConflict
-from python_backend.durable import create_file
+from python_backend.durable import staged_file
 from python_backend.journal import Journal
 from python_backend.journal_file import TrainingFile
 from python_backend.training_payload import TrainPayload, sent_payload
@@ -29,7 +29,8 @@ def payload(*lengths: int) -> TrainPayload:
 def test_safetensors_reads_what_was_written(lengths: tuple[int, ...], tmp_path: Path):
     content = payload(*lengths)
     file = TrainingFile(content)
-    create_file(tmp_path / "entry", *file.parts(), first=file.header)
+    with staged_file(tmp_path, file.parts(), first=file.header) as staged:
+        staged.rename(tmp_path / "entry")
     read = load_file(tmp_path / "entry")
     assert read.keys() == content.arrays().keys()
     assert all(np.array_equal(read[name], array) for name, array in content.arrays().items())
@@ -50,8 +51,8 @@ def test_a_header_that_cannot_be_made_leaves_no_file(tmp_path: Path):
     def fail() -> bytes:
         raise MemoryError("no digest")
 
-    with pytest.raises(MemoryError):
-        create_file(tmp_path / "entry", b"12345678", first=fail)
+    with pytest.raises(MemoryError), staged_file(tmp_path, [b"12345678"], first=fail):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

@@ -199,6 +199,18 @@ def test_rendering_twice_writes_once_and_drift_is_shown(tmp_path: Path):
     assert render.render_repository(config, tmp_path) == list(drifts)
 
 
+def test_versions_that_are_not_ours_are_removed(tmp_path: Path):
+    """Triton takes each for a version; one of 20 digits ends it at the next load, and at every start."""
+    config = RunConfig()
+    render.render_repository(config, tmp_path)
+    for name in ("99999999999999999999", "5.tmp", "notes"):
+        (tmp_path / "critic" / name).mkdir()
+    assert {drift.path.name for drift in render.check_repository(config, tmp_path)} == {"99999999999999999999", "5.tmp"}
+    render.render_repository(config, tmp_path)
+    assert {path.name for path in (tmp_path / "critic").iterdir()} == {"1", "config.pbtxt", "notes"}
+    assert (tmp_path / "critic_infer" / "1").is_dir()
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = ["--out", str(tmp_path / "repository")]
     assert render.main([*out, "--check"]) == 1

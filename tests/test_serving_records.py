@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from python_backend.serving_records import ServingRecord, ServingRecords, _process
+from python_backend import serving_records
+from python_backend.serving_records import STOPPED, ServingRecord, ServingRecords, _process
 
 
 @pytest.fixture
@@ -43,6 +45,25 @@ def test_a_record_lives_as_long_as_its_process(records: ServingRecords):
     assert records.alive() == []
 
 
+def test_a_stopped_process_holds_nobody_up_for_ever(records: ServingRecords):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        mine = ServingRecord.of_this_process("critic_0", 0)
+        theirs = dataclasses.replace(mine, pid=child.pid, born=_process(child.pid)[1])
+        records.put(theirs)
+        os.utime(records._folder / theirs.file_name, (time.time() - 60,) * 2)
+        assert instances(records.alive()) == ["critic_0"]  # busy, perhaps with loading
+        child.send_signal(signal.SIGSTOP)
+        while _process(child.pid)[0] not in STOPPED:
+            time.sleep(0.005)
+        assert instances(records.died()) == ["critic_0"]
+        records.touch(theirs)
+        assert instances(records.alive()) == ["critic_0"]  # stopped just now
+    finally:
+        child.kill()
+        child.communicate()
+
+
 def test_a_process_id_that_is_used_again_is_another_process(records: ServingRecords):
     mine = ServingRecord.of_this_process("critic_0", 0)
     records.put(dataclasses.replace(mine, born=mine.born - 1))
@@ -65,6 +86,21 @@ def test_what_cannot_be_looked_at_lives_as_long_as_it_is_touched(records: Servin
     path.unlink()
     records.touch(elsewhere)  # forgotten by somebody who took it for dead
     assert len(records.alive()) == 2
+
+
+def test_a_clock_that_is_ahead_keeps_nobody_alive(records: ServingRecords, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving_records, "REMOTE_SILENCE_S", 0.5)
+    elsewhere = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
+    records.put(elsewhere)
+    path = records._folder / elsewhere.file_name
+    os.utime(path, (time.time() + 3600,) * 2)
+    assert len(records.alive()) == 1  # seen for the first time
+    deadline = time.monotonic() + 20
+    while records.alive():
+        assert time.monotonic() < deadline, "it lives for an hour"
+        time.sleep(0.02)
+    os.utime(path, (time.time() + 3601,) * 2)
+    assert len(records.alive()) == 1
 
 
 def test_a_file_that_cannot_be_read_is_nobodys_record(records: ServingRecords, tmp_path: Path):

@@ -72,6 +72,27 @@ def test_the_critic_keeps_what_the_client_says_it_needs(live: System, monkeypatc
     assert "keep_steps[1]: -1, must be at least 0" in caught.value.message
 
 
+def test_a_rewind_that_arrives_once_more_does_not_rewind_the_live_run(
+    live: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a server hangs with the first attempt, and another one has done the second."""
+    monkeypatch.setenv("RLHF_STEP_IDENTITY_KEY", KEY["x-triton-training-key"])
+    first = live.run.next_step()
+    send(live, first, seed=90)
+
+    async def rewind_and_train() -> str:
+        settings = ClientSection(retries=0)
+        async with TritonClient(live.run.url, settings, training_key_env="RLHF_STEP_IDENTITY_KEY") as client:
+            await client.rewind(run_id="test", step=first)
+            await client.train(training_inputs(seed=91), run_id="test", step=first + 1)
+            return str(client._sender)
+
+    sender = asyncio.run(rewind_and_train())
+    late = {"rewind_to": np.asarray([first])}
+    ask(live.run.url, CRITIC_SAVE, late, headers={**KEY, "X-Triton-Sender": sender})
+    assert live.run.journal.last_step() == first + 1
+
+
 def test_a_second_sidecar_ends_with_one_sentence(live: System) -> None:
     second = live.run.start("second-sidecar", module="trainer")
     try:

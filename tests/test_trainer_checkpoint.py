@@ -105,7 +105,7 @@ def test_an_interrupted_write_is_ignored_and_swept(
     update = fresh(critic)
     folder.save(update, state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.checkpoint.sync_file", lambda path: 1 / 0)
+        patch.setattr("trainer.checkpoint.sync_tree", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             folder.save(update, state(2))
     (folder.root / ".staging-killed").mkdir()  # a kill has no time for `finally`
@@ -173,3 +173,14 @@ def test_nothing_is_pickled(critic: Path, folder: CheckpointFolder):
     update.train(payload(), silent)
     names = sorted(path.name for path in folder.save(update, state(1, update)).iterdir())
     assert names == ["config.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+@pytest.mark.parametrize("name", ["99999999999999999999", "007", "²"])
+def test_a_folder_whose_name_is_no_step_is_left_alone(critic: Path, folder: CheckpointFolder, name: str):
+    update = fresh(critic)
+    (folder.save(update, state(1)).parent / name).mkdir()
+    (folder.root / name / "state.json").write_text("{}")
+    assert (folder.steps(), folder.latest()) == ([1], 1)
+    folder.prune(keep=1)
+    folder.drop_after(0)
+    assert [path.name for path in folder.root.iterdir()] == [name]

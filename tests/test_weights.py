@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from python_backend import weights
 from python_backend.serving_records import ServingRecord
 from python_backend.weights import Manifest, WeightsError, WeightsStore, tensor_types
 
@@ -200,3 +202,28 @@ def test_an_unreadable_current_is_said_so(store: WeightsStore, text: str):
 def test_tensor_types_reads_names_dtypes_and_shapes(tmp_path: Path):
     save_file({"b": np.zeros(3, np.int64), "a": np.zeros((1, 2), np.float16)}, tmp_path / "x", metadata={"k": "v"})
     assert tensor_types(tmp_path / "x") == {"a": ["F16", [1, 2]], "b": ["I64", [3]]}
+
+
+@pytest.mark.parametrize("name", ["99999999999999999999", "007", "²", "9" * 400])
+def test_a_folder_whose_name_is_no_number_of_ours_is_left_alone(store: WeightsStore, name: str):
+    add(store, 0)
+    shutil.copytree(store.folder(0), store.root / name) if len(name) < 200 else None
+    assert store.versions() == [0]
+    assert add(store, 1).version == 1
+    store.set_current(1)
+    store.prune(keep=1)
+    assert store.versions() == [0, 1]
+    (store.root / "CURRENT").write_text(f"{name}\n")
+    with pytest.raises(WeightsError, match="not a version number"):
+        store.current()
+
+
+def test_a_writer_that_was_stopped_is_not_waited_for_for_ever(store: WeightsStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
+    add(store, 0)
+    with WeightsStore(store.root)._writing():
+        with pytest.raises(OSError, match=r"locked by another process for 0.05 s; is it stopped\?: .*WRITER"):
+            add(store, 1)
+        with pytest.raises(OSError, match="WRITER"):
+            store.prune(keep=1)
+    assert add(store, 1).version == 1

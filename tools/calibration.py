@@ -87,9 +87,9 @@ def forward_overhead(checkpoint: Path) -> int:
 
 def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str], None]) -> Settled:
     path = _cache_folder() / f"{role}-{_identity(section, cores)}.json"
-    known = read_json(path)
+    known = _read(path)
     if known is not None:
-        return Settled(**known)
+        return known
     pairs = splits(cores, section)
     log(
         f"{role}: measuring the fastest settings, once for this model on this machine (some minutes); to skip it, set "
@@ -104,6 +104,15 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(settled), durable=False)
     return settled
+
+
+def _read(path: Path) -> Settled | None:
+    """What was measured before; None where it was not, or the file is damaged: it is not made to survive a crash."""
+    try:
+        known = read_json(path)
+        return None if known is None else Settled(**known)
+    except (ValueError, TypeError):
+        return None
 
 
 def _measure(

@@ -82,7 +82,8 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
 def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
     """Write the repository into `out`; files that are up to date keep their time. Returns the files written.
 
-    Rendered models that the YAML no longer has are removed: the server loads whatever is there.
+    Rendered models that the YAML no longer has are removed, and versions that are not ours: the server loads whatever
+    is there.
     """
     written = []
     files = _files(config, out, resolve_paths)
@@ -105,7 +106,7 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
         if found != text:
             lines = difflib.unified_diff(found.splitlines(), text.splitlines(), "on disk", "rendered", lineterm="", n=1)
             drifts.append(Drift(path, "\n".join(lines)))
-    return drifts + [Drift(folder, "-a model that the YAML no longer has") for folder in _stale(out, files)]
+    return drifts + [Drift(folder, "-a model or version that the YAML does not have") for folder in _stale(out, files)]
 
 
 def parse_config(model: str, text: str) -> Any:
@@ -188,12 +189,20 @@ def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
-    """Folders in `out` of models that were rendered once and are not among `files`; a user's own models stay."""
-    return sorted(
+    """Folders in `out` that are not ours any more; a user's own models stay.
+
+    Models that were rendered once and are not among `files`, and other versions of those that are: Triton reads every
+    name that begins with a digit as a version, and one of 20 digits ends the server at each load.
+    """
+    models = [
         path.parent
         for path in out.glob("*/config.pbtxt")
         if path not in files and path.read_text().startswith(GENERATED)
-    )
+    ]
+    ours = {path.parent for path in files}
+    rendered = {path.parents[1] for path in files if path.name != "config.pbtxt"}
+    versions = [path for model in rendered for path in model.glob("[0-9]*") if path.is_dir() and path not in ours]
+    return sorted([*models, *versions])
 
 
 def _num_rewards(config: RunConfig) -> int:

@@ -26,11 +26,13 @@ from safetensors.torch import load_file, save_file
 from python_backend.checkpoints import CheckpointError
 from python_backend.durable import (
     disk_errors,
+    make_folder,
+    numbers_in,
     read_json,
     remove_folder,
     sweep,
     sync_directory,
-    sync_file,
+    sync_tree,
     write_json,
 )
 from python_backend.modeling import save_critic
@@ -72,9 +74,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        if not self.root.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.root.iterdir() if p.name.isdigit() and (p / STATE_FILE).is_file())
+        return [step for step in numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
 
     def asked_steps(self) -> list[int]:
         """Of those, the ones that critic_save or a rewind asked for; one that is damaged counts, too."""
@@ -93,7 +93,7 @@ class CheckpointFolder:
         except DamagedCheckpoint:  # or none there
             if final.exists():
                 self.set_aside(state.step)
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         staging = self.root / f".staging-{uuid.uuid4().hex}"
         staging.mkdir()
         try:
@@ -102,8 +102,7 @@ class CheckpointFolder:
                 save_file(_optimizer_tensors(update), staging / OPTIMIZER_FILE)
             files = {path.name: sha256_of(path) for path in sorted(staging.iterdir())}
             (staging / STATE_FILE).write_text(json.dumps(_sealed(state, files)))
-            for path in staging.iterdir():
-                sync_file(path)
+            sync_tree(staging)
             staging.rename(final)
             sync_directory(self.root)
             return final
@@ -164,7 +163,7 @@ class CheckpointFolder:
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
         """Remember, durably, that of the checkpoints up to `step` only these are needed, and that of `step` itself."""
         later = [told for told in self._told() or [] if told > step]
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
 
     def prune(self, *, keep: int, keep_damaged: int = 0) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from python_backend.journal import Heartbeat, Journal
+from python_backend.heartbeat import Heartbeat
+from python_backend.journal import Journal
 from trainer.critic_update import UpdateReport
 from trainer.patience import StoppedWaiting
 from trainer.publish import Reload

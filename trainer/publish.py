@@ -53,6 +53,7 @@ class Publisher:
         reload: str,
         timeout_s: float,
         keep: int,
+        show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
     ) -> None:
         """
         Args:
@@ -60,6 +61,7 @@ class Publisher:
             reload: "swap" or "triton".
             timeout_s: for a load at one server, and until instances that lag are loaded anew.
             keep: newest versions kept.
+            show_trouble: gets what is waited for and why it does not come, for the callers who wait as well.
         """
         self._store = store
         self._run_id = run_id
@@ -68,6 +70,7 @@ class Publisher:
         self._reload = reload
         self._timeout_s = timeout_s
         self._keep = keep
+        self._show_trouble = show_trouble
         self._look_at = self._heal_at = 0.0
         self._died_at: float | None = None
         self.rejected = 0
@@ -202,6 +205,9 @@ class Publisher:
             self._go_back(previous)
             self._outcomes()  # the others may have taken it up
             raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")
+        failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
+        if failed:
+            self._show_trouble(f"waiting until version {version} is served", "; ".join(failed))
 
     def _go_back(self, version: int | None) -> None:
         if version is not None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from python_backend.training_payload import TrainPayload
 from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
 from trainer.critic_update import CriticUpdate
 from trainer.fingerprint import changes, fingerprint
+from trainer.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -80,17 +80,18 @@ def warn_of_changes(state: CheckpointState, settings: dict[str, Any]) -> None:
         )
 
 
-def replay(update: CriticUpdate, journal: Journal, *, start: int, end: int, beat: Callable[[int], None]) -> int:
+def replay(update: CriticUpdate, journal: Journal, progress: Progress, *, start: int, end: int) -> int:
     """Train `update` on the journal's steps after `start`, up to `end`; returns the last one that was there.
 
     Raises DamagedEntry if one that changed the weights cannot be read.
     """
     for entry in journal.entries():
         if entry.kind == "train" and entry.step == start + 1 <= end:
-            payload = _payload(journal, entry)
+            with progress.working(f"reading step {entry.step}"):
+                payload = _payload(journal, entry)
             if payload is not None:
                 with contextlib.suppress(FloatingPointError):  # its caller was told then, and training went on
-                    update.train(payload, beat)
+                    update.train(payload, lambda n: progress.beat("replaying", n))
             start = entry.step
     return start
 

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ from trainer.patience import Patience, StoppedWaiting
 from trainer.progress import Progress
 from trainer.publish import Publisher, Reload, VersionRejected, initialise_store
 from trainer.resume import Origin, give_up, load_newest, replay, warn_of_changes
+from trainer.verification import holds_weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Sidecar:
             metrics = self._config.run.dir / "critic_metrics.jsonl"
             self._progress = Progress(self._journal, metrics, epoch=self._epoch, stop=stop)
             self._patiently = Patience(stop, self._progress.show_trouble).until_done
+            self._persist("tidying up the journal", self._journal.sweep)
             section = self._config.critic
             self._persist("making version 0", lambda: initialise_store(self._store, section, run_id=self._run_id))
             self._publisher = self._make_publisher()
@@ -71,6 +73,8 @@ class Sidecar:
                     stop.wait(IDLE_S)
                     continue
                 match entry.kind:
+                    case "train" if entry.step <= self._step:
+                        self._answer_again(entry)
                     case "train":
                         self._train(entry)
                     case "save":
@@ -87,7 +91,8 @@ class Sidecar:
         answered = self._journal.result(entry) is not None  # before a crash: its version was served then
         report, reload, digest, error = None, None, None, None
         try:
-            payload, digest = self._journal.load(entry)
+            with self._progress.working(f"reading step {entry.step}"):
+                payload, digest = self._journal.load(entry)
             report = self._update.train(payload, lambda n: self._progress.beat("training", n))
             if entry.step % self._settings.publish.every == 0 and not answered:
                 reload = self._publish(entry.step)
@@ -108,6 +113,22 @@ class Sidecar:
         if self._step % self._settings.checkpoint_every == 0:
             self._write_checkpoint(asked=False)
 
+    def _answer_again(self, entry: Entry) -> None:
+        """Answer a step that is trained already and has lost its result; the newest checkpoint may remember it."""
+        newest = self._checkpoints.latest()
+        remembered = [] if newest is None else self._checkpoints.state(newest).results
+        digest = None
+        with contextlib.suppress(DamagedEntry), self._progress.working(f"reading step {entry.step}"):
+            digest = self._journal.load(entry)[1]
+        known = next((Result(**data) for data in remembered if data["entry"] == entry.name), None)
+        if known is None or known.digest != digest:
+            known = Result(
+                entry.name, self._current(), digest=digest,
+                error=f"step {entry.step} was sent again after its result was lost, and the critic stands at step "
+                f"{self._step}: resume the actor from its checkpoint, which rewinds the critic",
+            )  # fmt: skip
+        self._finish(entry, known)
+
     def _save(self, entry: Entry) -> None:
         try:
             keep_steps = self._journal.keep_steps(entry)
@@ -116,8 +137,7 @@ class Sidecar:
         else:
             error = self._checkpoint_of(entry.step) or self._publish_remainder()
             if error is None and keep_steps is not None:
-                self._checkpoints.keep_only(keep_steps, step=entry.step)
-                self._forget()
+                self._persist("removing checkpoints", lambda: self._keep_only(keep_steps, entry.step))
         self._finish(entry, Result(entry.name, self._current(), error=error))
         under_way = self._reload is not None and self._reload.is_alive()  # it loads what CURRENT names as well
         if self._settings.reload_on_save == "triton" and not under_way:
@@ -131,7 +151,7 @@ class Sidecar:
         if step == self._step:
             self._write_checkpoint(asked=True)
         elif step in self._checkpoints.steps():
-            self._checkpoints.mark_asked(step)
+            self._persist("marking a checkpoint", lambda: self._checkpoints.mark_asked(step))
         else:  # the request came late: go back for it
             error = self._restore(at_most=step)
             if error is None:
@@ -164,29 +184,42 @@ class Sidecar:
 
     def _rewind(self, entry: Entry) -> None:
         """Go back to step `entry.target`; later entries are set aside, the weights get a new number."""
+        owners = self._journal.owners(entry)
         if entry.target == entry.step == self._step:  # a new or resumed run that agrees already
             if self._step:
                 self._write_checkpoint(asked=True)
-            error = self._publish_remainder()  # the answer names the weights of this step, not of one before
-            self._finish(entry, Result(entry.name, self._current(), error=error))
+            error = self._serve_these_weights()  # the answer names the weights of this step, not of another one
+            self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
             return
         error = self._restore(at_most=entry.target)
         if error is None:
             aside = self._persist("setting steps aside", lambda: self._journal.set_aside_after(entry))
             self._journal.forget_aside(keep=self._settings.keep_set_aside)
             self._persist("removing checkpoints", lambda: self._checkpoints.drop_after(entry.target))
-            parent = max(m.version for m in self._store.manifests() if m.step <= self._step)
-            try:
-                self._publish(self._step, parent)
-            except VersionRejected as trouble:  # the caller is told; the old version serves on
-                error = str(trouble)
+            error = self._publish_again()
             logger.warning("rewound to step %d; set aside: %s", self._step, ", ".join(aside) or "nothing")
             if self._step:
                 self._write_checkpoint(asked=True)
         else:
-            error = f"rewind_to: {error}"
+            error, owners = f"rewind_to: {error}", owners[1:]  # whoever owned the run still does
             self._restore_newest()
-        self._finish(entry, Result(entry.name, self._current(), error=error))
+        self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
+
+    def _serve_these_weights(self) -> str | None:
+        """Publish the weights unless they are served: a version of this step may have been refused or skipped, or a
+        person may have rolled back; the cause if they cannot be served."""
+        with self._progress.working("comparing what is served"):
+            served = holds_weights(self._store, self._current(), self._update.critic)
+        return None if served else self._publish_again()
+
+    def _publish_again(self) -> str | None:
+        """Publish weights that may have had a number before under a new one; the cause if they cannot be served."""
+        parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= self._step)
+        try:
+            self._publish(self._step, parent)
+        except VersionRejected as trouble:  # the caller is told; the old version serves on
+            return str(trouble)
+        return None
 
     def _publish(self, step: int, parent: int | None = None) -> Reload:
         """Publish the critic as of `step`; a version that an attempt before has written is not written again."""
@@ -219,10 +252,7 @@ class Sidecar:
         """Load the newest checkpoint up to `at_most` and train on from it up to there; a reason if that cannot be."""
         try:
             self._load_newest(at_most=at_most)
-            self._step = replay(
-                self._update, self._journal, start=self._step, end=at_most,
-                beat=lambda n: self._progress.beat("replaying", n),
-            )  # fmt: skip
+            self._step = replay(self._update, self._journal, self._progress, start=self._step, end=at_most)
         except (CheckpointError, DamagedEntry) as trouble:  # the caller is told, and training goes on
             return f"{at_most} cannot be reached: {trouble}"
         if self._step != at_most:
@@ -238,9 +268,10 @@ class Sidecar:
             self._persist("restoring results", lambda: self._journal.restore_results(state.results))
 
     def _load_newest(self, *, at_most: int | None) -> CheckpointState | None:
-        base = load_critic(self._store.folder(0), device=self._settings.device)
-        self._update = CriticUpdate(base, self._settings)
-        state = load_newest(self._update, self._checkpoints, self._journal, self._origin, at_most=at_most)
+        with self._progress.working("loading a checkpoint"):
+            base = load_critic(self._store.folder(0), device=self._settings.device)
+            self._update = CriticUpdate(base, self._settings)
+            state = load_newest(self._update, self._checkpoints, self._journal, self._origin, at_most=at_most)
         self._step = state.step if state else 0
         return state
 
@@ -254,9 +285,10 @@ class Sidecar:
         return entry
 
     def _due_entry(self) -> Entry | None:
+        answered = self._journal.answered()
         for entry in self._journal.entries():
-            due = entry.step > self._step if entry.kind == "train" else self._journal.result(entry) is None
-            if due and entry.kind == "train" and entry.step != self._step + 1:
+            due = entry not in answered or (entry.kind == "train" and entry.step > self._step)
+            if due and entry.kind == "train" and entry.step > self._step + 1:
                 raise CheckpointError(
                     f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
                     f"and the steps after it end at {self._step}: put the missing checkpoint back, or begin a new run"
@@ -279,6 +311,10 @@ class Sidecar:
 
         self._persist(f"writing the checkpoint of step {self._step}", write)
 
+    def _keep_only(self, keep_steps: Sequence[int], step: int) -> None:
+        self._checkpoints.keep_only(keep_steps, step=step)
+        self._forget()
+
     def _forget(self) -> None:
         """Remove checkpoints that nobody needs, and entries that no way back to an actor's checkpoint needs."""
         self._checkpoints.prune(keep=self._settings.keep_checkpoints, keep_damaged=self._settings.keep_set_aside)
@@ -287,12 +323,14 @@ class Sidecar:
         if covered - base > self._settings.keep_entries:
             base = covered
         self._journal.forget_covered(covered, base=base)
+        self._journal.sweep()
 
     def _make_publisher(self) -> Publisher:
         servers = self._settings.servers or [self._config.server.grpc_url]
         return Publisher(
             self._store, run_id=self._run_id, epoch=self._epoch, servers=servers, reload=self._config.critic.reload,
             timeout_s=self._settings.serve_timeout_s, keep=self._settings.publish.keep,
+            show_trouble=self._progress.show_trouble,
         )  # fmt: skip
 
     def _current(self) -> int:

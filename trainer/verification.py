@@ -79,6 +79,15 @@ def verify_alone(store: WeightsStore, version: int) -> Manifest:
     return manifest
 
 
+def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
+    """Whether `version` has the critic's weights, bit for bit."""
+    try:
+        stored = critic.with_weights(store.folder(version)).model.state_dict()
+    except CheckpointError:
+        return False
+    return all(torch.equal(tensor, stored[name]) for name, tensor in critic.model.state_dict().items())
+
+
 def _rejected(version: int, error: Exception) -> VersionRejected:
     text = str(error)
     return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")

@@ -6,6 +6,7 @@ the system did not come back, 2 for a wrong call; DIR/result.json and DIR/chaos.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import signal
@@ -20,10 +21,12 @@ from typing import Any
 from python_backend.config import ConfigError
 from python_backend.journal import Entry, Journal, Result
 from tools.bench.machine import describe_machine, describe_versions, now_utc
+from tools.chaos.actor_damage import damage_actor_checkpoints
 from tools.chaos.killer import Killer
 from tools.chaos.picture import draw
 from tools.chaos.points import plan_kills
 from tools.chaos.reference import Reference, run_reference
+from tools.chaos.stopping import stop_accepting
 from tools.chaos.summary import kills_with_recovery, outages, summary
 from tools.chaos.system import ChaosSystem, shape_of, write_config
 from tools.chaos.traffic import Record, Traffic
@@ -53,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder; the run lies there too")
     parser.add_argument("--seed", type=_count, default=1, help="of batches, victims and moments; default: 1")
     parser.add_argument("--config", type=Path, help="a YAML whose reward and critic take the place of small ones")
+    parser.add_argument(
+        "--actor-rounds", type=int, default=0, metavar="N", help="damaged actor checkpoints, in a small run of its own"
+    )
+    parser.add_argument("--hung", action="store_true", help="also stop servers and models until they are replaced")
     args = parser.parse_args(argv)
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty", file=sys.stderr)
@@ -61,7 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: _enough(enough, number, frame))
     try:
-        verdicts = run_chaos(args.out, args.kills, args.seed, args.config, log=_say, enough=enough)
+        verdicts = run_chaos(
+            args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
+            actor_rounds=args.actor_rounds,
+        )  # fmt: skip
     except (ConfigError, ServerStartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -83,8 +93,9 @@ def _enough(event: threading.Event, number: int, frame: FrameType | None) -> Non
 
 
 def run_chaos(
-    out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event
-) -> list[Verdict]:
+    out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
+    actor_rounds: int = 0,
+) -> list[Verdict]:  # fmt: skip
     """Make the run in `out`, kill, stop, compare; returns the verdicts. Must be called from the main thread.
 
     Args:
@@ -92,6 +103,8 @@ def run_chaos(
         given: a YAML whose reward and critic are used, or None.
         log: gets the progress.
         enough: once set, nothing more is killed, and the verdict is about what was.
+        hung: also stop (SIGSTOP) servers and models for good: the supervisor is to replace them.
+        actor_rounds: how often a checkpoint of a small actor is damaged, in a run of its own.
 
     Raises:
         ServerStartError: the server did not start, at first or again and again.
@@ -105,8 +118,9 @@ def run_chaos(
     path = write_config(out, given)
     system = ChaosSystem(path, random.Random(seed + 1), log)
     config = system.config
-    traffic = Traffic(config.server.http_url, config.run.identity, seed, shape_of(config))
-    killer = Killer(system, traffic, plan, random.Random(seed + 2), log)
+    accepting = functools.partial(stop_accepting, system)
+    traffic = Traffic(config.server.http_url, config.run.identity, seed, shape_of(config), accepting)
+    killer = Killer(system, traffic, plan, random.Random(seed + 2), log, hung=hung)
     try:
         log(f"{num_kills} kills, seed {seed}, in {out}")
         _drive(system, traffic, killer, enough)
@@ -118,6 +132,8 @@ def run_chaos(
     log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; the same steps without faults …")
     reference = run_reference(config, seed, shape_of(config), traffic.last_step, out / "reference")
     verdicts = _verdicts(system, traffic.record, reference, killer)
+    if actor_rounds:
+        verdicts.append(damage_actor_checkpoints(out / "actor", actor_rounds, random.Random(seed + 3), log))
     kills = kills_with_recovery(killer.kills, traffic.record)
     totals = summary(traffic.record, kills) | {"seconds": time.monotonic() - started}
     _write(out, about, totals, kills, traffic.record, verdicts)
@@ -155,7 +171,7 @@ def _verdicts(system: ChaosSystem, record: Record, reference: Reference, killer:
         check_coverage(killer.kills, killer.done),
         check_steps(record, _results(Journal(config.run.journal_dir, config.run.identity)), reference),
         check_repeats(record),
-        check_versions(manifests, store.current(), reference),
+        check_versions(manifests, store.current(), reference, {step for step, _, _ in record.rewound}),
         check_whole(store),
         check_scores(record, {manifest.version: manifest.step for manifest in manifests}, reference),
         check_freshness(record),

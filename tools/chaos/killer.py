@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from tools.chaos.points import NOTHING, Points
+from tools.chaos.stopping import HUNG_S, STOP_S, stop_for, stop_for_good, ways_of
 from tools.chaos.system import ChaosSystem
 from tools.chaos.traffic import Traffic
 from tools.shared_memory import SHARED_MEMORY
@@ -22,6 +23,7 @@ MOMENT_S = 60.0
 ATTEMPTS = 3  # a moment may fail to come, and a victim may end just before it is hit
 LOOK_EVERY_S = 0.2
 BREATH_S = 1.0
+REWIND_EVERY = 3  # kills
 HASTE = 0.3  # share of the kills that do not wait for a step to be trained since the last one
 
 
@@ -39,12 +41,15 @@ class Killer:
         plan: Sequence[tuple[str, str]],
         generator: random.Random,
         log: Callable[[str], None],
+        *,
+        hung: bool = False,
     ) -> None:
         self.kills: list[dict[str, Any]] = []
         self.done: list[tuple[str, str]] = []
         """The part of the plan that was carried out, or tried in vain."""
         self.error: BaseException | None = None
         self._system, self._traffic, self._plan = system, traffic, plan
+        self._ways = ways_of(len(plan), hung=hung)
         self._random, self._log = generator, log
         self._points = Points(system.config, SHARED_MEMORY, system.region_prefix, generator)
         self._give_up = threading.Event()
@@ -68,9 +73,11 @@ class Killer:
     def _run(self) -> None:
         try:
             self._until(lambda: self._traffic.last_step >= 3, "step 3 was not trained")
-            for victim, point in self._plan:
+            for (victim, point), way in zip(self._plan, self._ways, strict=True):
+                if len(self.done) % REWIND_EVERY == REWIND_EVERY - 1:
+                    self._traffic.rewind_now.set()
                 for _ in range(ATTEMPTS):
-                    if self._one(victim, point):
+                    if self._one(victim, point, way):
                         break
                 self.done.append((victim, point))
             self._until(self._system.is_whole, "the system was not whole again after the last kill")
@@ -81,7 +88,7 @@ class Killer:
         finally:
             self._traffic.hold.clear()
 
-    def _one(self, victim: str, point: str) -> bool:
+    def _one(self, victim: str, point: str, way: str) -> bool:
         trained = self._traffic.last_step
         self._until(self._system.is_whole, f"the system was not whole again before killing the {victim}")
         if self._random.random() > HASTE:
@@ -97,18 +104,27 @@ class Killer:
             raise GaveUp
         if point == "reload":  # there may be two by now
             processes = self._processes(victim)
-        hit = seen != NOTHING and self._system.kill(self._random.choice(processes))
         kill = {
             "number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim,
-            "point": point, "seen": seen, "step": self._traffic.last_step, "hit": hit,
+            "point": point, "way": way, "seen": seen, "step": self._traffic.last_step,
         }  # fmt: skip
+        kill["hit"] = hit = seen != NOTHING and self._hit(victim, self._random.choice(processes), way)
         self._traffic.hold.clear()
         self.kills.append(kill)
         self._log(
             f"{kill['number']:>3}/{len(self._plan)}  {kill['time_s']:>6.1f} s  step {kill['step']:>3}  "
-            f"{victim:<12} at {point:<13} {seen}{'' if hit else '  (missed)'}"
+            f"{victim:<12} {way:<7} at {point:<13} {seen}{'' if hit else '  (missed)'}"
         )
         return hit
+
+    def _hit(self, victim: str, process: psutil.Process, way: str) -> bool:
+        if way == "stopped":
+            return stop_for(process, self._random.uniform(0, STOP_S), self._give_up)
+        if way == "hung" and victim != "sidecar":  # a sidecar's supervisor is whoever started it
+            if not stop_for_good(process, self._give_up):
+                self._system.troubles.append(f"the {victim} hung for {HUNG_S:g} s, and nothing replaced it")
+            return True
+        return self._system.kill(process)
 
     def _processes(self, victim: str) -> list[psutil.Process]:
         self._until(lambda: bool(self._system.processes_of(victim)), f"there is no {victim} to kill")

@@ -42,10 +42,12 @@ def summary(record: Record, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
     gaps = outages(record)
     failed = Counter(who for _, who, _ in record.failures)
     return {
-        "kills": sum(kill["hit"] for kill in kills),
+        "kills": sum(kill["hit"] and kill.get("way", "killed") == "killed" for kill in kills),
+        "stops": sum(kill["hit"] and kill.get("way", "killed") != "killed" for kill in kills),
         "steps": len(record.trained),
         "steps_repeated": len(record.repeated),
         "saves": len(record.saved),
+        "rewinds": len(record.rewound),
         "scoring_requests": len(latencies),
         "scoring_requests_given_up": failed["scorer"],
         "training_attempts_given_up": failed["writer"],

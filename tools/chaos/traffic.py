@@ -5,6 +5,7 @@ Given: the server's address, a seed, what a batch may hold. Returns: every answe
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections import Counter
@@ -24,10 +25,16 @@ SCORERS = 3
 SCORER_PAUSE_S = 0.06
 WRITER_PAUSE_S = 0.8  # at most; the versions of a long run must fit the disk
 STEP_PATIENCE_S = 240.0
+LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: while such a one is accepted, others act
+REWIND_BY = 3  # at most, and never behind the last save: from there on every step can be reached
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below ask again. Nobody waits
 # for a server: outages are seen as they are.
 WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
 SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
+
+
+StopAccepting = Callable[[], Callable[[], None]]
+"""Stops (SIGSTOP) critic_train while it writes an entry, where that can be caught; returns what lets it go on."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Record:
     """Answers to steps that were sent once more after their answer."""
     saved: list[tuple[int, float, int]] = field(default_factory=list)
     """(step, time, weights_version) of critic_save."""
+    rewound: list[tuple[int, float, int]] = field(default_factory=list)
+    """(step, time, weights_version) of rewinds; the answers that they made void are no longer in the lists above."""
     served: Counter[Served] = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
     latencies: list[tuple[float, float]] = field(default_factory=list)
@@ -79,16 +88,24 @@ class Record:
         """Seconds since the start."""
         return time.monotonic() - self.start
 
+    def rewind(self, step: int, version: int) -> None:
+        """Note a rewind to `step`, and forget what was answered about later ones."""
+        self.rewound.append((step, self.now(), version))
+        self.trained = [item for item in self.trained if item[0] <= step]
+        self.repeated = [item for item in self.repeated if item[0] <= step]
+        self.saved = [item for item in self.saved if item[0] <= step]
+
 
 def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
     """The padded training payload of `step`: ragged rows, in several micro-batches. The same on every machine."""
     generator = np.random.default_rng([seed, step])
-    lengths = generator.integers(shape.longest // 8, shape.longest, shape.rows, endpoint=True)
+    rows = shape.rows * (LARGE if step % LARGE_EVERY == 0 else 1)
+    lengths = generator.integers(shape.longest // 8, shape.longest, rows, endpoint=True)
     width = int(lengths.max())
-    targets = (shape.rows, width - 1)
+    targets = (rows, width - 1)
     scored = np.arange(width - 1)[None] < lengths[:, None] - 1
     return {
-        "tokens": generator.integers(3, shape.vocab_size, (shape.rows, width), dtype=np.int64),
+        "tokens": generator.integers(3, shape.vocab_size, (rows, width), dtype=np.int64),
         "sequence_lengths": lengths.astype(np.int64)[:, None],
         "returns": generator.normal(size=targets).astype(np.float32),
         "prev_values": generator.normal(size=targets).astype(np.float32) * np.float32(0.1),
@@ -108,14 +125,18 @@ def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
 class Traffic:
     """Writer and scorers in a thread of their own, until `finish`."""
 
-    def __init__(self, url: str, run_id: str, seed: int, shape: Shape) -> None:
+    def __init__(self, url: str, run_id: str, seed: int, shape: Shape, stop_accepting: StopAccepting) -> None:
+        """`stop_accepting`: see `StopAccepting`."""
         self.record = Record()
         self.hold = threading.Event()
         """Set: the writer sends nothing new."""
         self.save_now = threading.Event()
         """Set: the writer saves after its next step."""
+        self.rewind_now = threading.Event()
+        """Set: before its next large step the writer rewinds, while that step is being accepted."""
         self.error: BaseException | None = None
         self._url, self._run_id, self._seed, self._shape = url, run_id, seed, shape
+        self._stop_accepting = stop_accepting
         self._probes = probes(seed, shape)
         self._choice = np.random.default_rng([seed, 1, 1])
         self._promised = 0
@@ -165,6 +186,9 @@ class Traffic:
     async def _write(self, client: TritonClient) -> None:
         step = 0
         while not self._give_up.is_set() and step != self._last_step:
+            if self.rewind_now.is_set() and (step + 1) % LARGE_EVERY == 0:
+                self.rewind_now.clear()
+                step = await self._rewind(client, step)
             step += 1
             answer = await self._until_answered(f"step {step}", self._training(client, step))
             if answer is None:
@@ -181,6 +205,26 @@ class Traffic:
             await asyncio.sleep(self._choice.uniform(0, WRITER_PAUSE_S))
             while self.hold.is_set() and not self._give_up.is_set():
                 await asyncio.sleep(0.005)
+
+    async def _rewind(self, client: TritonClient, step: int) -> int:
+        """Rewind while the next step is being accepted, as where an actor dies and comes back; the step it is at."""
+        saved = max((saved for saved, _, _ in self.record.saved), default=0)
+        target = int(self._choice.integers(max(saved, step - REWIND_BY), step, endpoint=True))
+        async with TritonClient(self._url, WRITING) as earlier:
+            payload = batch(self._seed, step + 1, self._shape)
+            sent = asyncio.create_task(earlier.train(payload, run_id=self._run_id, step=step + 1))
+            resume = await asyncio.to_thread(self._stop_accepting)
+            try:
+                ask = functools.partial(client.rewind, run_id=self._run_id, step=target)
+                version = await self._until_answered(f"rewind to {target}", ask)
+            finally:
+                resume()
+            await asyncio.gather(sent, return_exceptions=True)  # refused, failed, or done before the rewind
+        if version is None:
+            return step
+        self.record.rewind(target, version)
+        self._promised = version
+        return target
 
     async def _repeat(self, client: TritonClient, step: int) -> None:
         answer = await self._until_answered(f"step {step}, repeated", self._training(client, step))

@@ -6,12 +6,14 @@ broken; none: it was kept.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from python_backend.durable import numbers_in
 from python_backend.journal import Result
 from python_backend.weights import Manifest, WeightsError, WeightsStore
 from tools.chaos.reference import Reference
@@ -82,12 +84,20 @@ def check_repeats(record: Record) -> Verdict:
     return verdict("a step sent again got the answer that it had", len(record.repeated), found)
 
 
-def check_versions(manifests: Sequence[Manifest], current: int | None, reference: Reference) -> Verdict:
-    """One version for each step, ascending, with the bits of the reference; CURRENT names the last."""
+def check_versions(
+    manifests: Sequence[Manifest], current: int | None, reference: Reference, rewound: Collection[int] = ()
+) -> Verdict:
+    """One version for each step, ascending, with the bits of the reference; CURRENT names the last.
+
+    Args:
+        rewound: steps to which the run was rewound: a version of such a step may follow a later one.
+    """
     found = []
     steps = [manifest.step for manifest in manifests]
-    if steps != list(range(len(reference.steps))):
-        found.append(f"the versions are of the steps {_shortened(steps)}, trained were 0 to {len(reference.steps) - 1}")
+    last = len(reference.steps) - 1
+    follow = all(step == before + 1 or (step in rewound and step <= before) for before, step in pairwise(steps))
+    if not follow or steps[:1] != [0] or steps[-1] != last:
+        found.append(f"the versions are of the steps {_shortened(steps)}, trained were 0 to {last}")
     for manifest in manifests:
         if manifest.step < len(reference.steps) and manifest.sha256 != reference.steps[manifest.step].sha256:
             found.append(
@@ -102,7 +112,7 @@ def check_versions(manifests: Sequence[Manifest], current: int | None, reference
 def check_whole(store: WeightsStore) -> Verdict:
     """Every version's files are what its manifest says."""
     found = []
-    folders = sorted(int(path.name) for path in store.root.iterdir() if path.name.isdigit())
+    folders = numbers_in(store.root)
     for version in folders:
         try:
             store.verify_files(version)
