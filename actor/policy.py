@@ -24,11 +24,13 @@ from actor.generation import Generation
 from actor.rollout import Prompt, Rollout
 from actor.shared_prompts import can_share, response_hidden
 from python_backend.batching import plan_micro_batches
-from python_backend.checkpoints import CheckpointError, check_checkpoint
+from python_backend.checkpoints import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.config import ActorSection
+from python_backend.loading import load_weights
 from python_backend.logprobs import sampling_entropy, target_logprobs
 from python_backend.output_head import head_logprobs, linear_head
 from python_backend.positions import fix_rotary, rotary_limit
+from python_backend.precision import computing, in_float32, use_bfloat16
 from python_backend.tokenization import load_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Policy:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         _keep_rotary(model, folder, settings)
+        self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
             self.model = with_adapters(model, settings).to(settings.device).eval()
             self.reference = None  # the policy without its adapters: no second copy
@@ -62,20 +65,16 @@ class Policy:
             self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
         # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
         self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
+        if settings.precision == "bfloat16":
+            for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
+                use_bfloat16(self._causal(each))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
-        try:
-            special = special_tokens(self.tokenizer, model.generation_config.eos_token_id)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
-        written_by = self.sampler.get_base_model() if settings.lora_rank else self.sampler  # adapters are in its layers
-        self.generation = Generation(
-            written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
-        )
-        self._head_is_linear = linear_head(written_by) is not None
-        # Layers that compute their activations again take no cache.
-        self._shares_prompts = not settings.gradient_checkpointing and can_share(written_by)
+        self.generation = self._make_generation(model.generation_config.eos_token_id)
+        with in_float32(self._causal(self.sampler)):
+            self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
+            # Layers that compute their activations again take no cache.
+            self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
         # Its log-probs with a forward's: found out with the first rollout, or, if rounding differs, never so.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -87,6 +86,21 @@ class Policy:
             fused=True,  # one pass over the weights instead of one for each operation
         )
         self.optimizer_step = 0
+
+    def _make_generation(self, eos: int | list[int] | None) -> Generation:
+        try:
+            special = special_tokens(self.tokenizer, eos)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        return Generation(
+            self._causal(self.sampler), self.tokenizer, self.settings, eos_ids=self.eos_ids, pad_id=self.pad_id,
+            banned_ids=self.banned_ids,
+        )  # fmt: skip
+
+    def _causal(self, model: Any) -> Any:
+        """The causal LM that a model is, or that its adapters are in."""
+        return model.get_base_model() if self.settings.lora_rank else model
 
     @torch.no_grad()
     def generate(
@@ -162,6 +176,10 @@ class Policy:
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
+    def load(self, folder: Path) -> None:
+        """Take the weights that `save` wrote; not under LoRA, where it merges them. Raises CheckpointError."""
+        load_weights(self.model, folder)
+
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:
         """The model whose log-probs are asked for."""
@@ -193,7 +211,7 @@ class Policy:
         sampling: dict[str, Any] = {
             "temperature": self.settings.temperature, "banned_token_ids": self.banned_ids,
         }  # fmt: skip
-        causal = model.get_base_model() if self.settings.lora_rank else model
+        causal = self._causal(model)
         if self._head_is_linear:
             with self.computing():
                 hidden = None
@@ -228,9 +246,7 @@ class Policy:
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """What forwards run under: `actor.precision`."""
-        if self.settings.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+        return computing(self.model.device, self.settings.precision)
 
 
 def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
