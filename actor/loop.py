@@ -68,7 +68,8 @@ class PPORun:
         )  # fmt: skip
         self.reference = make_reference(config, client, self.policy)
         limits: dict[str, Any] = {
-            "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts
+            "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts,
+            "vocab_size": self.policy.vocab_size,
         }  # fmt: skip
         self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
         state = RunState(self.policy, self.shaper, self.kl)

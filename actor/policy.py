@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ from python_backend.config import ActorSection
 from python_backend.loading import load_weights
 from python_backend.logprobs import sampling_entropy, target_logprobs
 from python_backend.output_head import head_logprobs, linear_head
-from python_backend.positions import fix_rotary, rotary_limit
+from python_backend.positions import fix_rotary, max_positions, rotary_limit
 from python_backend.precision import computing, in_float32, use_bfloat16
 from python_backend.tokenization import load_tokenizer, special_tokens
 
@@ -54,7 +55,8 @@ class Policy:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
-        _keep_rotary(model, folder, settings)
+        _check_positions(model, folder, settings)
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
             self.model = with_adapters(model, settings).to(settings.device).eval()
@@ -89,7 +91,7 @@ class Policy:
 
     def _make_generation(self, eos: int | list[int] | None) -> Generation:
         try:
-            special = special_tokens(self.tokenizer, eos)
+            special = special_tokens(self.tokenizer, eos, vocab_size=self.vocab_size)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
@@ -286,16 +288,33 @@ def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:, : int(lengths.max())], lengths
 
 
-def _keep_rotary(model: Any, folder: Path, settings: ActorSection) -> None:
-    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow that."""
+def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
+    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow its positions."""
     fix_rotary(model)
-    limit = rotary_limit(model.config.to_dict())
-    if limit is not None and settings.max_prompt_tokens + settings.max_new_tokens > limit:
+    config, longest = model.config.to_dict(), settings.max_prompt_tokens + settings.max_new_tokens
+    limit, reason = rotary_limit(config), "where its rotary table changes with the length of the rows"
+    if limit is None:
+        limit, reason = max_positions(config), "the last position that it has an embedding for"
+        if limit is not None and longest > limit and _takes_rows_of(model, longest):
+            return
+    if limit is not None and longest > limit:
         raise CheckpointError(
             f"{folder}: actor.max_prompt_tokens ({settings.max_prompt_tokens}) and actor.max_new_tokens "
-            f"({settings.max_new_tokens}) are above {limit} together, where its rotary table changes with the length "
-            "of the rows; set smaller ones"
+            f"({settings.max_new_tokens}) are above {limit} together, {reason}; set smaller ones"
         )
+
+
+@torch.no_grad()
+def _takes_rows_of(model: Any, length: int) -> bool:
+    """Whether positions up to `length` are computed, as rotary ones are; the model is on the CPU, where it raises."""
+    last = {"position_ids": torch.tensor([[length - 1]])}
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    width, inputs = (1, last) if takes_positions else (length, {})
+    try:
+        model(input_ids=torch.zeros(1, width, dtype=torch.int64), use_cache=False, **inputs)
+    except (IndexError, RuntimeError):
+        return False
+    return True
 
 
 def _checkpoint_gradients(model: Any) -> None:
