@@ -199,7 +199,7 @@ class PPORun:
         """What the responses of `step` answer, one each."""
         s = self.settings
         count = s.rollout_size // s.responses_per_prompt
-        taken = take(self.prompts, start=(step - 1) * count, count=count, seed=self.seed)
+        taken = take(self.prompts, start=self.books.prompts_taken(step - 1), count=count, seed=self.seed)
         return [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
 
     def rollouts_ahead(self) -> list[asyncio.Task[Any]]:

@@ -64,6 +64,43 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def sync_tree(folder: Path) -> None:
+    """Force everything below `folder`, its subfolders included, onto the disk."""
+    for root, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync_file(Path(root, name))
+        sync_directory(Path(root))
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and the parents it lacks, durably."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_directory(folder.parent)
+
+
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Put a folder with what `fill` writes at `folder`, replacing what was there: whole and on the disk, or not at all.
+
+    A crash between the two renames leaves the old content under a `.removed-` name.
+    """
+    make_folder(folder.parent)
+    staging, aside = (folder.with_name(f".{name}-{uuid.uuid4().hex}") for name in ("staging", "removed"))
+    staging.mkdir()
+    try:
+        with disk_errors(folder):
+            fill(staging)
+        sync_tree(staging)
+        if folder.exists():
+            folder.rename(aside)
+        staging.rename(folder)
+        sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def remove_folder(folder: Path) -> None:
     """Delete `folder`: at once out of sight, so that a crash leaves no half of it under its name."""
     aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
