@@ -18,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from python_backend.checkpoints import CheckpointError
 from python_backend.config import ActorSection
 
+LAYERS = (nn.Linear, Conv1D)
+
 
 def with_adapters(model: Any, settings: ActorSection) -> Any:
     """The model with trainable adapters on `settings.lora_targets`; all else is frozen.
@@ -28,13 +30,21 @@ def with_adapters(model: Any, settings: ActorSection) -> Any:
     from peft import LoraConfig, get_peft_model  # seconds to import, and few runs need it
 
     named = None if settings.lora_targets == "all-linear" else _layers_named(model, settings.lora_targets)
+    # Routers of some mixtures are linear layers that return more than their product.
+    others = [path for path, module in model.named_modules() if isinstance(module, LAYERS) and not _is_layer(module)]
     config = LoraConfig(
         r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
-        target_modules=named or "all-linear", task_type="CAUSAL_LM",
+        target_modules=named or "all-linear", exclude_modules=others or None, task_type="CAUSAL_LM",
     )  # fmt: skip
-    with warnings.catch_warnings():  # peft asks transformers under a name that goes away in version 6; both are pinned
-        warnings.simplefilter("ignore", FutureWarning)
+    with (
+        warnings.catch_warnings()
+    ):  # it names what it corrects on its own (GPT-2's layers) and ignores (experts' ranks)
+        warnings.simplefilter("ignore")
         return get_peft_model(model, config)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module) in LAYERS
 
 
 def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
@@ -42,7 +52,7 @@ def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
     output = model.get_output_embeddings()
     linear = [
         path for path, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not output
+        if _is_layer(module) and module is not output
     ]  # fmt: skip
     found: list[str] = []
     for target in targets:
@@ -79,8 +89,8 @@ def in_training(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def merged(model: Any) -> Any:
-    """A copy of the model with its adapters added to the weights that they belong to."""
-    return copy.deepcopy(model).merge_and_unload()
+    """A float32 copy of the model with its adapters added to the weights that they belong to."""
+    return copy.deepcopy(model).float().merge_and_unload()
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:

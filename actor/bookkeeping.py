@@ -8,10 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
+import math
+from pathlib import Path
 from typing import Any
 
-from actor.checkpoint import RunState, critic_steps, load_checkpoint, save_checkpoint, saved_steps, set_aside
+from actor.checkpoint import (
+    RunState,
+    check_checkpoint_of,
+    critic_steps,
+    restore,
+    save_checkpoint,
+    saved_steps,
+    set_aside,
+)
 from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics, text_metrics
 from actor.metrics import (
@@ -29,9 +38,11 @@ from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
 from actor.trackers import Trackers
 from actor.validation import Validation, explained, samples
+from python_backend.checkpoints import CheckpointError
 from python_backend.config import RunConfig
 from python_backend.contract import STEP_AHEAD
-from python_backend.durable import read_json, remove_folder, write_json
+from python_backend.durable import read_json, sweep, write_folder, write_json
+from python_backend.sealed_folder import DamagedCheckpoint
 from python_backend.weights import WeightsError, WeightsStore
 
 logger = logging.getLogger(__name__)
@@ -62,17 +73,22 @@ class Bookkeeper:
         self.failed_critic_updates = 0  # of this process; they count as done
         self._unsaved: int | None = None  # the newest step whose critic_save failed
         self._masked_samples = 0
+        self._taken = (0, 0)  # a step, and the prompts that the steps up to it took
         self._log: MetricsLog
         self.version_steps: VersionSteps
 
     async def resume(self) -> int:
-        """Go back to the newest checkpoint and have the critic, if any, do the same; returns its step, 0 if new."""
-        step = max(saved_steps(self._checkpoints), default=0)
-        if self._has_critic:
-            step = await self._rewind_critic()
-        if step:
-            state = load_checkpoint(self._checkpoints, step, self._state)
+        """Go back to the newest whole checkpoint and have the critic, if any, do the same; return its step, 0 if new.
+
+        Raises:
+            CheckpointError: no checkpoint is whole, or it belongs to a run with other settings.
+        """
+        sweep(self._dir)
+        step, state = await self._newest_usable()
+        if state:
+            restore(self._checkpoints / str(step), state, self._state)
             self._masked_samples = state["masked_samples"]
+            self._taken = (step, state["prompts_taken"])
             logger.info("resuming from the checkpoint of step %d", step)
         self.version_steps = VersionSteps(
             self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every,
@@ -83,33 +99,52 @@ class Bookkeeper:
         drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
         return step
 
-    async def _rewind_critic(self) -> int:
-        """Have the critic go back to the newest checkpoint, 0 if there is none; returns the checkpoint's step.
+    async def _newest_usable(self) -> tuple[int, dict[str, Any]]:
+        """The newest checkpoint that is whole and that the critic could go back to, and its state; 0 if there is none.
 
-        A run that ended while no server answered may have left a checkpoint of a step that the critic never received:
-        it is set aside, and the one before counts.
+        A run that ended while no server answered may have left a checkpoint of a step that the critic never received.
+        Newer checkpoints than the one returned are set aside.
         """
-        steps = saved_steps(self._checkpoints) or [0]
-        critics = critic_steps(self._checkpoints) or [0]
-        for age, (step, critic_step) in enumerate(zip(reversed(steps), reversed(critics), strict=True)):
+        steps = saved_steps(self._checkpoints)
+        passed: dict[int, str] = {}  # why they do not count
+        for step in reversed(steps):
             try:
-                self.weights_version = await self._client.rewind(run_id=self._run_id, step=critic_step)
+                state = await asyncio.to_thread(check_checkpoint_of, self._policy, self._checkpoints / str(step))
+                await self._rewind_critic(state["critic_step"])
+            except DamagedCheckpoint as error:
+                if step == steps[0]:
+                    raise CheckpointError(
+                        f"{error}; no checkpoint before it is left, so restore this one, or start a run in another "
+                        "folder (run.dir)"
+                    ) from error
+                passed[step] = str(error)
             except RequestFailed as error:
                 if STEP_AHEAD not in str(error) or step == steps[0]:
                     raise
-                logger.warning("the checkpoint of step %d has no critic: %s", step, error)
+                passed[step] = f"the checkpoint of step {step} has no critic: {error}"
             else:
-                logger.info("the critic stands at step %d and serves version %d", critic_step, self.weights_version)
-                for newer in steps[len(steps) - age :]:
-                    set_aside(self._checkpoints, newer)
-                return step
-        raise AssertionError("unreachable: the oldest checkpoint returns or raises")
+                for newer, reason in passed.items():
+                    aside = set_aside(self._checkpoints, newer)
+                    logger.warning("%s; kept as %s, the one of step %d counts", reason, aside.name, step)
+                return step, state
+        await self._rewind_critic(0)
+        return 0, {}
+
+    async def _rewind_critic(self, step: int) -> None:
+        if self._has_critic:
+            self.weights_version = await self._client.rewind(run_id=self._run_id, step=step)
+            logger.info("the critic stands at step %d and serves version %d", step, self.weights_version)
+
+    def prompts_taken(self, step: int) -> int:
+        """Prompts that the steps up to `step` take; those before the resume took as many as the settings then said."""
+        resumed, taken = self._taken
+        return taken + (step - resumed) * (self._settings.rollout_size // self._settings.responses_per_prompt)
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """One line of metrics.jsonl."""
         scores = scored.scores
         self._masked_samples += int((~scores.scored).sum())
-        consumed = step * self._settings.rollout_size // self._settings.responses_per_prompt
+        consumed = self.prompts_taken(step)
         metrics = rollout_metrics(scored, batch, kl_coef=self._state.kl.coef)
         generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
         seconds = measured["timers/step_time"]
@@ -196,17 +231,19 @@ class Bookkeeper:
         """`best/`: the policy with the highest validation reward so far, as an ordinary folder beside its score."""
         if self._settings.validate_every == 0:
             return
+        if not math.isfinite(reward):
+            logger.warning("validation at step %d: no response has a score, so best/ stays as it is", step)
+            return
         best = self._dir / "best"
         known = read_json(best / "best.json")
         if known is not None and known["reward"] >= reward and known["step"] <= step:
             return
-        staging = self._dir / ".staging-best"
-        shutil.rmtree(staging, ignore_errors=True)
-        self._policy.save(staging)
-        write_json(staging / "best.json", {"step": step, "reward": reward})
-        if best.exists():
-            remove_folder(best)
-        staging.rename(best)
+
+        def fill(folder: Path) -> None:
+            self._policy.save(folder)
+            write_json(folder / "best.json", {"step": step, "reward": reward})
+
+        write_folder(best, fill)
 
     def has_checkpoint(self, step: int) -> bool:
         """Whether the policy's checkpoint of `step` is written."""
@@ -216,7 +253,7 @@ class Bookkeeper:
         """Write the policy, which must not change meanwhile, and ask for the critic's checkpoint without waiting."""
         state = {
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
-            "critic_step": step, "weights_version": self.weights_version,
+            "critic_step": step, "weights_version": self.weights_version, "prompts_taken": self.prompts_taken(step),
         }  # fmt: skip
         await asyncio.to_thread(
             save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints
@@ -241,7 +278,7 @@ class Bookkeeper:
             keep_steps = critic_steps(self._checkpoints)
             await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
         self._log.close()
-        await asyncio.to_thread(self._policy.save, self._dir / "policy")
+        await asyncio.to_thread(write_folder, self._dir / "policy", self._policy.save)
         summary = {
             "steps": steps,
             **self._validated_figures(),

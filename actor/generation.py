@@ -17,6 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from actor.decoding import Decoder, Finished, Response, Rules
 from actor.slot_cache import cache_layers
 from python_backend.config import ActorSection
+from python_backend.precision import in_float32
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4
@@ -88,7 +89,7 @@ class Generation:
         why = "it keeps more than keys and values from token to token"
         if cache_layers(self._model):
             try:
-                with torch.autocast(self._model.device.type, enabled=False):
+                with in_float32(self._model):
                     if self._distance(max(prompts, key=len)) <= NEAR:
                         return True
                 why = "it would draw from another distribution than plain forwards"

@@ -69,7 +69,8 @@ class PPORun:
         )  # fmt: skip
         self.reference = make_reference(config, client, self.policy)
         limits: dict[str, Any] = {
-            "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts
+            "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts,
+            "vocab_size": self.policy.vocab_size,
         }  # fmt: skip
         self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
         state = RunState(self.policy, self.shaper, self.kl)
@@ -199,7 +200,7 @@ class PPORun:
         """What the responses of `step` answer, one each."""
         s = self.settings
         count = s.rollout_size // s.responses_per_prompt
-        taken = take(self.prompts, start=(step - 1) * count, count=count, seed=self.seed)
+        taken = take(self.prompts, start=self.books.prompts_taken(step - 1), count=count, seed=self.seed)
         return [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
 
     def rollouts_ahead(self) -> list[asyncio.Task[Any]]:

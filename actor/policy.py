@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,11 +25,13 @@ from actor.generation import Generation
 from actor.rollout import Prompt, Rollout
 from actor.shared_prompts import can_share, response_hidden
 from python_backend.batching import plan_micro_batches
-from python_backend.checkpoints import CheckpointError, check_checkpoint
+from python_backend.checkpoints import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.config import ActorSection
+from python_backend.loading import load_weights
 from python_backend.logprobs import sampling_entropy, target_logprobs
 from python_backend.output_head import head_logprobs, linear_head
-from python_backend.positions import fix_rotary, rotary_limit
+from python_backend.positions import fix_rotary, max_positions, rotary_limit
+from python_backend.precision import computing, in_float32, use_bfloat16
 from python_backend.tokenization import load_tokenizer, special_tokens
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,9 @@ class Policy:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
-        _keep_rotary(model, folder, settings)
+        _check_positions(model, folder, settings)
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
             self.model = with_adapters(model, settings).to(settings.device).eval()
             self.reference = None  # the policy without its adapters: no second copy
@@ -62,20 +67,16 @@ class Policy:
             self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
         # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
         self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
+        if settings.precision == "bfloat16":
+            for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
+                use_bfloat16(self._causal(each))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
-        try:
-            special = special_tokens(self.tokenizer, model.generation_config.eos_token_id)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
-        written_by = self.sampler.get_base_model() if settings.lora_rank else self.sampler  # adapters are in its layers
-        self.generation = Generation(
-            written_by, self.tokenizer, settings, eos_ids=self.eos_ids, pad_id=self.pad_id, banned_ids=self.banned_ids
-        )
-        self._head_is_linear = linear_head(written_by) is not None
-        # Layers that compute their activations again take no cache.
-        self._shares_prompts = not settings.gradient_checkpointing and can_share(written_by)
+        self.generation = self._make_generation(model.generation_config.eos_token_id)
+        with in_float32(self._causal(self.sampler)):
+            self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
+            # Layers that compute their activations again take no cache.
+            self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
         # Its log-probs with a forward's: found out with the first rollout, or, if rounding differs, never so.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -87,6 +88,21 @@ class Policy:
             fused=True,  # one pass over the weights instead of one for each operation
         )
         self.optimizer_step = 0
+
+    def _make_generation(self, eos: int | list[int] | None) -> Generation:
+        try:
+            special = special_tokens(self.tokenizer, eos, vocab_size=self.vocab_size)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        return Generation(
+            self._causal(self.sampler), self.tokenizer, self.settings, eos_ids=self.eos_ids, pad_id=self.pad_id,
+            banned_ids=self.banned_ids,
+        )  # fmt: skip
+
+    def _causal(self, model: Any) -> Any:
+        """The causal LM that a model is, or that its adapters are in."""
+        return model.get_base_model() if self.settings.lora_rank else model
 
     @torch.no_grad()
     def generate(
@@ -162,6 +178,10 @@ class Policy:
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
+    def load(self, folder: Path) -> None:
+        """Take the weights that `save` wrote; not under LoRA, where it merges them. Raises CheckpointError."""
+        load_weights(self.model, folder)
+
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:
         """The model whose log-probs are asked for."""
@@ -193,7 +213,7 @@ class Policy:
         sampling: dict[str, Any] = {
             "temperature": self.settings.temperature, "banned_token_ids": self.banned_ids,
         }  # fmt: skip
-        causal = model.get_base_model() if self.settings.lora_rank else model
+        causal = self._causal(model)
         if self._head_is_linear:
             with self.computing():
                 hidden = None
@@ -228,9 +248,7 @@ class Policy:
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """What forwards run under: `actor.precision`."""
-        if self.settings.precision == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.model.device.type, dtype=torch.bfloat16)
+        return computing(self.model.device, self.settings.precision)
 
 
 def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
@@ -270,16 +288,33 @@ def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return tokens[:, : int(lengths.max())], lengths
 
 
-def _keep_rotary(model: Any, folder: Path, settings: ActorSection) -> None:
-    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow that."""
+def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
+    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow its positions."""
     fix_rotary(model)
-    limit = rotary_limit(model.config.to_dict())
-    if limit is not None and settings.max_prompt_tokens + settings.max_new_tokens > limit:
+    config, longest = model.config.to_dict(), settings.max_prompt_tokens + settings.max_new_tokens
+    limit, reason = rotary_limit(config), "where its rotary table changes with the length of the rows"
+    if limit is None:
+        limit, reason = max_positions(config), "the last position that it has an embedding for"
+        if limit is not None and longest > limit and _takes_rows_of(model, longest):
+            return
+    if limit is not None and longest > limit:
         raise CheckpointError(
             f"{folder}: actor.max_prompt_tokens ({settings.max_prompt_tokens}) and actor.max_new_tokens "
-            f"({settings.max_new_tokens}) are above {limit} together, where its rotary table changes with the length "
-            "of the rows; set smaller ones"
+            f"({settings.max_new_tokens}) are above {limit} together, {reason}; set smaller ones"
         )
+
+
+@torch.no_grad()
+def _takes_rows_of(model: Any, length: int) -> bool:
+    """Whether positions up to `length` are computed, as rotary ones are; the model is on the CPU, where it raises."""
+    last = {"position_ids": torch.tensor([[length - 1]])}
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    width, inputs = (1, last) if takes_positions else (length, {})
+    try:
+        model(input_ids=torch.zeros(1, width, dtype=torch.int64), use_cache=False, **inputs)
+    except (IndexError, RuntimeError):
+        return False
+    return True
 
 
 def _checkpoint_gradients(model: Any) -> None:

@@ -21,8 +21,9 @@ MESSAGES_KEY = "messages"  # a chat prompt; the server renders it, with the repl
 
 
 def read_prompts(
-    path: Path, tokenizer: Any, *, max_tokens: int, too_long: TooLong = "error", limit: int | None = None
-) -> list[Prompt]:
+    path: Path, tokenizer: Any, *, max_tokens: int, too_long: TooLong = "error", limit: int | None = None,
+    vocab_size: int | None = None,
+) -> list[Prompt]:  # fmt: skip
     """Read and tokenise rows with a `text`, or with chat `messages`, which the tokenizer's template renders.
 
     A `prompt`, as TRL names the column, is either of them. Columns other than the text and `prompt_id` become metadata,
@@ -32,9 +33,11 @@ def read_prompts(
         max_tokens: longest prompt.
         too_long: what to do with a longer one: `error`, `skip`, or `truncate` to its last tokens; both are logged.
         limit: stop after so many prompts.
+        vocab_size: rows of the model's embedding table; a tokenizer may know tokens beyond them.
 
     Raises:
-        PromptError: unreadable file, a row that is no JSON object with one of the three, an empty or too long prompt.
+        PromptError: unreadable file, a row that is no JSON object with one of the three, an empty or too long prompt,
+            or one with a token that the model has no embedding for.
     """
     prompts: list[Prompt] = []
     long: list[str] = []
@@ -43,6 +46,12 @@ def read_prompts(
         size = prompt.tokens.size
         if not size or (size > max_tokens and too_long == "error"):
             raise PromptError(f"{row.where}: {size} tokens, must be 1 to {max_tokens} (actor.max_prompt_tokens)")
+        if vocab_size is not None and (largest := int(prompt.tokens.max())) >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise PromptError(
+                f"{row.where}: token {largest} ({token!r}) is not among the policy's {vocab_size} embeddings; leave it "
+                "out, or resize them to the tokenizer (resize_token_embeddings)"
+            )
         if size > max_tokens:
             long.append(f"{row.number} ({size} tokens)")
             if too_long == "skip":

@@ -90,6 +90,11 @@ class ServedReference:
                 f"{policy.tokenizer.name_or_path}): log-probs belong to the policy's tokens, so the reference must be "
                 "a checkpoint with the same vocabulary"
             )
+        if served.get("dtype") != settings.precision:
+            raise ModelMismatch(
+                f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {settings.precision}: the "
+                "KL would not begin at 0; set reference.dtype and actor.precision alike"
+            )
         expected = {TEMPERATURE: repr(settings.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
         for name, ours in expected.items():
             if served.get(name) != ours:

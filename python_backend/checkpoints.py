@@ -168,8 +168,9 @@ def fingerprint_weights(folder: Path) -> str:
     Raises:
         CheckpointError: no checkpoint, pickled weights only, or a damaged file.
     """
+    check_checkpoint(folder)
     digest = hashlib.sha256()
-    for file in inspect_checkpoint(folder).files:
+    for file in sorted({folder / tensor.file for tensor in _read_tensors(folder).values()}):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as stream:

@@ -154,10 +154,16 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
-    """The configuration with the policy's checkpoint for the reference, unless that has one of its own."""
-    if "checkpoint" in config.reference.model_fields_set:
-        return config
-    reference = config.reference.model_copy(update={"checkpoint": config.actor.checkpoint})
+    """The configuration with the policy's checkpoint and precision for the reference, unless that has its own."""
+    given, actor = config.reference.model_fields_set, config.actor
+    defaults = {"checkpoint": actor.checkpoint, "dtype": actor.precision}
+    update = {name: value for name, value in defaults.items() if name not in given}
+    reference = config.reference.model_copy(update=update)
+    if actor.serves_reference and reference.dtype != actor.precision:
+        raise ValueError(
+            f"reference.dtype ({reference.dtype}) differs from actor.precision ({actor.precision}), so the KL would "
+            "not begin at 0; leave reference.dtype out"
+        )
     return config.model_copy(update={"reference": reference})
 
 

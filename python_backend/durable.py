@@ -107,6 +107,27 @@ def make_folder(folder: Path) -> None:
         sync_directory(folder.parent)
 
 
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Put a folder with what `fill` writes at `folder`, replacing what was there: whole and on the disk, or not at all.
+
+    A crash between the two renames leaves the old content under a `.removed-` name.
+    """
+    make_folder(folder.parent)
+    staging, aside = (folder.with_name(f".{name}-{uuid.uuid4().hex}") for name in ("staging", "removed"))
+    staging.mkdir()
+    try:
+        with disk_errors(folder):
+            fill(staging)
+        sync_tree(staging)
+        if folder.exists():
+            folder.rename(aside)
+        staging.rename(folder)
+        sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def remove_folder(folder: Path) -> None:
     """Delete `folder`: at once out of sight, so that a crash leaves no half of it under its name."""
     aside = folder.with_name(f".removed-{uuid.uuid4().hex}")

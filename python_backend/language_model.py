@@ -4,6 +4,7 @@ Given: a checkpoint folder. Returns: a `LanguageModel`. The server, the calibrat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from python_backend.loading import load_causal_model
 from python_backend.logprobs import target_logprobs
 from python_backend.modeling import limits_of
 from python_backend.output_head import head_logprobs, linear_head
+from python_backend.precision import computing, in_float32, use_bfloat16
 from python_backend.token_head import compile_body
 
 
@@ -31,17 +33,23 @@ class LanguageModel:
         *,
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
+        precision: str = "float32",
         compile_forward: bool = False,
     ) -> None:
         """Raises CheckpointError if `compile_forward` and there is no working compiler."""
-        self.model = model.eval()
+        self.model = model.eval().requires_grad_(False)
         self.limits = limits_of(model)
         self._temperature = temperature
         self._banned = list(banned_token_ids)
-        self._lean = None if compile_forward else lean_decoder(model)
-        self._head = linear_head(model)
+        self._precision = precision
+        if precision == "bfloat16":
+            use_bfloat16(model)
+        self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
+        with in_float32(model):
+            self._head = linear_head(model)
         if compile_forward:
-            compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
+            with self._computing():
+                compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
@@ -61,7 +69,8 @@ class LanguageModel:
         layer of its own, and these a part at a time."""
         targets = ids[:, 1:][predicts]
         if self._head is None:
-            logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
+            with self._computing():
+                logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
             return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
         hidden = self._hidden(ids, attention)[:, :-1][predicts]
         return head_logprobs(hidden, self._head, targets, temperature=self._temperature, banned_token_ids=self._banned)[
@@ -71,7 +80,11 @@ class LanguageModel:
     def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
         if self._lean is not None:
             return self._lean.hidden(ids)
-        return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
+        with self._computing():
+            return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        return computing(self.model.device, self._precision)
 
 
 def load_language_model(
@@ -81,6 +94,7 @@ def load_language_model(
     """The causal LM in a checkpoint.
 
     Args:
+        dtype: what forwards compute in, as the actor's under the same `actor.precision`.
         temperature: of the sampling whose log-probs are asked for, > 0.
         banned_token_ids: ids that sampling never draws.
         compile_forward: torch.compile the body.
@@ -88,7 +102,10 @@ def load_language_model(
     Raises:
         CheckpointError: the folder is no checkpoint, or holds no causal LM.
     """
-    model = load_causal_model(inspect_checkpoint(folder), dtype).to(device)
+    info = inspect_checkpoint(folder)
+    stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # what lies in bfloat16 stays mapped
+    model = load_causal_model(info, stored).to(device)
     return LanguageModel(
-        model, temperature=temperature, banned_token_ids=banned_token_ids, compile_forward=compile_forward
-    )
+        model, temperature=temperature, banned_token_ids=banned_token_ids, precision=dtype,
+        compile_forward=compile_forward,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from transformers import (
     AutoConfig,
 )
 
-from python_backend.checkpoints import CheckpointError, CheckpointInfo, Head
+from python_backend.checkpoints import CheckpointError, CheckpointInfo, Head, inspect_checkpoint
 from python_backend.positions import fix_rotary, rotary_limit
 from python_backend.safetensors_header import TensorInfo, read_header
 from python_backend.token_head import head_of
@@ -114,6 +114,30 @@ def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
     bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
     linear.weight = torch.nn.Parameter(head.weight.clone())
     linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Copy the weights that `model.save_pretrained` wrote to `folder` into `model`.
+
+    transformers reads them: for some families it saves other names and shapes than the module has, such as a tensor for
+    each expert of a mixture where the module has one for all of them.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a file is damaged.
+    """
+    info = inspect_checkpoint(folder)
+    with as_checkpoint_error(folder):
+        saved, report = type(model).from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=map_tensors(info.files), dtype=model.dtype,
+            output_loading_info=True,
+        )  # fmt: skip
+    differing = sorted({*report["missing_keys"], *report["unexpected_keys"]} - set(model.all_tied_weights_keys))
+    if differing:
+        raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {', '.join(differing[:4])}")
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in saved.state_dict().items():
+            own[name].copy_(tensor)
 
 
 def twin(model: Any, info: CheckpointInfo) -> Any:

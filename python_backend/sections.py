@@ -239,7 +239,8 @@ class ReferenceSection(ModelSection):
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; default: `actor.checkpoint`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in the forward, whatever `actor.precision` is; log-probs are made in float32."""
+    """What forwards compute in; default: `actor.precision`, from which it may not differ. Log-probs are made in
+    float32."""
 
 
 class PublishSection(Section):

@@ -109,8 +109,13 @@ class SpecialTokens:
     banned_ids: list[int]  # ascending; never sampled: padding and begin of sequence, where they do not end one
 
 
-def special_tokens(tokenizer: Any, eos: int | list[int] | None) -> SpecialTokens:
-    """The special tokens of a language model; `eos` is what its generation config says of the end of sequence.
+def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: int | None = None) -> SpecialTokens:
+    """The special tokens of a language model.
+
+    Args:
+        eos: what its generation config says of the end of sequence.
+        vocab_size: rows of its embedding table. A tokenizer may name tokens beyond them, which the model can neither
+            write nor read: those are not banned, and another id takes the place of such a padding token.
 
     Raises:
         ValueError: neither names an end-of-sequence token.
@@ -119,8 +124,12 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None) -> SpecialTokens
     eos_ids = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
     if not eos_ids:
         raise ValueError("the policy's tokenizer and generation config name no end-of-sequence token")
-    pad_id = eos_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    banned = {i for i in (pad_id, tokenizer.bos_token_id) if i is not None} - set(eos_ids)
+
+    def known(token: int | None) -> bool:
+        return token is not None and (vocab_size is None or token < vocab_size)
+
+    pad_id = next(i for i in (tokenizer.pad_token_id, *eos_ids, 0) if known(i))
+    banned = {i for i in (tokenizer.pad_token_id, tokenizer.bos_token_id) if known(i)} - set(eos_ids)
     return SpecialTokens(eos_ids, pad_id, sorted(banned))
 
 

@@ -25,7 +25,7 @@ WITHOUT_TORCH = [
     "python_backend.batching", "python_backend.checkpoints", "python_backend.config", "python_backend.contract",
     "python_backend.durable", "python_backend.positions", "python_backend.safetensors_header",
     "python_backend.journal", "python_backend.journal_entry", "python_backend.journal_file",
-    "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
+    "python_backend.sealed_folder", "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
     "python_backend.critic_train", "python_backend.function_pool", "python_backend.function_reward",
     "python_backend.function_rewards", "python_backend.function_worker", "python_backend.reward_mixture",
     "python_backend.reward_sum", "python_backend.reward_terms", "python_backend.tokenization",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState, critic_steps, saved_steps
@@ -23,6 +24,7 @@ from actor.metrics import read_jsonl
 from actor.reward_shaping import RewardShaper
 from actor.rollout import Prompt, Rollout, Scores
 from actor.validation import Validation
+from python_backend.checkpoints import CheckpointError
 from python_backend.config import ActorSection, RunConfig
 from python_backend.contract import STEP_AHEAD
 from python_backend.weights import WeightsStore
@@ -34,13 +36,15 @@ class TinyPolicy:
     def __init__(self) -> None:
         self.settings = ActorSection()
         self.model = torch.nn.Linear(2, 2)
-        self.model.all_tied_weights_keys = {}
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.optimizer_step = 0
+        self.fingerprint = "of its start"
 
     def save(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
         save_file(self.model.state_dict(), folder / "model.safetensors")
+
+    def load(self, folder: Path) -> None:
+        self.model.load_state_dict(load_file(folder / "model.safetensors"))
 
 
 class Server:
@@ -71,8 +75,9 @@ def server() -> Server:
     return Server()
 
 
-def books(folder: Path, server: Server) -> Bookkeeper:
-    config = RunConfig.model_validate({"run": {"dir": folder}, "actor": {"keep_checkpoints": 2, "steps": 4}})
+def books(folder: Path, server: Server, **actor: Any) -> Bookkeeper:
+    settings = {"keep_checkpoints": 2, "steps": 4, "validate_every": 1, **actor}
+    config = RunConfig.model_validate({"run": {"dir": folder}, "actor": settings})
     state = RunState(TinyPolicy(), RewardShaper(config.actor), KLControl(0.1, target=None, horizon=1))  # type: ignore[arg-type]
     return Bookkeeper(config, state, server, num_prompts=1, has_critic=True)  # type: ignore[arg-type]
 
@@ -176,6 +181,64 @@ def test_a_critic_that_lost_every_step_is_an_error(tmp_path: Path, server: Serve
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture, name: str
+):
+    """The one before it counts, and the critic goes back to that."""
+    root = tmp_path / "checkpoints" / "actor"
+    book = books(tmp_path, server)
+    run(checkpoints(book, 2))
+    weight = book._policy.model.weight.detach().clone()
+    with torch.no_grad():
+        book._policy.model.weight += 1
+    run(checkpoints(book, 4))
+    damaged = root / "4" / name
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"0000")
+    resumed = books(tmp_path, server)
+    assert run(resumed.resume()) == 2
+    assert torch.equal(resumed._policy.model.weight, weight)
+    assert server.rewound == [2]
+    assert saved_steps(root) == [2]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(damaged) in warning
+    assert "kept as 4.set-aside, the one of step 2 counts" in warning
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path, server: Server):
+    root = tmp_path / "checkpoints" / "actor"
+    run(checkpoints(books(tmp_path, server), 2, 4))
+    for step in (2, 4):
+        (root / str(step) / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"2/model\.safetensors cannot be read.*no checkpoint before it is left"):
+        run(books(tmp_path, server).resume())
+    assert saved_steps(root) == [2, 4]
+    assert server.rewound == []
+
+
+def test_another_start_is_refused_before_the_critic_goes_back(tmp_path: Path, server: Server):
+    run(checkpoints(books(tmp_path, server), 2, 4))
+    other = books(tmp_path, server)
+    other._policy.fingerprint = "of another"
+    with pytest.raises(CheckpointError, match="the KL would be measured against another reference"):
+        run(other.resume())
+    assert server.rewound == []
+    assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
+
+
+def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path, server: Server):
+    first = books(tmp_path, server, rollout_size=8, minibatch_size=8, responses_per_prompt=2)
+    assert [first.prompts_taken(step) for step in range(4)] == [0, 4, 8, 12]
+    run(checkpoints(first, 2))
+    second = books(tmp_path, server, rollout_size=64, responses_per_prompt=2)
+    run(second.resume())
+    assert [second.prompts_taken(step) for step in (2, 3)] == [8, 40]
+    run(checkpoints(second, 3))
+    third = books(tmp_path, server, rollout_size=8, minibatch_size=8, responses_per_prompt=8)
+    run(third.resume())
+    assert [third.prompts_taken(step) for step in (3, 4, 5)] == [40, 41, 42]
+
+
 async def ends(book: Bookkeeper) -> None:
     await book.resume()
     await book.finish(scorer=None, version=1, seconds=1.0, steps=4)  # type: ignore[arg-type]
@@ -257,3 +320,32 @@ def test_a_validation_is_added_to_the_file_and_not_written_with_all_before_it(tm
     assert len(set(run(validates(2, 4, 6)))) == 1
     run(validates(4, 8))  # resumed from step 2
     assert [(line["step"], line["reward"]) for line in read_jsonl(path)] == [(2, 2.0), (4, 4.0), (8, 8.0)]
+
+
+def best_step(folder: Path) -> int:
+    return json.loads((folder / "best" / "best.json").read_text())["step"]
+
+
+def test_a_validation_without_scores_does_not_replace_the_best(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+):
+    async def validates(*rewards: float) -> None:
+        book = books(tmp_path, server)
+        await book.resume()
+        for step, reward in enumerate(rewards, 1):
+            book.log_validation("between", step, validation(reward), seconds=0.1)
+
+    run(validates(math.nan))
+    assert not (tmp_path / "best").exists()
+    run(validates(0.5, 0.2, math.nan, 0.1))
+    assert best_step(tmp_path) == 1
+    assert "validation at step 3: no response has a score, so best/ stays as it is" in caplog.text
+    run(validates(0.1, 0.6))
+    assert best_step(tmp_path) == 2
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["best.json", "model.safetensors"]
+
+
+def test_what_a_killed_run_left_half_written_is_swept(tmp_path: Path, server: Server):
+    (tmp_path / ".staging-killed").mkdir()
+    run(books(tmp_path, server).resume())
+    assert not (tmp_path / ".staging-killed").exists()

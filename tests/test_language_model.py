@@ -104,7 +104,7 @@ def test_only_positions_that_predict_get_logits_a_part_at_a_time(
 def test_bfloat16_weights_give_float32_log_probs(tmp_path: Path):
     save_tiny(tmp_path, "llama", "language")
     model = load_language_model(tmp_path, dtype="bfloat16", **SAMPLING)
-    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in model.model.model.layers[0].mlp.parameters()} == {torch.bfloat16}
     exact = load_language_model(tmp_path, **SAMPLING).logprobs(rows_of())
     for found, expected in zip(model.logprobs(rows_of()), exact, strict=True):
         assert found.dtype == np.float32
@@ -199,6 +199,22 @@ class Tokenizer:
 )
 def test_tokens_with_a_role(ids: tuple[int | None, ...], eos: Any, expected: tuple[list[int], int, list[int]]):
     special = special_tokens(Tokenizer(*ids), eos)
+    assert (special.eos_ids, special.pad_id, special.banned_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "eos", "expected"),
+    [
+        ((1, 10, 11), None, ([1], 1, [])),  # added to the tokenizer alone
+        ((1, 9, 10), None, ([1], 9, [9])),
+        ((10, None, 0), 3, ([3, 10], 3, [0])),
+        ((12, 11, None), None, ([12], 0, [])),
+    ],
+)
+def test_tokens_that_a_model_of_ten_has_no_embedding_for(
+    ids: tuple[int | None, ...], eos: Any, expected: tuple[list[int], int, list[int]]
+):
+    special = special_tokens(Tokenizer(*ids), eos, vocab_size=10)
     assert (special.eos_ids, special.pad_id, special.banned_ids) == expected
 
 

@@ -143,9 +143,9 @@ def test_recomputed_layers_drop_nothing(tmp_path: Path):
     torch.manual_seed(0)
     OPTForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    results = []
+    results, limits = [], {"max_prompt_tokens": 32, "max_new_tokens": 32}
     for recompute in (False, True):
-        policy = make_policy(tmp_path, double=False, gradient_checkpointing=recompute)
+        policy = make_policy(tmp_path, double=False, gradient_checkpointing=recompute, **limits)
         results.append(updated(policy, make_batch(policy)))
         assert not any(module.training for module in policy.model.modules())
     assert results[0][0] == results[1][0]

@@ -17,6 +17,7 @@ from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 from transformers import AutoModel, Gemma3TextConfig
 
 from actor.policy import Policy
+from actor.prompts import PromptError, read_prompts
 from actor.rollout import Prompt
 from python_backend.batching import padded_width
 from python_backend.checkpoints import CheckpointError, inspect_checkpoint
@@ -26,6 +27,7 @@ from python_backend.language_model import load_language_model
 from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from python_backend.positions import fix_rotary, max_positions, rotary_limit
 from python_backend.training_payload import train_payload
+from tools import render_reference
 from trainer.critic_update import CriticUpdate
 
 LIMIT = POSITIONS // 2  # of the rows that leave the rotary table as it is
@@ -260,3 +262,70 @@ def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: 
         logits = writer.model(input_ids=row, use_cache=False).logits
         written = logits[0, start - 1 : -1].index_fill(-1, torch.tensor([*writer.banned_ids, *writer.eos_ids]), -1e9)
         assert written.argmax(-1).tolist() == row[0, start:].tolist()
+
+
+LEARNED = {  # or a table of fixed size
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt", {}),
+    "gptj": ("gptj", {"n_positions": POSITIONS}),
+}
+COMPUTED = ("llama", "qwen2", "phi3")
+
+
+def policy_of(folder: Path, family: str, **sizes: Any) -> Policy:
+    """One whose rows may have one token more than it has positions."""
+    tokenizer = make_tokenizer()
+    save_tiny(folder, family, "language", vocab_size=len(tokenizer), **sizes)
+    tokenizer.save_pretrained(folder)
+    return Policy(folder, ActorSection(max_prompt_tokens=6, max_new_tokens=POSITIONS - 5))
+
+
+@pytest.mark.parametrize("model", LEARNED)
+def test_a_policy_whose_positions_end_is_refused_at_the_start(tmp_path: Path, model: str):
+    """It would end with an IndexError in the first step that writes a response as long."""
+    family, sizes = LEARNED[model]
+    with pytest.raises(CheckpointError) as caught:
+        policy_of(tmp_path, family, **sizes)
+    message = str(caught.value)
+    assert "actor.max_prompt_tokens (6) and actor.max_new_tokens (27) are above 32 together" in message
+    assert message.endswith("the last position that it has an embedding for; set smaller ones")
+    save_tiny(tmp_path, family, "language", vocab_size=len(make_tokenizer()), **sizes)
+    Policy(tmp_path, ActorSection(max_prompt_tokens=6, max_new_tokens=POSITIONS - 6))
+
+
+@pytest.mark.parametrize("family", COMPUTED)
+def test_positions_that_are_computed_have_no_end(tmp_path: Path, family: str):
+    policy = policy_of(tmp_path, family)
+    rollout = policy.generate([Prompt("0", "", np.arange(5, 11))], seed=0)
+    assert torch.isfinite(policy.logprobs(rollout)).all()
+
+
+# ---- tokens that the model has no embedding for ----
+
+
+@pytest.mark.parametrize("decoding", ["slots", "transformers"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, family: str, decoding: str):
+    """Such as one that was added to a tokenizer, and not to its model."""
+    tokenizer = make_tokenizer()
+    save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})
+    tokenizer.save_pretrained(tmp_path)
+    policy = Policy(tmp_path, ActorSection(max_prompt_tokens=6, max_new_tokens=8, decoding=decoding))
+    assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
+    prompts = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
+    rollout = policy.generate(prompts, seed=0)
+    assert torch.isfinite(policy.logprobs(rollout)).all()
+    assert render_reference._banned_token_ids(tmp_path) == "[]"  # or the actor refuses the served reference
+
+
+def test_a_prompt_of_tokens_beyond_the_embeddings_is_refused(tmp_path: Path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+    (tmp_path / "prompts.jsonl").write_text('{"text": "Open the file"}\n{"text": "Open <tool>"}\n')
+    size = len(tokenizer) - 1
+    with pytest.raises(
+        PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is not among the policy's {size} embedd"
+    ):
+        read_prompts(tmp_path / "prompts.jsonl", tokenizer, max_tokens=20, vocab_size=size)
+    assert len(read_prompts(tmp_path / "prompts.jsonl", tokenizer, max_tokens=20, vocab_size=size + 1)) == 2

@@ -218,6 +218,11 @@ def test_another_temperature_is_refused(served: FinishedRun) -> None:
         compare(served.run, "actor.temperature=0.7")
 
 
+def test_another_precision_is_refused(served: FinishedRun) -> None:
+    with pytest.raises(ModelMismatch, match=r"computes in float32, the actor in bfloat16.*set reference\.dtype and"):
+        compare(served.run, "actor.precision=bfloat16")
+
+
 def test_another_tokenizer_is_refused(served: FinishedRun, checkpoints: Checkpoints) -> None:
     with pytest.raises(ModelMismatch, match=r"the reference's tokenizer differs from the policy's \("):
         compare(served.run, f"actor.checkpoint={checkpoints.other_policy}")

@@ -71,8 +71,8 @@ def test_names_dtypes_and_shapes_are_the_contracts(tmp_path: Path) -> None:
 
 
 def test_it_is_what_the_actor_samples_with(tmp_path: Path, policy: Path) -> None:
-    settings = {"reference": "triton", "checkpoint": str(policy), "temperature": 0.7}
-    found = parameters(rendered(load(tmp_path, actor=settings, reference={"workers": 3, "dtype": "bfloat16"})))
+    settings = {"reference": "triton", "checkpoint": str(policy), "temperature": 0.7, "precision": "bfloat16"}
+    found = parameters(rendered(load(tmp_path, actor=settings, reference={"workers": 3})))
     assert (found["checkpoint"], found["workers"], found["dtype"]) == (str(policy), "3", "bfloat16")
     assert (float(found["temperature"]), json.loads(found["banned_token_ids"])) == (0.7, [0, 2])
     assert found["checkpoint_fingerprint"] == fingerprint_weights(policy)

@@ -19,10 +19,16 @@ from transformers import (
     DebertaV2Config,
     GPT2Config,
     GPTJConfig,
+    GraniteMoeConfig,
     LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     RobertaConfig,
 )
 
@@ -59,6 +65,27 @@ MORE_CONFIGS = {
     "roberta": (RobertaConfig, {**_SIZES, "max_position_embeddings": POSITIONS + 1}),
     "phi3": (Phi3Config, {**_SIZES, "eos_token_id": 2}),
 }
+_MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
+MIXTURES = {  # of experts: in memory one tensor for all of a layer, in most families' files one for each
+    "mixtral": (MixtralConfig, {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        {
+            **_MIXTURE,
+            "num_experts": 4,
+            "num_key_value_heads": 1,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {**_MIXTURE, "num_experts": 4, "num_key_value_heads": 1, "moe_intermediate_size": 12, "head_dim": 8},
+    ),
+    "olmoe": (OlmoeConfig, {**_MIXTURE, "num_experts": 4}),
+    "phimoe": (PhimoeConfig, {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1}),
+    "granitemoe": (GraniteMoeConfig, {**_MIXTURE, "num_local_experts": 4}),
+}
 HEADS = {
     "reward": AutoModelForSequenceClassification,
     "critic": AutoModelForTokenClassification,
@@ -68,8 +95,8 @@ HEADS = {
 
 
 def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels: int = 1, **settings: Any) -> Any:
-    """Save a checkpoint of `family` (a key of [MORE_]CONFIGS) with `head` (a key of HEADS); returns the model."""
-    kind, sizes = {**CONFIGS, **MORE_CONFIGS}[family]
+    """Save a checkpoint of `family`, a key of [MORE_]CONFIGS or MIXTURES, with `head`, of HEADS; returns the model."""
+    kind, sizes = {**CONFIGS, **MORE_CONFIGS, **MIXTURES}[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = HEADS[head].from_config(kind(**{"pad_token_id": 0, **sizes, **settings, "num_labels": num_labels}))

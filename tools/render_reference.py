@@ -10,6 +10,7 @@ from pathlib import Path
 from python_backend.checkpoints import CheckpointError, fingerprint_weights
 from python_backend.config import ConfigError, RunConfig
 from python_backend.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, TEMPERATURE
+from python_backend.durable import read_json
 
 
 def reference_parameters(config: RunConfig) -> dict[str, str]:
@@ -34,7 +35,9 @@ def _banned_token_ids(policy: Path) -> str:
 
     folder = policy.absolute()
     try:
-        return json.dumps(special_tokens(load_tokenizer(folder), end_of_sequence(folder)).banned_ids)
+        config = read_json(folder / "config.json") or {}
+        size = (config.get("text_config") or config).get("vocab_size")
+        return json.dumps(special_tokens(load_tokenizer(folder), end_of_sequence(folder), vocab_size=size).banned_ids)
     except ValueError as error:
         raise ConfigError(f"actor.checkpoint: {error}") from error
 

@@ -11,7 +11,6 @@ optimizer.safetensors holds AdamW's moments and torch's random state; state.json
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import uuid
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from python_backend.checkpoints import CheckpointError
 from python_backend.durable import (
     disk_errors,
     make_folder,
@@ -36,18 +34,14 @@ from python_backend.durable import (
     write_json,
 )
 from python_backend.modeling import save_critic
-from python_backend.weights import WEIGHTS_FILE, sha256_of
+from python_backend.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, sealed, verify_folder
+from python_backend.weights import WEIGHTS_FILE
 from trainer.critic_update import CriticUpdate
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
 KEEP_FILE = "keep_steps.json"
 RANDOM_STATE = "random_state/cpu"
 DAMAGED_PREFIX = "damaged-"
-
-
-class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was written; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class CheckpointFolder:
         """Write a checkpoint; where the step has one already, the weights are the same and only its state is new."""
         final = self.root / str(state.step)
         try:  # replacing the folder would leave a moment without either
-            write_json(final / STATE_FILE, _sealed(state, self._read_state(state.step)["files"]))
+            write_json(final / STATE_FILE, sealed(asdict(state), self._read_state(state.step)["files"]))
             return final
         except DamagedCheckpoint:  # or none there
             if final.exists():
@@ -100,8 +94,7 @@ class CheckpointFolder:
             save_critic(update.critic, staging)
             with disk_errors(staging / OPTIMIZER_FILE):
                 save_file(_optimizer_tensors(update), staging / OPTIMIZER_FILE)
-            files = {path.name: sha256_of(path) for path in sorted(staging.iterdir())}
-            (staging / STATE_FILE).write_text(json.dumps(_sealed(state, files)))
+            (staging / STATE_FILE).write_text(json.dumps(seal(asdict(state), staging)))
             sync_tree(staging)
             staging.rename(final)
             sync_directory(self.root)
@@ -116,14 +109,7 @@ class CheckpointFolder:
 
     def verify(self, step: int) -> CheckpointState:
         """Compare each file with the sha256 in state.json. Raises DamagedCheckpoint."""
-        for name, expected in self._read_state(step)["files"].items():
-            path = self.root / str(step) / name
-            try:
-                found = sha256_of(path)
-            except OSError as error:
-                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-            if found != expected:
-                raise DamagedCheckpoint(f"{path} is damaged: sha256 {found[:12]}…, {STATE_FILE} says {expected[:12]}…")
+        verify_folder(self.root / str(step))
         return self.state(step)
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
@@ -140,7 +126,7 @@ class CheckpointFolder:
         state = self.state(step)
         if not state.asked:
             files = self._read_state(step)["files"]
-            write_json(self.root / str(step) / STATE_FILE, _sealed(replace(state, asked=True), files))
+            write_json(self.root / str(step) / STATE_FILE, sealed(asdict(replace(state, asked=True)), files))
 
     def set_aside(self, step: int) -> Path:
         """Take a damaged checkpoint out of the way; returns where it lies then."""
@@ -192,26 +178,7 @@ class CheckpointFolder:
             return True
 
     def _read_state(self, step: int) -> dict[str, Any]:
-        path = self.root / str(step) / STATE_FILE
-        try:
-            data: dict[str, Any] = json.loads(path.read_bytes())
-            intact = data["sha256"] == _digest_of(data)
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        if not intact:
-            raise DamagedCheckpoint(f"{path} is damaged: its content does not have the sha256 that it names")
-        return data
-
-
-def _sealed(state: CheckpointState, files: dict[str, str]) -> dict[str, Any]:
-    """state.json's content."""
-    data = {**asdict(state), "files": files}
-    return {**data, "sha256": _digest_of(data)}
-
-
-def _digest_of(data: dict[str, Any]) -> str:
-    content = {name: value for name, value in data.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return read_state(self.root / str(step))
 
 
 def _optimizer_tensors(update: CriticUpdate) -> dict[str, torch.Tensor]:

@@ -1,0 +1,239 @@
+"""`actor.checkpoint`: a policy of any family goes on where it was; damage is found; what is written is on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import make_tokenizer
+from safetensors import safe_open
+from tiny_checkpoints import MIXTURES, save_tiny
+
+from actor.checkpoint import RunState, check_checkpoint_of, critic_steps, load_checkpoint, save_checkpoint
+from actor.kl_control import KLControl
+from actor.policy import Policy
+from actor.reward_shaping import RewardShaper
+from actor.rollout import Prompt, Rollout
+from python_backend.checkpoints import CheckpointError
+from python_backend.config import ActorSection
+from python_backend.loading import load_weights
+from python_backend.modeling import quiet_transformers
+from python_backend.sealed_folder import DamagedCheckpoint
+from python_backend.tokenization import load_tokenizer
+
+PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
+TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
+quiet_transformers()
+
+
+def save_policy(folder: Path, family: str, **settings: Any) -> Path:
+    """A tiny causal LM whose tokenizer has two chat templates."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = dict(TEMPLATES)
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 2, "eos_token_id": 1, "max_position_embeddings": 64}
+    save_tiny(folder, family, "language", **{**sizes, **settings})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("start") / "llama", "llama")
+
+
+def make_policy(folder: Path, **settings: Any) -> Policy:
+    limits = {"checkpoint": folder, "max_new_tokens": 6, "max_prompt_tokens": 8}
+    return Policy(folder, ActorSection(**{**limits, "lr": 1e-2, **settings}))
+
+
+def states(policy: Policy) -> RunState:
+    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
+
+
+def train(policy: Policy, rollout: Rollout) -> None:
+    """A step towards what the rollout holds."""
+    everywhere = torch.ones_like(rollout.tokens[:, 1:])
+    logprobs, _ = policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths, everywhere)
+    (-logprobs.clamp(min=-50).mean()).backward()
+    policy.optimizer.step()
+    policy.optimizer.zero_grad()
+    policy.optimizer_step += 1
+
+
+def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:
+    torch.manual_seed(0)  # adapters begin with random weights
+    policy = make_policy(folder, **settings)
+    rollout = policy.generate(PROMPTS, seed=1)
+    train(policy, rollout)
+    return policy, rollout
+
+
+def save(root: Path, policy: Policy, step: int = 1) -> Path:
+    save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
+    return root / str(step)
+
+
+# ---- any family ----
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_of_experts_goes_on_where_it_was(tmp_path: Path, family: str, settings: dict[str, Any]):
+    """Bit for bit; and its tokenizer has several chat templates, which lie in a folder of their own."""
+    one, rollout = trained(save_policy(tmp_path / "start", family), **settings)
+    save(tmp_path / "checkpoints", one)
+    torch.manual_seed(1)
+    other = make_policy(tmp_path / "start", **settings)
+    load_checkpoint(tmp_path / "checkpoints", 1, states(other))
+    for policy in (one, other):
+        train(policy, rollout)
+    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
+    for (name, mine), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("family", [family for family in MIXTURES if family != "granitemoe"])
+def test_the_experts_lie_in_a_checkpoint_one_by_one(tmp_path: Path, family: str):
+    """Otherwise the tests above prove nothing."""
+    policy = make_policy(save_policy(tmp_path / "start", family))
+    with safe_open(save(tmp_path, policy) / "model.safetensors", "pt") as file:
+        saved = set(file.keys())
+    assert len({name for name in saved if ".experts.3." in name}) >= 4
+    assert not {name for name, _ in policy.model.named_parameters() if ".experts." in name} & saved
+
+
+def test_a_policy_in_shards_is_loaded(tmp_path: Path, llama: Path):
+    one, rollout = trained(llama)
+    one.model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    other = make_policy(llama)
+    other.load(tmp_path)
+    assert torch.equal(one.logprobs(rollout), other.logprobs(rollout))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path, llama: Path):
+    policy = make_policy(llama)
+    for name, sizes in {"wide": {"hidden_size": 32}, "deep": {"num_hidden_layers": 3}}.items():
+        save_policy(tmp_path / name, "llama", **sizes)
+        with pytest.raises(CheckpointError, match=str(tmp_path / name)):
+            load_weights(policy.model, tmp_path / name)
+
+
+def test_several_chat_templates_lie_in_a_checkpoint(tmp_path: Path, llama: Path):
+    folder = save(tmp_path, make_policy(llama))
+    assert load_tokenizer(folder).chat_template == TEMPLATES
+    (template,) = (folder / "additional_chat_templates").iterdir()
+    template.write_text("another")
+    with pytest.raises(DamagedCheckpoint, match=r"additional_chat_templates/tool_use\.jinja is damaged"):
+        check_checkpoint_of(make_policy(llama), folder)
+
+
+def test_adapters_lie_in_a_checkpoint_without_the_model(tmp_path: Path, llama: Path):
+    folder = save(tmp_path, make_policy(llama, lora_rank=2))
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["adapters.safetensors", "optimizer.safetensors", "state.json"]
+
+
+# ---- damage ----
+
+
+def zeroed(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-64:] = bytes(64)
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"zeroed": zeroed, "cut": cut, "gone": Path.unlink}
+FULL, LORA = ("model.safetensors", "optimizer.safetensors", "config.json"), ("adapters.safetensors",)
+CASES = [({}, name) for name in FULL] + [({"lora_rank": 2}, name) for name in LORA]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("settings", "name"), CASES)
+def test_a_damaged_file_is_named(tmp_path: Path, llama: Path, settings: dict[str, Any], name: str, damage: str):
+    policy, _ = trained(llama, **settings)
+    folder = save(tmp_path, policy)
+    DAMAGES[damage](folder / name)
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    with pytest.raises(DamagedCheckpoint, match=f"{folder / name} (is damaged: sha256|cannot be read: No such file)"):
+        load_checkpoint(tmp_path, 1, states(policy))
+    assert all(torch.equal(a, b) for a, b in zip(policy.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("content", ["{}", '{"step": 1', "[]", '{"step": 1, "sha256": "0"}'])
+def test_a_damaged_state_is_named(tmp_path: Path, llama: Path, content: str):
+    policy = make_policy(llama)
+    for step in (1, 2):
+        save(tmp_path, policy, step)
+    (tmp_path / "2" / "state.json").write_text(content)
+    with pytest.raises(DamagedCheckpoint, match=r"2/state\.json (is damaged|cannot be read)"):
+        load_checkpoint(tmp_path, 2, states(policy))
+    assert critic_steps(tmp_path) == [1]
+
+
+# ---- another start ----
+
+
+def test_another_start_is_refused(tmp_path: Path, llama: Path):
+    """The policy would be the checkpoint's, and the reference another model."""
+    save(tmp_path, make_policy(llama))
+    other = save_policy(tmp_path / "other", "llama", seed=1)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(tmp_path, 1, states(make_policy(other)))
+    message = str(caught.value)
+    assert f"a run that began with {llama}, and actor.checkpoint is now {other}" in message
+    assert not isinstance(caught.value, DamagedCheckpoint)
+    shutil.copytree(llama, tmp_path / "moved")  # the same model at another path
+    load_checkpoint(tmp_path, 1, states(make_policy(tmp_path / "moved")))
+
+
+# ---- on the disk ----
+
+
+def test_every_file_and_folder_is_synced_before_it_gets_its_name(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced: set[Path] = set()
+    named: list[set[str]] = []  # what was in each folder that got its name
+    fsync, rename = os.fsync, Path.rename
+
+    def watched(descriptor: int) -> None:
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        inside = set(path.rglob("*"))
+        assert not {path, *inside} - synced
+        named.append({str(child.relative_to(path)) for child in inside})
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    monkeypatch.setattr(Path, "rename", renamed)
+    root = tmp_path / "run" / "checkpoints" / "actor"
+    save(root, make_policy(llama))
+    (names,) = named
+    assert {"model.safetensors", "state.json", "additional_chat_templates/tool_use.jinja"} < names
+    assert {root, root.parent, root.parent.parent, tmp_path} <= synced, "where the new names are"
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    policy = make_policy(llama)
+    folder = save(tmp_path, policy)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr(Policy, "save", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, policy)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
