@@ -169,7 +169,7 @@ class Journal(JournalState):
             owners = self.owners()
             refuse_superseded(sender, owners, self.run_id)
             if sender is not None and owners[:1] == [str(sender)]:
-                newest = max(entry for entry in self._known_entries() if entry.kind == "rewind")
+                newest = max(self._known_rewinds())
                 if newest.target == target and not self._has_failed(newest):
                     return newest
             pending = self._rewind_under_way()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -14,11 +15,13 @@ from typing import Literal, cast
 from safetensors import SafetensorError, safe_open
 
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
-from python_backend.durable import is_number
+from python_backend.durable import INT64_MAX
 from python_backend.training_payload import TrainPayload
 
 Kind = Literal["train", "save", "rewind"]
 NUM_NUMBERS = {"train": 0, "save": 1, "rewind": 2}  # behind the kind in an entry's name: rank, target
+NUMBER = r"(0|[1-9][0-9]{0,18})"
+NAME = re.compile(rf"(0[0-9]{{7}}|[1-9][0-9]{{7,18}})\.(train|save|rewind)(?:\.{NUMBER})?(?:\.{NUMBER})?")
 DIGEST = "digest"
 RESULT_SUFFIX = ".json"  # of an entry's result, behind the entry's name
 
@@ -46,27 +49,26 @@ class Entry:
     @classmethod
     def parse(cls, name: str) -> Entry:
         """The entry of a file name. Raises ValueError if it is not a name that an entry can have."""
-        step, _, rest = name.partition(".")
-        kind, *numbers = rest.split(".")
-        fields = (step.lstrip("0") or "0", *numbers)
-        if len(numbers) == NUM_NUMBERS.get(kind) and all(map(is_number, fields)):
-            rank, target = [*(map(int, numbers) if numbers else [0]), -1][:2]
-            entry = cls(int(step), rank, cast(Kind, kind), target)
-            if entry.name == name:
+        found = NAME.fullmatch(name)
+        if found:
+            step, kind, rank, target = found.groups()
+            entry = cls(int(step), int(rank or 0), cast(Kind, kind), int(target or -1))
+            num_numbers = (rank is not None) + (target is not None)
+            if num_numbers == NUM_NUMBERS[kind] and max(entry.step, entry.rank, entry.target) <= INT64_MAX:
                 return entry
         raise ValueError(f"{name!r} is no journal entry")
 
 
-def entries_in(folder: Path, suffix: str = "") -> set[Entry]:
-    """The entries whose files, named with `suffix`, lie in `folder`; files with other names are not ours."""
+def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[Entry]:
+    """The entries, all or of one kind, whose files, named with `suffix`, lie in `folder`; other names are not ours."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
         return set()
     found = set()
     for name in names:
-        with contextlib.suppress(ValueError):
-            if name.endswith(suffix):
+        if name.endswith(suffix) and (kind or "") in name:  # parsing takes longer, and there may be a thousand
+            with contextlib.suppress(ValueError):
                 found.add(Entry.parse(name.removesuffix(suffix)))
     return found
 

@@ -58,14 +58,17 @@ class JournalState:
 
     def owners(self, rewind: Entry | None = None) -> list[str]:
         """Who owns the run after `rewind`, by default the newest one, and who did before; newest first."""
-        rewinds = [entry for entry in self._known_entries() if entry.kind == "rewind"]
-        newest = rewind or max(rewinds, default=None)
+        newest = rewind or max(self._known_rewinds(), default=None)
         if newest is None:
             return []
         result = read_json(self._result_path(newest))
         with contextlib.suppress(FileNotFoundError, ValueError):  # done just now; damaged
             result = result or json.loads((self._entries / newest.name).read_bytes())
         return (result or {}).get("owners") or []
+
+    def is_answered(self, entry: Entry) -> bool:
+        """Whether `entry` has an outcome."""
+        return self._result_path(entry).exists()
 
     def answered(self) -> set[Entry]:
         """Entries with an outcome, removed ones included."""
@@ -106,7 +109,7 @@ class JournalState:
         return False
 
     def _rewind_under_way(self) -> Entry | None:
-        rewinds = (entry for entry in self.entries() if entry.kind == "rewind")
+        rewinds = sorted(entries_in(self._entries, kind="rewind"))
         return next((entry for entry in rewinds if self.result(entry) is None), None)
 
     def _digest(self, entry: Entry) -> str | None:
@@ -121,14 +124,16 @@ class JournalState:
 
     def _rewound(self, step: int) -> str:
         """Why a step that once fitted fits no more, where a rewind is the reason."""
-        rewinds = [entry for entry in self._known_entries() if entry.kind == "rewind"]
-        for entry in sorted(rewinds, reverse=True):
+        for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
                     f"; the run was rewound from step {entry.step} to step {entry.target}: whoever asked for that last "
                     "owns the run, and other actors must stop"
                 )
         return ""
+
+    def _known_rewinds(self) -> set[Entry]:
+        return entries_in(self._entries, kind="rewind") | entries_in(self._results, RESULT_SUFFIX, "rewind")
 
     def _known_entries(self) -> list[Entry]:
         return [*entries_in(self._entries), *self.answered()]

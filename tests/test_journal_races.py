@@ -43,6 +43,9 @@ def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], obje
     """Have `meanwhile` happen while the payload is being written."""
 
     def check() -> None:
+        give_up_at = time.monotonic() + 20
+        while not unfinished(journal) and time.monotonic() < give_up_at:
+            time.sleep(0.001)
         meanwhile()
 
     return journal.accept_training(payload(), run_id="run", step=step, check=check)

@@ -23,6 +23,7 @@ import psutil
 
 from actor.prompt_files import PromptError, read_rows, source_of
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.durable import numbers_in
 from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.child import Child, ChildDied
@@ -263,7 +264,7 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
 
 
 def _what_resumes(run_dir: Path) -> str:
-    steps = [int(path.name) for path in (run_dir / "checkpoints" / "actor").glob("*") if path.name.isdigit()]
+    steps = numbers_in(run_dir / "checkpoints" / "actor")
     if steps:
         return f"resumes from the newest checkpoint, of step {max(steps)}"
     return "begins at step 1: there is no checkpoint yet"

@@ -285,9 +285,8 @@ class Sidecar:
         return entry
 
     def _due_entry(self) -> Entry | None:
-        answered = self._journal.answered()
         for entry in self._journal.entries():
-            due = entry not in answered or (entry.kind == "train" and entry.step > self._step)
+            due = (entry.kind == "train" and entry.step > self._step) or not self._journal.is_answered(entry)
             if due and entry.kind == "train" and entry.step > self._step + 1:
                 raise CheckpointError(
                     f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
