@@ -333,7 +333,7 @@ def test_a_validation_without_scores_does_not_replace_the_best(
         book = books(tmp_path, server)
         await book.resume()
         for step, reward in enumerate(rewards, 1):
-            book.log_validation("between", step, validation(reward), seconds=0.1)
+            await book.log_validation("between", step, validation(reward), seconds=0.1)
 
     run(validates(math.nan))
     assert not (tmp_path / "best").exists()
