@@ -16,6 +16,7 @@ from actor.checkpoint import (
     RunState,
     check_checkpoint_of,
     critic_steps,
+    reference_fingerprint,
     restore,
     save_checkpoint,
     saved_steps,
@@ -63,6 +64,10 @@ class Bookkeeper:
         self._weights = WeightsStore(config.run.weights_dir)
         self._state = state
         self._policy = state.policy
+        self._reference = {
+            "reference": str(config.reference.checkpoint),
+            "reference_fingerprint": reference_fingerprint(config, state.policy),
+        }
         self._has_critic = has_critic
         self._client = client
         self._num_prompts = num_prompts
@@ -109,7 +114,10 @@ class Bookkeeper:
         passed: dict[int, str] = {}  # why they do not count
         for step in reversed(steps):
             try:
-                state = await asyncio.to_thread(check_checkpoint_of, self._policy, self._checkpoints / str(step))
+                state = await asyncio.to_thread(
+                    check_checkpoint_of, self._policy, self._checkpoints / str(step),
+                    reference=self._reference["reference_fingerprint"],
+                )  # fmt: skip
                 await self._rewind_critic(state["critic_step"])
             except DamagedCheckpoint as error:
                 if step == steps[0]:
@@ -254,6 +262,7 @@ class Bookkeeper:
         state = {
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
             "critic_step": step, "weights_version": self.weights_version, "prompts_taken": self.prompts_taken(step),
+            **self._reference,
         }  # fmt: skip
         await asyncio.to_thread(
             save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints

@@ -24,7 +24,8 @@ from actor.adapters import load_trained, trained_tensors
 from actor.kl_control import KLControl
 from actor.policy import Policy
 from actor.reward_shaping import RewardShaper, RunningMoments
-from python_backend.checkpoints import CheckpointError
+from python_backend.checkpoints import CheckpointError, fingerprint_weights
+from python_backend.config import RunConfig
 from python_backend.durable import remove_folder, sweep, sync_directory, write_folder
 from python_backend.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
 
@@ -90,12 +91,26 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
     sweep(root)
 
 
-def check_checkpoint_of(policy: Policy, folder: Path) -> dict[str, Any]:
+def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
+    """Return that of the weights that the KL is measured against; None without a KL, or if they are not to be seen."""
+    actor, folder = config.actor, config.reference.checkpoint
+    if not actor.uses_reference:
+        return None
+    if not actor.serves_reference:
+        return policy.fingerprint
+    return fingerprint_weights(folder) if folder.is_dir() else None
+
+
+def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None = None) -> dict[str, Any]:
     """Verify a checkpoint, and that `policy` is what it goes on with; return the saved state.
+
+    Args:
+        reference: the `reference_fingerprint` of this run.
 
     Raises:
         DamagedCheckpoint: a file is not what was written.
-        CheckpointError: it was saved under another `actor.checkpoint`, or other `actor.lora_...` settings.
+        CheckpointError: it was saved under another `actor.checkpoint` or `reference.checkpoint`, or other
+            `actor.lora_...` settings.
     """
     state = verify_folder(folder)
     settings = policy.settings
@@ -104,6 +119,11 @@ def check_checkpoint_of(policy: Policy, folder: Path) -> dict[str, Any]:
             f"{folder} was saved by a run that began with {state['start']}, and actor.checkpoint is now "
             f"{settings.checkpoint}, which has other weights: the KL would be measured against another reference; set "
             f"actor.checkpoint back, {WAY_OUT}"
+        )
+    if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
+        raise CheckpointError(
+            f"{folder} was saved by a run whose KL was measured against {state['reference']}, and reference.checkpoint "
+            f"has other weights now; set it back, {WAY_OUT}"
         )
     has_adapters = ADAPTERS_FILE in state["files"]
     if has_adapters != bool(settings.lora_rank):

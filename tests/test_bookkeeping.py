@@ -75,9 +75,10 @@ def server() -> Server:
     return Server()
 
 
-def books(folder: Path, server: Server, **actor: Any) -> Bookkeeper:
+def books(folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> Bookkeeper:
     settings = {"keep_checkpoints": 2, "steps": 4, "validate_every": 1, **actor}
-    config = RunConfig.model_validate({"run": {"dir": folder}, "actor": settings})
+    reference = {"checkpoint": reference_folder}
+    config = RunConfig.model_validate({"run": {"dir": folder}, "actor": settings, "reference": reference})
     state = RunState(TinyPolicy(), RewardShaper(config.actor), KLControl(0.1, target=None, horizon=1))  # type: ignore[arg-type]
     return Bookkeeper(config, state, server, num_prompts=1, has_critic=True)  # type: ignore[arg-type]
 
@@ -224,6 +225,23 @@ def test_another_start_is_refused_before_the_critic_goes_back(tmp_path: Path, se
         run(other.resume())
     assert server.rewound == []
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
+
+
+def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+    """One that cannot be seen from here is not compared."""
+    served = {"reference": "triton", "kl_coef": 0.1}
+    weights = {"one": "a", "other": "b"}
+    monkeypatch.setattr("actor.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
+    for name in weights:
+        (tmp_path / name).mkdir()
+    run(checkpoints(books(tmp_path, server, reference_folder=tmp_path / "one", **served), 2))
+    with pytest.raises(CheckpointError, match=r"measured against .*/one, and reference\.checkpoint has other weights"):
+        run(books(tmp_path, server, reference_folder=tmp_path / "other", **served).resume())
+    with pytest.raises(CheckpointError, match=r"reference\.checkpoint has other weights"):
+        run(books(tmp_path, server).resume())  # the policy's own start
+    assert server.rewound == []
+    for folder in ("one", "elsewhere"):
+        assert run(books(tmp_path, server, reference_folder=tmp_path / folder, **served).resume()) == 2
 
 
 def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path, server: Server):
