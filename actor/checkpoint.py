@@ -26,7 +26,7 @@ from actor.policy import Policy
 from actor.reward_shaping import RewardShaper, RunningMoments
 from python_backend.checkpoints import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
-from python_backend.durable import remove_folder, sweep, sync_directory, write_folder
+from python_backend.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
 from python_backend.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -45,9 +45,7 @@ class RunState:
 
 def saved_steps(root: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending."""
-    if not root.is_dir():
-        return []
-    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and (p / STATE_FILE).is_file())
+    return [step for step in numbers_in(root) if (root / str(step) / STATE_FILE).is_file()]
 
 
 def critic_steps(root: Path) -> list[int]:
@@ -86,7 +84,7 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
         (folder / STATE_FILE).write_text(json.dumps(seal(whole, folder)))
 
     write_folder(root / str(state["step"]), fill)
-    for step in sorted(int(p.name) for p in root.iterdir() if p.name.isdigit())[:-keep]:
+    for step in numbers_in(root)[:-keep]:
         remove_folder(root / str(step))
     sweep(root)
 
