@@ -106,7 +106,7 @@ class Limits:
     max_length: int | None = None
     max_sentence_bytes: int = 1_000_000
     max_request_tokens: int = 4_000_000
-    max_request_bytes: int = 16_000_000
+    max_request_bytes: int = 4_000_000
 
 
 def scoring_rows(

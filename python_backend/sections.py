@@ -163,7 +163,7 @@ class ModelSection(Section):
     """Longest sentence, and longest metadata of a row, in bytes of UTF-8; longer ones are an error, not cut."""
     max_request_tokens: Count = 4_000_000
     """Most tokens of one request, padding included; more are an error. The answer of a critic is as large."""
-    max_request_bytes: Count = 16_000_000
+    max_request_bytes: Count = 4_000_000
     """Most bytes of the sentences and metadata of one request; more are an error."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the body's weights in the forward; the head computes in fp32, from the checkpoint's own fp32 values."""

@@ -169,7 +169,7 @@ TOO_MUCH = {
         "tokens: 5000 rows of 1000 tokens, padding included, are more than 4000000 (max_request_tokens)",
     ),
     "a sentence": (sentences("x" * 1_000_001), "sentences[0]: 1000001 bytes, must be at most 1000000"),
-    "sentences": (sentences(*["x" * 900_000] * 20), "sentences: 18000000 bytes with the metadata, more than 16000000"),
+    "sentences": (sentences(*["x" * 900_000] * 5), "sentences: 4500000 bytes with the metadata, more than 4000000"),
     "metadata": (
         {**sentences("A list"), "metadata": texts_array(["{}" + " " * 1_000_000])},
         "metadata[0]: 1000002 bytes, must be at most 1000000",

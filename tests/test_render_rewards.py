@@ -31,7 +31,7 @@ def test_model_and_functions() -> None:
     assert found.pop("tokenizer") == str(Path("checkpoints/reward").absolute())
     assert found == {
         "timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000",
-        "max_sentence_bytes": "1000000", "max_request_tokens": "4000000", "max_request_bytes": "16000000",
+        "max_sentence_bytes": "1000000", "max_request_tokens": "4000000", "max_request_bytes": "4000000",
     }  # fmt: skip
     assert parameters(configs["reward_function_label"])["function"] == "package.verifiers:label"
     for model in ("reward_mixture", "reward_model"):
