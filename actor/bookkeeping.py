@@ -95,6 +95,11 @@ class Bookkeeper:
             self._masked_samples = state["masked_samples"]
             self._taken = (step, state["prompts_taken"])
             logger.info("resuming from the checkpoint of step %d", step)
+            if step >= self._settings.steps:
+                logger.warning(
+                    "step %d is the last: raise actor.steps (%d) to train on, or begin anew with --fresh",
+                    step, self._settings.steps,
+                )  # fmt: skip
         self.version_steps = VersionSteps(
             self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,

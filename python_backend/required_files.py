@@ -8,6 +8,7 @@ from python_backend.checkpoints import CheckpointError, check_checkpoint
 from python_backend.config import ConfigError, RunConfig
 from python_backend.function_rewards import FILE_SPEC
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WAYS_OUT = {
     "reward": ", or give `rewards` functions alone",
     "critic": ", or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
@@ -74,6 +75,10 @@ def _of_server(config: RunConfig) -> dict[str, str]:
 def _of_actor(config: RunConfig) -> dict[str, str]:
     actor = config.actor
     problems = {"actor.checkpoint": _of_checkpoint(actor.checkpoint), "actor.prompts": _of_prompts(actor.prompts)}
+    if problems["actor.checkpoint"] is None and not _has_tokenizer(actor.checkpoint):
+        problems["actor.checkpoint"] = (
+            f"{actor.checkpoint} holds no tokenizer; save the policy's into it, with tokenizer.save_pretrained(folder)"
+        )
     if actor.validation_prompts is not None and actor.validation_size:
         problems["actor.validation_prompts"] = _of_prompts(actor.validation_prompts)
     return {key: problem for key, problem in problems.items() if problem}
@@ -98,4 +103,4 @@ def _start_of(path: Path) -> str:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)

@@ -58,6 +58,21 @@ def test_a_large_log_is_cut_and_its_newest_part_kept(tmp_path: Path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_a_child_warns_of_is_read_once(tmp_path: Path):
+    (tmp_path / "quiet.py").touch()
+    child = Child("quiet", ["quiet"], tmp_path / "quiet.log", {"PYTHONPATH": str(tmp_path)})
+    child.process.wait(PATIENCE_S)
+    with child.log_path.open("a") as log:
+        log.write("10:00:00 INFO step 1\n10:00:01 WARNING 5 of 8 teach nothing\nTraceback\n10:00:02 ERROR no di")
+    assert child.new_messages() == ["5 of 8 teach nothing"]
+    with child.log_path.open("a") as log:
+        log.write("sk\n10:00:03 INFO resuming from the checkpoint of step 3\n")
+    assert child.new_messages() == ["no disk", "resuming from the checkpoint of step 3"]
+    assert child.new_messages() == []
+    child.log_path.write_text("10:00:04 WARNING cut\n")
+    assert child.new_messages() == ["cut"]
+
+
 def test_a_childs_log_stays_within_its_bound(chatter: Child):
     previous = chatter.log_path.with_suffix(".previous.log")
     for _ in range(2):

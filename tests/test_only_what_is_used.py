@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,18 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
     )
 
 
+def test_a_policy_without_a_tokenizer_is_named(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoints.policy / name, tmp_path / name)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.touch()
+    config = RunConfig.model_validate({"actor": {"checkpoint": str(tmp_path), "prompts": str(prompts)}})
+    with pytest.raises(ConfigError, match="actor.checkpoint: .* holds no tokenizer; save the policy's into it"):
+        check_files(config, actor=True)
+    (tmp_path / "tokenizer.model").touch()
+    check_files(config, actor=True)
+
+
 def test_functions_and_critic_alone_can_be_served_for_another_trainer(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """Its policy is not known here; the critic shares its tokenizer."""
     config = {"critic": {"checkpoint": str(checkpoints.critic)}, "rewards": FUNCTION}
@@ -258,8 +271,9 @@ def check_run(folder: Path, output: str, algorithm: str, reward: str) -> None:
     assert None not in summary.values()
     assert summary["failed_requests"] == summary["server_failures"] == summary["masked_samples"] == 0
     assert ("critic_updates" in summary) == has_critic
-    for name in ("weights", "journal", "critic_metrics.jsonl", "logs/sidecar.log"):
+    for name in ("journal", "critic_metrics.jsonl", "logs/sidecar.log"):
         assert (folder / name).exists() == has_critic, name
+    assert (folder / "weights" / "CURRENT").exists() == has_critic  # the control key lies there in every run
     page = (folder / "report.html").read_text()
     words = output + json.dumps(lines) + re.sub(r'src="[^"]*"', "", page)
     assert bool(re.search("critic|weights.version|reload", words)) == has_critic

@@ -5,6 +5,7 @@ Given: a name, a command, a log file. Returns: a `Child`.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent process is gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
+_MESSAGE = re.compile(r"^[\d:]{8} (?:(?:WARNING|ERROR) |INFO (?=resuming ))(.*)", re.MULTILINE)
 
 
 def start_bound(
@@ -52,6 +54,7 @@ class Child:
         self.name = name
         self.log_path = log_path
         self._stopping = False
+        self._reported_bytes = 0
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
         with log_path.open("ab") as log:  # appending: `bound_log` cuts it under the child's hands
@@ -64,6 +67,16 @@ class Child:
     def bound_log(self, limit_mb: int) -> None:
         """Set the log aside if it has grown beyond `limit_mb`."""
         set_aside_if_large(self.log_path, limit_mb << 20)
+
+    def new_messages(self) -> list[str]:
+        """Warnings, errors and where it resumes, as logged in whole lines since the last call."""
+        with self.log_path.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < self._reported_bytes:  # `bound_log` has cut it
+                self._reported_bytes = 0
+            log.seek(self._reported_bytes)
+            text, end, _ = log.read().rpartition(b"\n")
+        self._reported_bytes += len(text) + len(end)
+        return _MESSAGE.findall(text.decode(errors="replace"))
 
     def raise_if_failed(self) -> None:
         """Raise ChildDied if it ended with anything but 0."""

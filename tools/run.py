@@ -24,6 +24,7 @@ import psutil
 from actor.prompt_files import PromptError, read_rows, source_of
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.durable import numbers_in
+from python_backend.journal import Journal
 from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.child import Child, ChildDied
@@ -45,6 +46,9 @@ LIBRARY_ENV = {
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the message says why and what to do."""
+
+
+ERRORS = (ConfigError, ServerStartError, ChildDied, RunFailed)
 
 
 class Run:
@@ -75,9 +79,14 @@ class Run:
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
-        self._display.phase(f"training: {self.config.actor.algorithm}")
         if self.config.actor.uses_critic:
+            self._display.phase("starting the critic sidecar")
+            journal = Journal(self.config.run.journal_dir, self.config.run.identity)
+            earlier = journal.heartbeat()
             self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
+            while journal.heartbeat() == earlier:  # until then the server refuses the actor's requests
+                self._look()
+        self._display.phase(f"training: {self.config.actor.algorithm}")
         self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
             self._look()
@@ -101,6 +110,7 @@ class Run:
         """Stop what still runs: actor, sidecar, server."""
         if self._actor is not None:
             self._actor.stop(signal.SIGINT, self.config.actor.stop_grace_s + ACTOR_EXIT_S)
+            self._relay_messages(self._actor)
         if self._sidecar is not None:
             self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S)
         if self._supervisor is not None:
@@ -144,10 +154,15 @@ class Run:
         self._supervisor.look()
         for child in (self._sidecar, self._actor):
             if child is not None:
+                self._relay_messages(child)
                 child.bound_log(self.config.server.log_limit_mb)
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
             raise ChildDied(self._sidecar.obituary())
+
+    def _relay_messages(self, child: Child) -> None:
+        for message in child.new_messages():
+            self._display.log(f"  | {child.name}: {message}")
 
     def _look_outside(self) -> None:
         self._display.refresh()
@@ -248,11 +263,13 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
             run = Run(path, config, overrides, display)
             try:
                 run.execute()
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, ERRORS):  # said again at the end, with the log; stopping may take a minute
+                    display.log(f"error: {str(error).partition(chr(10))[0]}")
                 display.phase(f"stopping {run.parts}")
                 run.stop()
                 raise
-    except (ConfigError, ServerStartError, ChildDied, RunFailed) as error:
+    except ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
