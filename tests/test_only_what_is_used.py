@@ -163,7 +163,7 @@ def test_a_policy_without_a_tokenizer_is_named(tmp_path: Path, checkpoints: Chec
     prompts = tmp_path / "prompts.jsonl"
     prompts.touch()
     config = RunConfig.model_validate({"actor": {"checkpoint": str(tmp_path), "prompts": str(prompts)}})
-    with pytest.raises(ConfigError, match="actor.checkpoint: .* holds no tokenizer; save the policy's into it"):
+    with pytest.raises(ConfigError, match=r"actor\.checkpoint: .* holds no tokenizer; save the policy's into it"):
         check_files(config, actor=True)
     (tmp_path / "tokenizer.model").touch()
     check_files(config, actor=True)
