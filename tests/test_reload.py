@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import urllib.request
@@ -278,9 +279,20 @@ def test_a_version_that_kills_its_process_is_refused_by_the_next(tmp_path: Path,
         with pytest.raises(VersionRejected, match=r"was refused by .*model\.safetensors is damaged"):
             make_publisher(run, FatalPublisher).publish(next_critic(run), step=0, beat=lambda _: None)
         assert run.store.current() == 0
+        wait_for(lambda: answers(run.url), system.server)  # its supervisor may just be starting it again
         assert_serves(run, 0)
     finally:
         system.stop()
+
+
+def answers(url: str) -> bool:
+    """Whether the critic of this server is ready."""
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/ready", timeout=5) as page,
+    ):
+        return bool(page.status == 200)
+    return False
 
 
 def rejections(run: LiveRun) -> int:

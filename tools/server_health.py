@@ -101,7 +101,8 @@ class ServerHealth:
     ) -> None:
         try:
             answers = self._answers(control, model, watched, processes)
-        except ModelProcessDied:
+        except ModelProcessDied:  # so Triton says of a stopped process as well
+            _kill([process for process in processes if _is_stopped([process])])
             self._replace(control, model, watched, f"the process of {model} has died")
             return
         except ControlPlaneError:  # busy, being reloaded, or hung
@@ -114,9 +115,7 @@ class ServerHealth:
             watched.silent_since, watched.cpu_s = now, _cpu_s(processes)
         silent_s = now - watched.silent_since
         if silent_s > _longest_silence_s(processes, watched, silent_s):
-            for process in processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+            _kill(processes)
             self._replace(control, model, watched, f"{model} has not answered for {silent_s:.0f} s")
             watched.silent_since = None
 
@@ -180,6 +179,12 @@ def _is_stopped(processes: Sequence[psutil.Process]) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(process.status() == psutil.STATUS_STOPPED for process in processes)
     return False
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
