@@ -327,7 +327,9 @@ def _checkpoint_gradients(model: Any) -> None:
         raise CheckpointError(
             f"{type(model).__name__} cannot compute its activations again; set actor.gradient_checkpointing to false"
         )
-    model.activation_checkpointing_enable()
+    # The older name is that of transformers 5.20, the last release for Python 3.10.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
     for layer in _checkpointed_layers(model):
         layer._gradient_checkpointing_func = functools.partial(
             _compute_again, layer, layer._gradient_checkpointing_func

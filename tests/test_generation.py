@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from live_system import make_checkpoint, make_tokenizer
+from packaging.version import Version
 from transformers import GenerationConfig
 
 from actor.generation import Generation
@@ -163,6 +165,8 @@ def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, d
 @pytest.mark.parametrize("pad_is_eos", [False, True])
 def test_who_writes_never_matters(checkpoint: Path, settings: dict[str, Any], pad_is_eos: bool):
     """Greedy texts, under whatever the checkpoint's own generation config asks for."""
+    if pad_is_eos and "repetition_penalty" in settings and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("generate() of transformers 5.20, the last for Python 3.10, penalises the padding as well")
     found = []
     for decoding in ("slots", "transformers"):
         policy = make_policy(checkpoint, decoding=decoding, **settings)
