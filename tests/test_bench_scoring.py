@@ -164,6 +164,7 @@ def _claim_all(path: str, count: int, out: str) -> None:
     Path(out).write_text(json.dumps(list(claim(Path(path), count))))
 
 
+@pytest.mark.slow
 def test_every_micro_batch_is_claimed_once(tmp_path: Path):
     workers = [
         multiprocessing.get_context("spawn").Process(

@@ -88,6 +88,7 @@ def test_a_second_call_returns_what_is_there(prepared: PreparedDemo, monkeypatch
     assert prepare(prepared.root, 3, quick=True, log=lambda line: None) == prepared
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(prepared: PreparedDemo, tmp_path: Path) -> None:
     """In another process: no hash seed or earlier draw may matter."""
     command = [sys.executable, "-m", "tools.demo_prepare", "--out", str(tmp_path / "again"), "--seed", "3", "--quick"]

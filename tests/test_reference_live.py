@@ -263,6 +263,7 @@ def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, finished: 
 # ---- the last tests change the model ----
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun) -> None:
     rollout = rollout_of(random_rows([5, 50], seed=7))
     stub = process_of(served.run, REFERENCE)

@@ -116,6 +116,7 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
     assert "; verdict: took longer than 1 s and was killed" in log
 
 
+@pytest.mark.slow
 def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "Return the", "response": "x", "label": 1}\n')

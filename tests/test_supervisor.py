@@ -265,6 +265,7 @@ def test_a_model_that_never_answers_is_replaced(tmp_path: Path) -> None:
         supervisor.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
     block = tmp_path / "block"
@@ -305,6 +306,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
     assert regions(os.getpid()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_model_that_is_busy_is_left_alone(tmp_path: Path) -> None:
     """It computes for longer than an idle one may be silent."""

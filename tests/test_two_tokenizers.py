@@ -123,6 +123,7 @@ def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) ->
     )
 
 
+@pytest.mark.slow
 def test_a_critic_with_another_tokenizer_stops_the_actor_at_its_start(live: System, checkpoints: Checkpoints) -> None:
     last = live.run.journal.last_step()
     actor = live.run.start("actor-other", f"actor.checkpoint={checkpoints.other_policy}", module="actor")
