@@ -62,7 +62,7 @@ def _run(config: RunConfig) -> int:
     async def ppo() -> None:
         key = config.server.training_key_env
         async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
-            await client.model_parameters(REWARD_MODEL)  # a server that is not there is told before models are loaded
+            await client.model_parameters(REWARD_MODEL)  # fails before models are loaded, if no server answers
             run = PPORun(config, client)
             stop_on_signals(run.stop, config.actor.stop_grace_s)
             await run.run()

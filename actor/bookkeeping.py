@@ -73,7 +73,7 @@ class Bookkeeper:
         self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
         self._validated: int | None = None  # the newest step that this process validated at
-        self.saves: list[asyncio.Task[None]] = []  # under way, or ended with an error that nobody expected
+        self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
         self.weights_version = 0  # of the critic, as far as this run was told
         self.failed_critic_updates = 0  # of this process; they count as done
         self._unsaved: int | None = None  # the newest step whose critic_save failed
@@ -281,7 +281,7 @@ class Bookkeeper:
             await self._client.save(run_id=self._run_id, step=step, keep_steps=keep_steps)
         except RequestFailed as error:  # task edge: until the next one succeeds the journal leads back to this step
             self._unsaved = max(step, self._unsaved or 0)
-            logger.warning("the critic's checkpoint of step %d could not be had: %s", step, error)
+            logger.warning("the critic's checkpoint of step %d failed: %s", step, error)
         else:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
@@ -355,4 +355,4 @@ def _warn_of_failures(where: str, scores: Scores) -> None:
     failed = int((~scores.scored).sum())
     if failed:
         causes = "; ".join(scores.failures[:3]) + ("; …" if len(scores.failures) > 3 else "")
-        logger.warning("%s: %d of %d rewards could not be had: %s", where, failed, len(scores.scored), causes)
+        logger.warning("%s: %d of %d rewards are unavailable: %s", where, failed, len(scores.scored), causes)

@@ -23,7 +23,7 @@ async def collect(
 ) -> ScoredRollout:  # fmt: skip
     """Write responses; each is scored as soon as it ends and `ready` is done, and the log-probs are taken meanwhile.
 
-    A served reference is asked for each as soon as it ends. A row that it has no log-probs for has no score either.
+    A served reference receives each row as soon as it ends. A row without its log-probs has no score either.
 
     Args:
         with_kl: ask the reference.

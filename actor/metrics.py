@@ -27,7 +27,7 @@ class Text:
     step: int
     prompt: str
     response: str
-    reward: float | None  # None: it could not be had
+    reward: float | None  # None: unavailable
 
 
 class Timers:

@@ -48,7 +48,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the server said; a row whose score could not be had is not `scored`."""
+    """What the server said; a row whose score is unavailable is not `scored`."""
 
     rewards: Tensor  # float32 [B]; 0 where not scored, never used there
     values: Tensor  # float32 [B, S]

@@ -271,7 +271,7 @@ def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
         server.fails = True
         await checkpoints(book, 2)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-            "the critic's checkpoint of step 2 could not be had: critic_save is away"
+            "the critic's checkpoint of step 2 failed: critic_save is away"
         ]
         server.fails = False
         await ends(book)

@@ -251,7 +251,7 @@ def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
 
 
 def test_rloo_by_hand():
-    """Rows 0, 1 and rows 2, 3 answer one prompt each; row 1 did not end, so row 0 has nobody to compare with."""
+    """Rows 0, 1 and rows 2, 3 answer one prompt each; row 1 did not end, so row 0 has no other to compare with."""
     scored = scored_rollout()
     batch = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.0)
     assert batch.advantages.tolist() == [[0] * 5, [0] * 5, [0, 0, -1.5, -1.5, -1.5], [0, 1.5, 0, 0, 0]]

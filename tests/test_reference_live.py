@@ -297,7 +297,7 @@ def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: F
     assert line["step"] == 4
     masked = int(line["train_rollouts/masked_samples"])
     assert 0 < masked < 8
-    assert f"step 4: {masked} of 8 rewards could not be had: reference at " in log
+    assert f"step 4: {masked} of 8 rewards are unavailable: reference at " in log
     assert f"tokens, the model has {longest} positions" in log
     assert all(np.isfinite(value) for value in line.values() if isinstance(value, float))
     summary = json.loads((run.config.run.dir / "actor_summary.json").read_text())

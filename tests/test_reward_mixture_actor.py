@@ -112,7 +112,7 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
         assert line["train_rollouts/reward_texts"] == 1.0
         assert line["train_rollouts/reward_verdict"] == pytest.approx(15 / 6)
         assert np.isfinite(line["train_rollouts/reward_model"])
-    assert "step 1: 2 of 8 rewards could not be had: verdict: RuntimeError: no verdict on 'raise'" in log
+    assert "step 1: 2 of 8 rewards are unavailable: verdict: RuntimeError: no verdict on 'raise'" in log
     assert "; verdict: took longer than 1 s and was killed" in log
 
 
