@@ -1,5 +1,5 @@
 """Baselines of the algorithms without a critic: each response is compared with the others to the same prompt.
-Given one score per response and which prompt it answers. Returns advantages `[B]`, 0 where a row has no other to compare with.
+Given one score per response and which prompt it answers. Returns advantages `[B]`, 0 without another to compare with.
 """
 
 import torch

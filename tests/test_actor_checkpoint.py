@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from policy_training import train
 from safetensors import safe_open
 from tiny_checkpoints import MIXTURES, save_tiny
 
@@ -54,16 +55,6 @@ def make_policy(folder: Path, **settings: Any) -> Policy:
 
 def states(policy: Policy) -> RunState:
     return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
-
-
-def train(policy: Policy, rollout: Rollout) -> None:
-    """A step towards what the rollout holds."""
-    everywhere = torch.ones_like(rollout.tokens[:, 1:])
-    logprobs, _ = policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths, everywhere)
-    (-logprobs.clamp(min=-50).mean()).backward()
-    policy.optimizer.step()
-    policy.optimizer.zero_grad()
-    policy.optimizer_step += 1
 
 
 def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:

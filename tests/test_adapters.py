@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
+from policy_training import train
 from transformers import AutoModelForCausalLM
 
 from actor.adapters import trained_tensors
@@ -33,16 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_policy(checkpoint: Path, **settings: Any) -> Policy:
     return Policy(checkpoint, ActorSection(**{"max_new_tokens": 8, "lr": 1e-2, "lora_rank": 4, **settings}))
-
-
-def train(policy: Policy, rollout: Rollout) -> None:
-    """A step towards what the rollout holds."""
-    everywhere = torch.ones_like(rollout.tokens[:, 1:])
-    logprobs, _ = policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths, everywhere)
-    (-logprobs.clamp(min=-50).mean()).backward()
-    policy.optimizer.step()
-    policy.optimizer.zero_grad()
-    policy.optimizer_step += 1
 
 
 def states(policy: Policy) -> RunState:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_models import tiny_server, write_repository
+from tiny_models import ready_server, tiny_server, write_repository
 
 from python_backend.control_key import HEADER, VARIABLE, control_key
 from tools.tritonserver import TritonServer
@@ -22,10 +22,7 @@ KEY = "tiny"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    folder = tmp_path_factory.mktemp("server")
-    write_repository(folder / "repository")
-    with tiny_server(folder) as running:
-        running.wait_ready()
+    with ready_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tiny_models import stub_of, tiny_server, write_journal_model, write_repository, write_scoring_model
+from tiny_models import ready_server, stub_of, write_journal_model, write_scoring_model
 
 from tools.ports import with_free_ports
 from tools.tritonserver import TritonServer
@@ -21,10 +21,7 @@ OUTPUTS = ("values", "weights_version")
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    folder = tmp_path_factory.mktemp("server")
-    write_repository(folder / "repository")
-    with tiny_server(folder) as running:
-        running.wait_ready()
+    with ready_server(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 

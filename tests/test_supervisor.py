@@ -242,13 +242,19 @@ def test_a_model_whose_process_is_stopped_is_replaced(tmp_path: Path, model: str
     assert server_processes(os.getpid()) == []
 
 
+def write_blocking_model(folder: Path) -> Path:
+    """A repository with a critic that sleeps as long as the file that is returned exists."""
+    block = folder / "block"
+    write_scoring_model(
+        folder / "repository", "critic", on_request=f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
+    )
+    return block
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_model_that_never_answers_is_replaced(tmp_path: Path) -> None:
-    """Alive, and the server calls itself ready; the model sleeps as long as a file is there."""
-    block = tmp_path / "block"
-    write_scoring_model(
-        tmp_path / "repository", "critic", on_request=f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
-    )
+    """Alive, and the server calls itself ready."""
+    block = write_blocking_model(tmp_path)
     lines: list[str] = []
     supervisor = Supervisor(starter(tmp_path), log=lines.append)
     try:
@@ -268,10 +274,7 @@ def test_a_model_that_never_answers_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
-    block = tmp_path / "block"
-    write_scoring_model(
-        tmp_path / "repository", "critic", on_request=f"while os.path.exists({str(block)!r}): time.sleep(0.1)"
-    )
+    block = write_blocking_model(tmp_path)
     lines: list[str] = []
     supervisor = Supervisor(starter(tmp_path), log=lines.append)
     try:

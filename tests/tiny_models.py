@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -132,6 +132,15 @@ def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: obj
         control_key="tiny",
         log=log,
     )
+
+
+@contextlib.contextmanager
+def ready_server(folder: Path) -> Iterator[TritonServer]:
+    """A server in `folder` with all five models loaded."""
+    write_repository(folder / "repository")
+    with tiny_server(folder) as running:
+        running.wait_ready()
+        yield running
 
 
 def regions(parent_pid: int) -> list[str]:
