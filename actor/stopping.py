@@ -51,8 +51,9 @@ class Stop:
 def stop_on_signals(stop: Stop, grace_s: float) -> None:
     """Request `stop` at the first signal; end the process at the second, or `grace_s` after the first.
 
-    Call in the main thread, with the event loop running. The handler restores the signals' default action and wakes the
-    loop, nothing else: it runs between any two steps of the main thread, which may hold locks.
+    Call in the main thread, with the event loop running. The loop's own handler wakes it even when a signal arrives
+    just before it waits. The process's handler only restores the default action, for the second signal: it runs between
+    any two steps of the main thread, which may hold locks.
     """
     loop = asyncio.get_running_loop()
 
@@ -66,9 +67,9 @@ def stop_on_signals(stop: Stop, grace_s: float) -> None:
     def received(_: int, __: FrameType | None) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        loop.call_soon_threadsafe(begin)
 
     for number in SIGNALS:
+        loop.add_signal_handler(number, begin)
         signal.signal(number, received)
 
 

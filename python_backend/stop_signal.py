@@ -4,26 +4,32 @@ Given: signals. Returns: a `threading.Event`, safe to wait on in a loop.
 
 from __future__ import annotations
 
-import queue
 import signal
+import socket
 import threading
 
 
 def stop_event(*signals: signal.Signals) -> threading.Event:
     """An event that the first of `signals` sets. Must be called from the main thread.
 
-    A handler runs between two steps of the main thread. Were it to set the event itself while that thread is inside the
-    event's own `wait`, which holds the event's lock, it would wait for that lock forever; `SimpleQueue.put` alone is
-    made for handlers.
+    The interpreter's wake-up descriptor reports a signal at the moment it arrives. A Python handler would run between
+    two steps of the main thread: too late where that thread has just begun to wait, and, inside the event's own `wait`,
+    never able to take the lock that `set` needs.
     """
     stop = threading.Event()
-    came: queue.SimpleQueue[None] = queue.SimpleQueue()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # as `set_wakeup_fd` demands
 
     def pass_on() -> None:
-        came.get()
-        stop.set()
+        with reader, writer:  # kept open for as long as signals may come
+            while reader.recv(1)[0] not in signals:
+                pass
+            stop.set()
+            while reader.recv(1):
+                pass
 
     threading.Thread(target=pass_on, name="stop-signal", daemon=True).start()
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in signals:
-        signal.signal(number, lambda *_: came.put(None))
+        signal.signal(number, lambda *_: None)
     return stop

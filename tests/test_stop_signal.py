@@ -19,3 +19,22 @@ assert stop.wait(20)
 def test_a_signal_within_a_wait_is_not_a_deadlock() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         subprocess.run([sys.executable, "-c", INSIDE_WAIT.format(name=number.name)], check=True, timeout=60)
+
+
+JUST_BEFORE_WAIT = """
+import os, signal, threading
+from python_backend.stop_signal import stop_event
+stop = stop_event(signal.SIGINT, signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{name}])  # as if it came just before the wait: that is not interrupted
+def elsewhere():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.{name}])
+    os.kill(os.getpid(), signal.{name})
+timer = threading.Timer(0.2, elsewhere)
+timer.start()
+assert stop.wait(20)
+"""
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_ends_it() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        subprocess.run([sys.executable, "-c", JUST_BEFORE_WAIT.format(name=number.name)], check=True, timeout=60)

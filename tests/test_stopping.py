@@ -85,6 +85,22 @@ def test_the_first_signal_asks_and_the_second_ends_at_once(start: Callable[..., 
     assert process.wait(PATIENCE_S) == -number
 
 
+def test_a_signal_that_does_not_interrupt_the_wait_ends_it():
+    """It came just before the event loop began to wait; here: another thread of the process takes it."""
+    elsewhere = """
+import os, signal, threading
+def send():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    os.kill(os.getpid(), signal.SIGTERM)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+threading.Timer(1, send).start()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", elsewhere + PROGRAM, "600", "leave"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ended.stdout == "ready\nleaving\n"
+
+
 def test_the_grace_is_bounded(start: Callable[..., Any]):
     process = start(0.1, "hang")
     process.send_signal(signal.SIGTERM)
