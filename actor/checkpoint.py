@@ -58,9 +58,10 @@ def critic_steps(root: Path) -> list[int]:
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Keep the checkpoint of `step` under another name, from which no run resumes; return where."""
+    """Keep the checkpoint of `step` under another name, in place of one set aside before; return where."""
     aside = root / f"{step}.set-aside"
-    shutil.rmtree(aside, ignore_errors=True)
+    for before in root.glob("*.set-aside"):
+        shutil.rmtree(before, ignore_errors=True)
     (root / str(step)).rename(aside)
     sync_directory(root)
     return aside

@@ -159,6 +159,16 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     )
 
 
+def reward_head(info: CheckpointInfo) -> Head:
+    """The head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
+    if info.head is None:
+        raise CheckpointError(
+            f"{info.folder} is no trained reward model: its weights lack score.weight, or another head's; use a "
+            "checkpoint with a classification or value head"
+        )
+    return info.head
+
+
 def fingerprint_weights(folder: Path) -> str:
     """Hash of pieces all over the weights files and of their sizes: milliseconds, whatever the size.
 

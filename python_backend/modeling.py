@@ -16,7 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from python_backend.checkpoints import CheckpointError, CheckpointInfo, Constants, Head, inspect_checkpoint
+from python_backend.checkpoints import (
+    CheckpointError,
+    CheckpointInfo,
+    Constants,
+    Head,
+    inspect_checkpoint,
+    reward_head,
+)
 from python_backend.collation import collate
 from python_backend.contract import Limits
 from python_backend.durable import disk_errors
@@ -141,12 +148,7 @@ def load_reward(
         CheckpointError: the folder is no checkpoint or has no trained head; or a setting does not fit its head.
     """
     info = inspect_checkpoint(folder)
-    head = info.head
-    if head is None:
-        raise CheckpointError(
-            f"{folder} is no trained reward model: its weights lack score.weight, or another head's; use a checkpoint "
-            "with a classification or value head"
-        )
+    head = reward_head(info)
     weights = _attribute_weights(info, head, attribute_weights)
     constants = _constants(info, standardization)
     num_outputs = 1 if merge_attributes else head.num_labels

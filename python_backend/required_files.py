@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import symtable
 from pathlib import Path
 
-from python_backend.checkpoints import CheckpointError, check_checkpoint
+from python_backend.checkpoints import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
 from python_backend.config import ConfigError, RunConfig
 from python_backend.function_rewards import FILE_SPEC
 
@@ -23,7 +24,8 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
     """
     problems = _of_actor(config) if actor else {}
     if server:
-        problems = {**_of_server(config), **problems}
+        problems = {**_of_server(config, whole_run=actor), **problems}
+    problems = {key: problem for key, problem in problems.items() if problem}
     if problems:
         raise ConfigError("\n".join(f"{key}: {problem}" for key, problem in problems.items()))
 
@@ -53,26 +55,25 @@ def tokenizer_folder(config: RunConfig) -> Path:
     return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.checkpoint)
 
 
-def _of_server(config: RunConfig) -> dict[str, str]:
+def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     problems = {
         f"{role}.checkpoint": _of_checkpoint(section.checkpoint, WAYS_OUT.get(role, ""))
         for role, section in config.served_sections.items()
     }
+    if config.uses_reward_model and problems["reward.checkpoint"] is None:
+        problems["reward.checkpoint"] = _of_reward(config.reward.checkpoint, whole_run=whole_run)
     if not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
         problems["actor.checkpoint"] = (
             f"{folder} holds no tokenizer, with which reward functions read the policy's tokens; give the folder of "
             "the policy's checkpoint"
         )
     for name, term in config.functions.items():
-        found = FILE_SPEC.fullmatch(str(term.function))
-        if found and not Path(found["file"]).is_file():
-            problems[f"rewards.{name}.function"] = (
-                f"{found['file']} does not exist; give the path of a Python file{_start_of(Path(found['file']))}"
-            )
-    return {key: problem for key, problem in problems.items() if problem}
+        if found := FILE_SPEC.fullmatch(str(term.function)):
+            problems[f"rewards.{name}.function"] = _of_function(Path(found["file"]), found["name"])
+    return problems
 
 
-def _of_actor(config: RunConfig) -> dict[str, str]:
+def _of_actor(config: RunConfig) -> dict[str, str | None]:
     actor = config.actor
     problems = {"actor.checkpoint": _of_checkpoint(actor.checkpoint), "actor.prompts": _of_prompts(actor.prompts)}
     if problems["actor.checkpoint"] is None and not _has_tokenizer(actor.checkpoint):
@@ -81,7 +82,7 @@ def _of_actor(config: RunConfig) -> dict[str, str]:
         )
     if actor.validation_prompts is not None and actor.validation_size:
         problems["actor.validation_prompts"] = _of_prompts(actor.validation_prompts)
-    return {key: problem for key, problem in problems.items() if problem}
+    return problems
 
 
 def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
@@ -90,6 +91,35 @@ def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
     except CheckpointError as error:
         return str(error) if folder.is_dir() else f"{error}{_start_of(folder)}{way_out}"
     return None
+
+
+def _of_reward(folder: Path, *, whole_run: bool) -> str | None:
+    try:
+        reward_head(inspect_checkpoint(folder))
+    except CheckpointError as error:
+        return str(error)
+    if whole_run and not _has_tokenizer(folder):
+        return (
+            f"{folder} holds no tokenizer, so whether the reward model reads the policy's token ids is unknown; save "
+            "its own into it, with tokenizer.save_pretrained(folder)"
+        )
+    return None
+
+
+def _of_function(file: Path, name: str) -> str | None:
+    """What is wrong with a function in a file, as far as that can be told without running the file."""
+    if not file.is_file():
+        return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
+    try:
+        code = file.read_text(encoding="utf-8")
+        symbols = symtable.symtable(code, str(file), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        return f"{file} is no Python code: {error}"
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name in names or "import *" in code:
+        return None
+    functions = sorted(symbol.get_name() for symbol in symbols if symbol.is_namespace())
+    return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no function'}"
 
 
 def _of_prompts(path: Path) -> str | None:

@@ -63,10 +63,10 @@ def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
     assert settled.token_budget in calibration.BUDGETS
     assert settled.allocator in ("default", "retain")
     assert "auto" not in [getattr(settled, name) for name in calibration.AUTO]
-    assert len(lines) == 2
+    assert len(lines) == 3
     monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured again"))
     assert settle(load_config(path), lines.append) == overrides
-    assert len(lines) == 2
+    assert len(lines) == 3
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"workers": 1}', '{"workers'])

@@ -70,6 +70,17 @@ def test_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert out.splitlines()[4:] == ["another"]
 
 
+def test_the_eta_of_a_resumed_run_knows_no_pause(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    append(tmp_path / "metrics.jsonl", step_row(1))
+    with RunDisplay(tmp_path, 4) as display:
+        append(tmp_path / "metrics.jsonl", step_row(2) | {"time": 10_000.0})
+        display.refresh()
+        append(tmp_path / "metrics.jsonl", step_row(3) | {"time": 10_003.0})
+    second, third = capsys.readouterr().out.splitlines()
+    assert second.endswith("2.0 s  ETA 0:04")
+    assert third.endswith("2.0 s  ETA 0:03")
+
+
 OF_THE_CRITIC = ("critic", "version", "reload", "×", "waiting for", " -")
 
 

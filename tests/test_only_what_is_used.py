@@ -169,6 +169,37 @@ def test_a_policy_without_a_tokenizer_is_named(tmp_path: Path, checkpoints: Chec
     check_files(config, actor=True)
 
 
+def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    def refused(folder: Path) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_files(RunConfig.model_validate({"reward": {"checkpoint": str(folder)}}), server=True, actor=True)
+        return next(line for line in str(caught.value).splitlines() if line.startswith("reward."))
+
+    assert f"reward.checkpoint: {checkpoints.policy} is no trained reward model" in refused(checkpoints.policy)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(checkpoints.reward / name, tmp_path / name)
+    assert f"reward.checkpoint: {tmp_path} holds no tokenizer, so whether" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("def length(sample): ...\nasync def other(sample): ...", "has no 'lenght'; it defines length, other"),
+        ("x = 1", "has no 'lenght'; it defines no function"),
+        ("def lenght(sample:", "is no Python code: '(' was never closed"),
+        ("from elsewhere import lenght", None),
+        ("from elsewhere import *", None),
+        ("if True:\n    lenght = len", None),
+    ],
+)
+def test_a_function_is_looked_for_before_anything_starts(tmp_path: Path, code: str, told: str | None) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    config = RunConfig.model_validate({"rewards": {"length": {"function": f"{tmp_path / 'mine.py'}:lenght"}}})
+    with pytest.raises(ConfigError) as caught:
+        check_files(config, server=True)
+    assert (told in str(caught.value)) if told else ("rewards." not in str(caught.value))
+
+
 def test_functions_and_critic_alone_can_be_served_for_another_trainer(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """Its policy is not known here; the critic shares its tokenizer."""
     config = {"critic": {"checkpoint": str(checkpoints.critic)}, "rewards": FUNCTION}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from python_backend.config import RunConfig
 from tools.report import _samples, highlight, pick_texts, verdict, word_pattern, write_curves, write_report
 from tools.report_curves import (
     CAPTIONS,
@@ -134,6 +135,18 @@ def test_same_run_same_bytes(full_run: Path):
     first, second = (svg(draw_distinct, load_run(full_run)) for _ in range(2))
     assert first == second
     assert "<dc:date>" not in first
+
+
+def test_the_page_says_what_was_trained_and_with_which_settings(tmp_path: Path):
+    run_dir = write_run(tmp_path / "mine", gold=False, validated=False, num_steps=2)
+    actor = {"algorithm": "reinforce++", "checkpoint": "models/<tiny>", "lr": 0.125}
+    given = {"actor": actor, "server": {"http_port": 8123}}
+    (run_dir / "settings.json").write_text(RunConfig.model_validate(given).model_dump_json())
+    text = write_report(run_dir).read_text(encoding="utf-8")
+    assert "After 2 steps of REINFORCE++ on &lt;tiny&gt;:" in text
+    assert "<code>actor.lr</code></td><td>0.125</td>" in text
+    assert "8123" not in text
+    assert "<code>actor.steps</code>" not in text, "a default"
 
 
 def test_a_run_without_gold(tmp_path: Path):

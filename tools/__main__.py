@@ -10,7 +10,7 @@ import importlib
 import sys
 
 COMMANDS = {
-    "run": ("tools.run", "everything at once: server, critic sidecar and PPO"),
+    "run": ("tools.run", "a whole run: server, critic sidecar where the algorithm has a critic, actor, report"),
     "serve": ("tools.serve", "the server alone, until Ctrl-C"),
     "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
     "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -95,7 +96,15 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
         f"{role}: measuring the fastest settings, once for this model on this machine (some minutes); to skip it, set "
         f"{role}.{', '.join(AUTO)}"
     )
-    settled = choose({pair: _measure(role, section, *pair) for pair in pairs})
+    results = {}
+    for workers, threads in pairs:
+        started = time.monotonic()
+        results[workers, threads] = _measure(role, section, workers, threads)
+        log(
+            f"{role}: measured {workers} x {threads} threads, {len(results)} of {len(pairs)}, in "
+            f"{time.monotonic() - started:.0f} s"
+        )
+    settled = choose(results)
     log(
         f"{role}: {settled.workers} x {settled.threads} threads, token budget {settled.token_budget}, allocator "
         f"{settled.allocator}, forward overhead {settled.forward_overhead_tokens} tokens: "

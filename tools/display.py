@@ -50,13 +50,14 @@ class RunDisplay:
         self._rewards = Curve()  # of all steps
         self._reloads: dict[str, dict[str, Any]] = {}
         self._num_reloads: Counter[str] = Counter()
+        self._resumed_at = 0
         self._start = self._phase_start = time.monotonic()
         self._phase = ""
         self._mark: RenderableType = Spinner("dots")
 
     def __enter__(self) -> "RunDisplay":
-        for _ in self._read():  # what an earlier part of a resumed run wrote is no news
-            pass
+        for row in self._read():  # what an earlier part of a resumed run wrote is no news
+            self._resumed_at = row["step"]
         if self._is_live:
             self._live = Live(
                 get_renderable=self._render,
@@ -129,12 +130,13 @@ class RunDisplay:
         return self._recent[-1] if self._recent else {}
 
     def _eta(self) -> str:
-        """From the median time between lines: it has the waits, but not the pause before a resume."""
+        """From the median time between the lines of this start: it has the waits, but not the pause before a resume."""
         rows = self._recent
         if not rows:
             return "-"
-        gaps = [after["time"] - before["time"] for before, after in pairwise(rows)]
-        per_step = statistics.median(gaps) if gaps else number(rows[0].get("timers/step_time"))
+        new = [row for row in rows if row["step"] > self._resumed_at]
+        gaps = [after["time"] - before["time"] for before, after in pairwise(new)]
+        per_step = statistics.median(gaps) if gaps else number(rows[-1].get("timers/step_time"))
         return "-" if per_step is None else _clock(per_step * (self._total - rows[-1]["step"]))
 
     def _plain_line(self, row: dict[str, Any]) -> str:

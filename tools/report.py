@@ -11,8 +11,21 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from python_backend.config import RunConfig
 from tools.report_curves import panels, write_curves
-from tools.report_data import ALL_WORDS, MOST_TEXTS, Gain, Run, Sample, formatted, load_run, reward_gain, series
+from tools.report_data import (
+    ALL_WORDS,
+    MOST_TEXTS,
+    SETTINGS_FILE,
+    Gain,
+    Run,
+    Sample,
+    flattened,
+    formatted,
+    load_run,
+    reward_gain,
+    series,
+)
 from tools.report_page import PAGE, SENTENCES
 from tools.summary import Pair, word_gains
 
@@ -27,7 +40,8 @@ def write_report(run_dir: Path) -> Path:
     run = load_run(run_dir)
     words = word_gains(run.pairs) if run.gold else []
     sections = [
-        _headline(run), _pictures(run), _words(run, words), _texts(run, words), _samples(run.texts), _numbers(run)
+        _headline(run), _pictures(run), _words(run, words), _texts(run, words), _samples(run.texts), _numbers(run),
+        _settings(run.settings),
     ]  # fmt: skip
     page = PAGE.format(
         title=escape(f"{run.name}: RLHF on Triton"), name=escape(run.name), body="\n".join(filter(None, sections))
@@ -92,7 +106,7 @@ def _headline(run: Run) -> str:
         f"{s['failed_requests']} requests failed by the client's count, {s['server_failures']} by the server's."
     )
     items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
-    lead = f"After {s['steps']} steps"
+    lead = f"After {s['steps']} steps{_training_of(run.settings)}"
     lead += f", on {len(run.pairs)} held-out prompts continued before and after:" if run.pairs else ":"
     cards = f'<div class="cards">{_cards(run)}</div>'
     return f'<section class="headline">{cards}<p>{lead}</p><ul>{items}</ul></section>'
@@ -262,6 +276,25 @@ def _numbers(run: Run) -> str:
         for key, value in run.summary.items()
     )
     return f"<section><h2>The numbers of summary.json</h2><table>{rows}</table></section>"
+
+
+def _training_of(settings: dict[str, Any]) -> str:
+    """What was trained, and how."""
+    if not settings:
+        return ""
+    return f" of {escape(settings['actor.algorithm'].upper())} on {escape(Path(settings['actor.checkpoint']).name)}"
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    """Those that are not the defaults, ports aside."""
+    defaults = flattened(RunConfig().model_dump(mode="json"))
+    rows = "".join(
+        f"<tr><td><code>{escape(key)}</code></td><td>{escape(_shown(value))}</td></tr>"
+        for key, value in settings.items()
+        if value != defaults.get(key) and not key.endswith("_port")
+    )
+    note = f"All others have their defaults; {SETTINGS_FILE} has every one."
+    return f"<section><h2>Settings</h2><p>{note}</p><table>{rows}</table></section>" if rows else ""
 
 
 def _shown(value: Any) -> str:

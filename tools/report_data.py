@@ -14,9 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from python_backend.durable import read_json
 from tools.demo_gold import paired_ci95
 from tools.summary import Pair, each_row, gold_gains, has_samples, read_pairs
 
+SETTINGS_FILE = "settings.json"
 ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # steps, and critic updates: more are not seen, and make a page of many megabytes
 MOST_TEXTS = 8  # from the beginning of a run, and as many from its end
@@ -59,6 +61,7 @@ class Run:
 
     name: str
     summary: dict[str, Any]
+    settings: dict[str, Any]  # `section.key`: value, all of them; empty for a run before 2026-11-22
     steps: list[dict[str, Any]]  # of a long run every n-th
     critic: list[dict[str, Any]]  # the same of each kind of line; empty where the algorithm has no critic
     pairs: list[Pair]
@@ -94,11 +97,20 @@ def load_run(run_dir: Path) -> Run:
     return Run(
         name=run_dir.name,
         summary=summary,
+        settings=flattened(read_json(run_dir / SETTINGS_FILE) or {}),
         steps=read_steps(run_dir),
         critic=read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=pairs,
         texts=[] if pairs else read_texts(run_dir),
     )
+
+
+def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested objects as one, whose keys are joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in sections.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:

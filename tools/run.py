@@ -23,13 +23,14 @@ import psutil
 
 from actor.prompt_files import PromptError, read_rows, source_of
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.durable import numbers_in
+from python_backend.durable import numbers_in, write_json
 from python_backend.journal import Journal
 from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.child import Child, ChildDied
 from tools.display import RunDisplay
 from tools.ports import with_free_ports
+from tools.report_data import SETTINGS_FILE
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError
@@ -72,6 +73,8 @@ class Run:
             self._prepare()
         self._fix_ports()
         self._override(*settle(self.config, self._display.log))
+        self.config.run.dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.config.run.dir / SETTINGS_FILE, self.config.model_dump(mode="json"), durable=False)
         self._display.phase("starting tritonserver")
         ensure_first_version(self.config, self._path, self._overrides)
         log = self._display.log
