@@ -48,7 +48,7 @@ def test_what_kills_the_server_itself_is_a_switch() -> None:
 )
 def test_answers_are_judged(answer: Answer, found: list[str]) -> None:
     outcome = Outcome("plain")
-    fuzz._judge(make_request(random.Random(0), MODELS, None, kills=False), answer, "HTTP", outcome)
+    fuzz._judge(fuzz._Sent(1, make_request(random.Random(0), MODELS, None, kills=False), False), answer, outcome)
     assert [name for name in ("wrong", "hangs") if getattr(outcome, name)] == found
     assert outcome.passed == (not found)
 

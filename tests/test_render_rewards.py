@@ -46,12 +46,16 @@ def test_model_and_functions() -> None:
     mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
     assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
     # One after the other: each takes what the step before it gives, the checkpoint is the first.
-    order = [step.model_name for step in configs["reward_model"].ensemble_scheduling.step]
-    assert order == ["reward_checkpoint", "reward_function_length", "reward_function_label", "reward_mixture"]
-    assert parts["reward_checkpoint"][0]["after_critic"] == "after_critic"
+    order = ["reward_checkpoint", "reward_function_length", "reward_function_label", "reward_mixture"]
+    assert list(parts) == order
+    assert "after_critic" not in parts["reward_checkpoint"][0]
     assert parts["reward_function_length"][0]["after_component"] == "component_model"
     assert parts["reward_function_label"][0]["after_component"] == "component_length"
-    assert set(steps(configs["critic_infer"])["reward_model"][1]) == {"rewards", "reward_components", "reward_errors"}
+    both = steps(configs["critic_infer"])  # without an ensemble within the ensemble
+    assert list(both) == ["critic", *order]
+    assert both["reward_checkpoint"][0]["after_critic"] == "after_critic"
+    assert both["reward_mixture"] == parts["reward_mixture"]
+    assert set(both["reward_mixture"][1]) == {"rewards", "reward_components", "reward_errors"}
     (components,) = [t for t in configs["critic_infer"].output if t.name == "reward_components"]
     assert list(components.dims) == [3]
 

@@ -37,7 +37,7 @@ from python_backend.contract import (
     VALUES,
     texts_array,
 )
-from tools.fuzz_client import GrpcSender
+from tools.fuzz_client import GrpcSender, send_http
 from tools.fuzz_requests import Request, array_tensor
 from tools.render_configs import render_repository
 from tools.triton_home import ServerStartError
@@ -274,6 +274,15 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
     with ControlPlane(at.grpc_url) as control:
         assert control.answers_inference(10.0)
         control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES), 10.0)
+
+
+@pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])
+def test_a_text_as_sequence_id_changes_nothing(mixed: System, model: str) -> None:
+    """It kills tritonserver 2.51 where a step of an ensemble is an ensemble itself."""
+    rows = array_tensor("tokens", np.stack(random_rows([5, 5], seed=3)))
+    for sequence_id in ("x", "x" * 100):
+        request = Request(model, [rows], parameters={"sequence_id": sequence_id})
+        assert send_http(mixed.run.url, request).status == "200"
 
 
 def test_values_alone_run_no_reward(mixed: System) -> None:

@@ -42,6 +42,11 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     before: set[str] | None = None
     for step in whole.ensemble_scheduling.step:
         part = configs[step.model_name]
+        if part.platform == "ensemble":
+            raise ConfigError(
+                f"{model}/config.pbtxt: step {step.model_name} is an ensemble itself: there a request with a text as "
+                "sequence_id kills tritonserver 2.51"
+            )
         if before is not None and not before & set(step.input_map.values()):
             raise ConfigError(
                 f"{model}/config.pbtxt: step {step.model_name} takes no output of the step before it: steps that run "

@@ -46,6 +46,8 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
     outages: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Requests whose connection broke: where the server died, one of the first of them killed it."""
     longest_good_wait_s: float = 0.0
     good_answers: int = 0
 
@@ -88,8 +90,8 @@ def describe(outcome: Outcome) -> str:
         f"{len(outcome.outages)} outages, {len(outcome.restarts)} restarts",
         f"  good client: {outcome.good_answers} answers, longest wait {outcome.longest_good_wait_s:.2f} s",
     ]
-    found = [*outcome.wrong, *outcome.hangs, *outcome.outages, *outcome.restarts]
-    return "\n".join([*lines, *(f"  ! {line[:400]}" for line in found[:20])])
+    kinds = [outcome.wrong, outcome.hangs, outcome.restarts, outcome.lost, outcome.outages]
+    return "\n".join([*lines, *(f"  ! {line[:400]}" for found in kinds for line in found[:8])])
 
 
 def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log: Callable[[str], None]) -> Outcome:
@@ -130,6 +132,19 @@ def _restarts(outcome: Outcome, log: Callable[[str], None]) -> Callable[[str], N
     return note
 
 
+@dataclass
+class _Sent:
+    """A request; `number` counts from 1, in the order of the seed."""
+
+    number: int
+    request: Request
+    over_grpc: bool
+
+    def __str__(self) -> str:
+        protocol = "gRPC" if self.over_grpc else "HTTP"
+        return f"{self.number}: {self.request.model} over {protocol}, {'+'.join(self.request.wrong) or 'nothing wrong'}"
+
+
 class _Requests:
     """Hands each sender the next request."""
 
@@ -137,38 +152,37 @@ class _Requests:
         self, generator: random.Random, models: Sequence[str], key: str | None, count: int, kills: bool
     ) -> None:
         self._generator, self._models, self._key = generator, sorted(models), key
-        self._left, self._kills = count, kills
+        self._number, self._count, self._kills = 0, count, kills
         self._lock = threading.Lock()
 
-    def next(self) -> tuple[Request, bool] | None:
-        """A request and whether it goes over gRPC; None at the end."""
+    def next(self) -> _Sent | None:
+        """The request to send; None at the end."""
         with self._lock:
-            if self._left == 0:
+            if self._number == self._count:
                 return None
-            self._left -= 1
+            self._number += 1
             request = make_request(self._generator, self._models, self._key, kills=self._kills)
-            over_grpc = request.body is None and self._generator.random() < 0.5
-            return request, over_grpc
+            return _Sent(self._number, request, request.body is None and self._generator.random() < 0.5)
 
 
 def _send_all(config: RunConfig, requests: _Requests, outcome: Outcome) -> None:
     sender = GrpcSender(config.server.grpc_url)
     try:
-        while (taken := requests.next()) is not None:
-            request, over_grpc = taken
-            answer = sender.send(request) if over_grpc else send_http(config.server.http_url, request)
+        while (sent := requests.next()) is not None:
+            request = sent.request
+            answer = sender.send(request) if sent.over_grpc else send_http(config.server.http_url, request)
             outcome.sent[str(answer.status)] += 1
-            _judge(request, answer, "gRPC" if over_grpc else "HTTP", outcome)
+            _judge(sent, answer, outcome)
     finally:
         sender.close()
 
 
-def _judge(request: Request, answer: Answer, protocol: str, outcome: Outcome) -> None:
-    what = (
-        f"{request.model} over {protocol}, {'+'.join(request.wrong) or 'nothing wrong'}: {answer.status} {answer.text}"
-    )
+def _judge(sent: _Sent, answer: Answer, outcome: Outcome) -> None:
+    what = f"{sent}: {answer.status} {answer.text}"
     if answer.hung:
         outcome.hangs.append(what)
+    elif answer.status is None or "Socket closed" in answer.text:
+        outcome.lost.append(what)
     elif answer.status in ("500", "INTERNAL", "UNKNOWN") and not any(words in answer.text for words in TRITONS_OWN):
         outcome.wrong.append(what)
     elif answer.status == "200":

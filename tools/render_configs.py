@@ -32,6 +32,7 @@ from python_backend.contract import (
 )
 from python_backend.sections import UNMEASURED
 from tools.config_rules import check_rules
+from tools.ensembles import critic_infer_steps
 from tools.render_reference import reference_parameters
 from tools.render_rewards import Render, render_rewards
 
@@ -171,15 +172,20 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     }
     return {
         CRITIC: _render_scoring(CRITIC, config.critic, render, parameters),
-        CRITIC_INFER: render(
-            "ensemble.pbtxt.j2",
-            max_batch_size=min(config.reward.max_batch_size, config.critic.max_batch_size),
-            num_components=len(config.rewards or {}),
-            num_rewards=_num_rewards(config),
-        ),
+        CRITIC_INFER: _critic_infer(config, render),
         CRITIC_TRAIN: render("journal.pbtxt.j2", name=CRITIC_TRAIN, parameters=journal),
         CRITIC_SAVE: render("journal.pbtxt.j2", name=CRITIC_SAVE, parameters=journal),
     }
+
+
+def _critic_infer(config: RunConfig, render: Render) -> str:
+    rewards = config.rewards or {}
+    return render(
+        "ensemble.pbtxt.j2", name=CRITIC_INFER, has_values=True, num_rewards=_num_rewards(config),
+        purpose="Critic and reward in one round trip; asked for `values` alone, Triton runs the critic alone.",
+        num_components=len(rewards), steps=critic_infer_steps(rewards), parameters={},
+        max_batch_size=min(config.reward.max_batch_size, config.critic.max_batch_size),
+    )  # fmt: skip
 
 
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:

@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from python_backend.config import RunConfig
 from python_backend.contract import (
     REWARD_CHECKPOINT,
     REWARD_COMPONENTS,
-    REWARD_FUNCTION_PREFIX,
     REWARD_MIXTURE,
     REWARD_MODEL,
     REWARD_WEIGHTS,
@@ -21,6 +19,7 @@ from python_backend.contract import (
 from python_backend.function_rewards import with_absolute_path
 from python_backend.required_files import tokenizer_folder
 from python_backend.reward_terms import MODEL_TERM
+from tools.ensembles import mixture_steps, model_of
 
 MAX_WAITING_ROWS = 100_000  # beyond it callers are told to come back: the memory of a server is finite
 Render = Callable[..., str]
@@ -59,22 +58,17 @@ def render_rewards(
             "max_request_bytes": str(config.reward.max_request_bytes),
             "tokenizer": str(place(tokenizer)),
         }
-        model = REWARD_FUNCTION_PREFIX + name
+        model = model_of(name)
         texts[model] = render("reward_function.pbtxt.j2", name=model, max_batch_size=batch, parameters=parameters)
     if MODEL_TERM in config.rewards:
         texts[REWARD_CHECKPOINT] = checkpoint(REWARD_CHECKPOINT)
-    values: dict[str, Any] = {"terms": _terms(config), "max_batch_size": batch}
-    texts[REWARD_MIXTURE] = render("reward_mixture.pbtxt.j2", name=REWARD_MIXTURE, parameters=sums, **values)
-    texts[REWARD_MODEL] = render(
-        "reward_ensemble.pbtxt.j2", name=REWARD_MODEL, mixture=REWARD_MIXTURE, parameters=whole, **values
+    terms = [{"name": name, "function": name != MODEL_TERM} for name in config.rewards]
+    texts[REWARD_MIXTURE] = render(
+        "reward_mixture.pbtxt.j2", name=REWARD_MIXTURE, terms=terms, max_batch_size=batch, parameters=sums
     )
+    texts[REWARD_MODEL] = render(
+        "ensemble.pbtxt.j2", name=REWARD_MODEL, purpose="The weighted sum of several rewards.", has_values=False,
+        num_rewards=1, num_components=len(config.rewards), steps=mixture_steps(config.rewards), max_batch_size=batch,
+        parameters=whole,
+    )  # fmt: skip
     return texts
-
-
-def _terms(config: RunConfig) -> list[dict[str, Any]]:
-    """Each component's name, the model that scores it, and whether that is a function."""
-    return [{"name": name, "function": name != MODEL_TERM, "model": _model_of(name)} for name in config.rewards or {}]
-
-
-def _model_of(name: str) -> str:
-    return REWARD_CHECKPOINT if name == MODEL_TERM else REWARD_FUNCTION_PREFIX + name
