@@ -10,6 +10,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +307,9 @@ class System:
             self.server.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Both processes, in the order of `tools run`."""
-        stop_process(self.sidecar)
-        stop_process(self.server)
+        """Both processes, at the same time."""
+        with ThreadPoolExecutor(2) as executor:
+            list(executor.map(stop_process, (self.sidecar, self.server)))
 
 
 @dataclasses.dataclass

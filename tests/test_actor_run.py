@@ -139,6 +139,7 @@ def actor_error(run: LiveRun, name: str, *overrides: str) -> str:
     return sentence
 
 
+@pytest.mark.slow
 def test_no_server(tmp_path: Path, checkpoints: Checkpoints) -> None:
     run = make_run(tmp_path, checkpoints)
     sentence = actor_error(run, "actor", "actor.client.retries=1")

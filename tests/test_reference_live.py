@@ -20,6 +20,7 @@ from live_system import (
     Checkpoints,
     FinishedRun,
     LiveRun,
+    System,
     make_checkpoint,
     make_run,
     make_tokenizer,
@@ -128,6 +129,7 @@ def test_a_run_with_a_served_reference_ends_well_and_has_no_copy(served: Finishe
         assert control.statistics(REFERENCE).inference_count >= 3 * 8 + 2 * 8
 
 
+@pytest.mark.slow
 def test_its_rewards_and_kl_are_those_of_a_run_with_a_copy(served: FinishedRun, finished: FinishedRun) -> None:
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
     assert finished.run.config.actor.reference == "actor"
@@ -244,15 +246,15 @@ def test_another_checkpoint_is_refused(served: FinishedRun, tmp_path: Path) -> N
     compare(served.run, f"reference.checkpoint={tmp_path / 'on the server only'}")  # cannot be seen from here
 
 
-def test_a_server_without_the_model_is_named(served: FinishedRun, finished: FinishedRun) -> None:
-    elsewhere = dataclasses.replace(served.run, config=finished.run.config)
+def test_a_server_without_the_model_is_named(served: FinishedRun, live: System) -> None:
+    elsewhere = dataclasses.replace(served.run, config=live.run.config)
     with pytest.raises(ModelMismatch, match=r"the server has no model reference \(reference at .*actor\.reference to"):
         compare(elsewhere)
 
 
-def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, finished: FinishedRun) -> None:
+def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, live: System) -> None:
     loaded = []
-    for run in (served.run, finished.run):
+    for run in (served.run, live.run):
         with GrpcClient(run.config.server.grpc_url) as client:
             headers = {GRPC_HEADER: control_key(run.config.run.weights_dir)}
             loaded.append({model.name for model in client.get_model_repository_index(headers=headers).models})
@@ -277,6 +279,7 @@ def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun)
     assert_logprobs(policy_of(served.run), rollout.rows(), rows)
 
 
+@pytest.mark.slow
 def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: FinishedRun) -> None:
     """The reference takes shorter rows only, so the longer ones of a further step have no log-probs."""
     run = served.run
