@@ -7,6 +7,7 @@ from pathlib import Path
 
 from python_backend.checkpoints import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
 from python_backend.config import ConfigError, RunConfig
+from python_backend.durable import read_json
 from python_backend.function_rewards import FILE_SPEC
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -28,6 +29,13 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
     problems = {key: problem for key, problem in problems.items() if problem}
     if problems:
         raise ConfigError("\n".join(f"{key}: {problem}" for key, problem in problems.items()))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` renders conversations."""
+    files = ("chat_template.jinja", "additional_chat_templates")
+    settings = read_json(folder / "tokenizer_config.json") or {}
+    return any((folder / name).exists() for name in files) or bool(settings.get("chat_template"))
 
 
 def check_critic(config: RunConfig) -> None:

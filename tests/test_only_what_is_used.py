@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from live_system import MEASURED, Checkpoints
+from live_system import MEASURED, Checkpoints, make_tokenizer
 from tiny_models import regions
 
 import actor.__main__
@@ -179,6 +179,34 @@ def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpo
     for name in ("config.json", "model.safetensors"):
         shutil.copy(checkpoints.reward / name, tmp_path / name)
     assert f"reward.checkpoint: {tmp_path} holds no tokenizer, so whether" in refused(tmp_path)
+
+
+def test_conversations_need_chat_templates(tmp_path: Path) -> None:
+    """The policy's, and the reward model's where it has another tokenizer."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    for name in ("policy", "same"):
+        tokenizer.save_pretrained(tmp_path / name)
+    tokenizer.add_tokens(["unheard"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    prompts = tmp_path / "prompts.jsonl"
+    actor = {"checkpoint": str(tmp_path / "policy"), "prompts": str(prompts)}
+
+    def check(reward: str, prompt: object) -> None:
+        prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
+        config = {"actor": actor, "reward": {"checkpoint": str(tmp_path / reward)}}
+        tools.run.check_prompts(RunConfig.model_validate(config))
+
+    check("other", "a text")
+    conversation = [{"role": "user", "content": "Hello"}]
+    with pytest.raises(ConfigError, match=r"actor\.checkpoint: .*policy has no chat template, and actor\.prompts"):
+        check("same", conversation)
+    (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages }}")
+    check("same", conversation)
+    with pytest.raises(ConfigError, match=r"reward\.checkpoint: .*other has no chat template.*'content'"):
+        check("other", conversation)
+    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
+    check("other", conversation)
 
 
 @pytest.mark.parametrize(

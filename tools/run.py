@@ -25,7 +25,7 @@ from actor.prompt_files import PromptError, read_rows, source_of
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.durable import numbers_in, write_json
 from python_backend.journal import Journal
-from python_backend.required_files import check_files
+from python_backend.required_files import check_files, has_chat_template
 from tools.calibration import settle
 from tools.child import Child, ChildDied
 from tools.display import RunDisplay
@@ -253,10 +253,34 @@ def check_prompts(config: RunConfig) -> None:
     paths = {"actor.prompts": actor.prompts, "actor.validation_prompts": actor.validation_prompts}
     for key, path in paths.items():
         try:
-            for row in itertools.islice(read_rows(path), CHECKED_ROWS) if path is not None else ():
-                source_of(row)
+            rows = itertools.islice(read_rows(path), CHECKED_ROWS) if path is not None else iter(())
+            if sum(isinstance(row.columns[source_of(row)], list) for row in rows):
+                check_templates(config, key)
         except PromptError as error:
             raise ConfigError(f"{key}: {error}") from error
+
+
+def check_templates(config: RunConfig, prompts: str) -> None:
+    """Check that who reads the conversations in `prompts` has a chat template. Raises ConfigError."""
+    policy, reward = config.actor.checkpoint, config.reward.checkpoint
+    if not has_chat_template(policy):
+        raise ConfigError(
+            f"actor.checkpoint: {policy} has no chat template, and {prompts} holds conversations; save one in it as "
+            "chat_template.jinja, or give prompts as texts"
+        )
+    if config.uses_reward_model and not has_chat_template(reward) and not _same_tokenizer(policy, reward):
+        raise ConfigError(
+            f"reward.checkpoint: {reward} has no chat template, and {prompts} holds conversations, which a reward "
+            "model with another tokenizer than the policy's renders itself; save the template that it was trained with "
+            "in it as chat_template.jinja (`{{ messages[-1]['content'] }}` scores the reply alone), or give prompts as "
+            "texts"
+        )
+
+
+def _same_tokenizer(*folders: Path) -> bool:
+    from python_backend.tokenization import fingerprint, load_tokenizer  # transformers: slow to import
+
+    return len({fingerprint(load_tokenizer(folder.absolute())) for folder in folders}) == 1
 
 
 def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
