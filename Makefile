@@ -30,6 +30,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/render_configs.py --check
+	$(BIN)/python tools/config_reference.py --check
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -9,7 +9,7 @@ numpy and the standard library only (and safetensors' numpy side): it is used in
     <root>/{LOCK, EPOCH, heartbeat.json}
 
 An entry's life: accepted (link(2) of a synced file) -> trained -> published -> served -> answered (result) -> covered
-by a checkpoint -> removed; docs/live_critic.md has it state by state. Steps begin at 1 and have no gaps.
+by a checkpoint -> removed; docs/live-critic.md has it state by state. Steps begin at 1 and have no gaps.
 """
 
 from __future__ import annotations
