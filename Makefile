@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-.PHONY: demo demo-llm demo-rlvr test test-all check format clean
+.PHONY: demo demo-llm demo-rlvr test test-all check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -36,8 +36,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Strict: a broken link, a missing page, or one that no table of contents lists, is an error. Needs Python 3.11.
+docs: $(INSTALLED)
+	$(BIN)/python tools/config_reference.py
+	$(BIN)/sphinx-build -W --keep-going --nitpicky --fresh-env --quiet docs build/docs
+	@echo build/docs/index.html
+
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs build
 
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
