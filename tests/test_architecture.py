@@ -144,35 +144,3 @@ def test_no_file_knows_a_machine():
             continue
         found = pattern.search(path.read_text(errors="replace"))
         assert not found or path.name.startswith("Dockerfile"), f"{path}: {found}"
-
-
-KNOWN_COMMANDS = {
-    "make", "python", "python3", "git", "cd", "docker", "pip", "tritonserver", "curl", "tensorboard", "ls", "cp",
-    "export", "torchrun", "SEED=1", ".venv/bin/python", ".venv/bin/tensorboard", "bash", "source",
-}  # fmt: skip
-
-
-def readme_commands() -> list[str]:
-    """Commands of the README's fenced bash blocks, continuations joined, comments left out."""
-    if not (ROOT / "README.md").is_file():
-        return []
-    blocks = re.findall(r"^```(?:bash|sh|shell)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-
-
-def test_readme_commands_begin_with_something_known():
-    for command in readme_commands():
-        first = next(word for word in command.removeprefix("$ ").split() if "=" not in word)
-        assert first in KNOWN_COMMANDS or (ROOT / first).is_file(), command
-
-
-def test_what_the_readme_runs_is_there():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in readme_commands():
-        for target in re.findall(r"\bmake ([a-z-]+)", command):
-            assert target in targets, command
-        for module in re.findall(r"-m (\w+)", command):
-            assert module in {"pip", "pytest", "venv"} or (ROOT / module / "__main__.py").is_file(), command
-        for file in re.findall(r"(?:^|\s)((?:configs|tools|\.ci)/[\w./-]+)", command):
-            assert (ROOT / file).exists(), command
