@@ -74,7 +74,8 @@ def _common_keys(schema: Schema, definitions: Schema) -> Schema:
 def _section(name: str, field: Schema, definitions: Schema, *, without: Schema, level: int) -> Iterator[str]:
     """Yield the heading and table of a section, then those of the sections within it."""
     section = _definition(field, definitions)
-    inner, keys = {}, {}
+    inner: Schema = {}
+    keys: Schema = {}
     for key, value in section["properties"].items():
         if key not in without:
             is_section = "properties" in (_definition(value, definitions) or {})
