@@ -10,8 +10,8 @@ import pytest
 
 from python_backend.config import load_config
 from python_backend.function_rewards import Sample
-from tools.bench import learning
-from tools.bench.share_reward import share_of_word
+from tools.bench import command, learning
+from tools.bench.reward_functions import share_of_word
 
 
 def run(algorithm: str, seed: int, rewards: list[float]) -> list[dict[str, Any]]:
@@ -29,21 +29,23 @@ def test_the_reward_is_a_share_of_the_response():
 
 def test_the_worst_seed_decides():
     good, bad = run("ppo", 0, [0.1, 0.96, 1.0, 1.0, 1.0, 1.0, 1.0]), run("ppo", 1, [0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9])
-    lines = learning.report([*good, *bad, *run("grpo", 0, [1.0] * 6)]).splitlines()
-    assert lines[1].split() == ["ppo", "0", "1.000", "2", "14.0"]
-    assert lines[2].split() == ["ppo", "1", "0.900", "-", "14.0"]
-    assert "MISS: 0.900" in lines[3]
-    assert "PASS: 1.000" in lines[5]
+    result: dict[str, Any] = {"samples": [*good, *bad, *run("grpo", 0, [1.0] * 6)]}
+    result["summary"] = learning.summarise(result)
+    assert list(result["summary"][0].values()) == ["ppo", 0, 1.0, 2, 14.0]
+    assert list(result["summary"][1].values()) == ["ppo", 1, pytest.approx(0.9), None, 14.0]
+    ppo, grpo = learning.targets(result)
+    assert (ppo.value, ppo.verdict) == (pytest.approx(0.9), "miss")
+    assert (grpo.value, grpo.verdict) == (1.0, "pass")
 
 
 def test_the_picture_has_a_panel_for_each_algorithm(tmp_path: Path):
-    learning.draw([*run("ppo", 0, [0.1, 0.9]), *run("rloo", 0, [0.2, 0.8])], tmp_path / "learning.png")
+    learning.draw({"samples": [*run("ppo", 0, [0.1, 0.9]), *run("rloo", 0, [0.2, 0.8])]}, tmp_path)
     assert (tmp_path / "learning.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("algorithm", sorted(learning.ALGORITHMS))
 def test_every_configuration_is_valid(tmp_path: Path, algorithm: str):
-    arguments = learning.parse_arguments(["--out", str(tmp_path)])
+    arguments = command.parse_arguments("learning", learning, ["--out", str(tmp_path)])
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(learning.configuration(arguments, tmp_path, algorithm, 3)))
     config = load_config(path)
@@ -52,14 +54,14 @@ def test_every_configuration_is_valid(tmp_path: Path, algorithm: str):
 
 def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        learning.parse_arguments(["--out", "x", "--algorithms", "ppo,trpo"])
-    assert "unknown algorithm 'trpo'; known: ppo, reinforce++, rloo, grpo" in capsys.readouterr().err
+        command.main(["learning", "--out", "x", "--algorithms", "ppo,trpo"])
+    assert "unknown 'trpo'; known: ppo, reinforce++, rloo, grpo" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_run(tmp_path: Path):
-    assert learning.main(["--out", str(tmp_path), "--quick"]) == 0
+    assert command.main(["learning", "--out", str(tmp_path), "--quick"]) == 0
     samples = json.loads((tmp_path / "result.json").read_text())["samples"]
     assert [sample["step"] for sample in samples] == [1, 2]
     assert set(samples[0]) == {"algorithm", "seed", "step", "reward", "optimum", "kl"}

@@ -1,4 +1,4 @@
-"""What the reload measurement makes of its samples: windows, silences, slopes, bars and the picture. No times."""
+"""What the reload measurement makes of its samples: windows, silences, slopes, targets and the picture. No times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.bench import reload_gaps, reload_journal, reload_leak, reload_load, reload_publish
+from tools.bench import reload, reload_gaps, reload_journal, reload_leak, reload_load, reload_publish
 from tools.bench import reload_training as training
+from tools.bench.benchmark import Target
+from tools.bench.command import report
+from tools.bench.reload import PARTS
 from tools.bench.reload_load import share_of_cycle
-from tools.bench.reload_report import PARTS, write_report
 from tools.bench.reload_windows import Samples, p99, quiet_windows, ratio
-from tools.bench.report import Bar
 
 
 def raw(start_s: list[float], latency_ms: list[float], version: int = 0) -> dict[str, Any]:
@@ -41,11 +42,11 @@ def test_samples_come_in_the_order_of_their_answers():
     assert samples.latency_ms == pytest.approx([10.0, 500.0])
 
 
-def test_under_way_is_who_overlaps_a_window_each_once():
+def test_in_flight_is_who_overlaps_a_window_each_once():
     samples = Samples.of(raw([0.0, 1.0, 2.0, 3.0], [500.0, 600.0, 700.0, 800.0]))
-    assert samples.under_way([(1.5, 2.1)]) == pytest.approx([600.0, 700.0])
-    assert samples.under_way([(1.5, 2.1), (1.55, 2.5)]) == pytest.approx([600.0, 700.0])
-    assert samples.under_way([(0.6, 0.9)]).size == 0
+    assert samples.in_flight([(1.5, 2.1)]) == pytest.approx([600.0, 700.0])
+    assert samples.in_flight([(1.5, 2.1), (1.55, 2.5)]) == pytest.approx([600.0, 700.0])
+    assert samples.in_flight([(0.6, 0.9)]).size == 0
 
 
 def test_a_silence_counts_whole_although_the_window_cuts_it():
@@ -98,33 +99,33 @@ def load_part(*, swap_gap_s: float = 0.0, failures: int = 0) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bar(bars: list[Bar], words: str) -> Bar:
-    (found,) = [bar for bar in bars if words in bar.name]
+def target(targets: list[Target], words: str) -> Target:
+    (found,) = [target for target in targets if words in target.name]
     return found
 
 
-def load_bars(part: dict[str, Any]) -> list[Bar]:
-    return reload_load.bars(reload_load.summarise({"1m": part}))
+def load_targets(part: dict[str, Any]) -> list[Target]:
+    return reload_load.targets(reload_load.summarise({"1m": part}))
 
 
 def test_load_compares_with_quiet_times():
-    found = load_bars(load_part())
-    assert bar(found, "p99 during swaps").value == pytest.approx(1.0)
-    assert bar(found, "p99 during Triton").value == pytest.approx(2.0)
-    assert bar(found, "longest pause").value == pytest.approx(0.0, abs=1e-6)
+    found = load_targets(load_part())
+    assert target(found, "p99 during swaps").value == pytest.approx(1.0)
+    assert target(found, "p99 during Triton").value == pytest.approx(2.0)
+    assert target(found, "longest pause").value == pytest.approx(0.0, abs=1e-6)
     assert {b.verdict for b in found} == {"pass"}
 
 
 @pytest.mark.parametrize(("gap_s", "verdict"), [(0.015, "pass"), (0.025, "miss")])
 def test_a_pause_at_a_swap_is_found(gap_s: float, verdict: str):
-    found = bar(load_bars(load_part(swap_gap_s=gap_s)), "longest pause")
+    found = target(load_targets(load_part(swap_gap_s=gap_s)), "longest pause")
     assert found.value == pytest.approx(gap_s * 1e3, abs=0.01)
     assert found.verdict == verdict
 
 
 def test_one_failed_request_is_a_miss():
-    assert bar(load_bars(load_part(failures=1)), "failed").verdict == "miss"
-    assert bar(load_bars({**load_part(), "failed_by_server": 1}), "failed").verdict == "miss"
+    assert target(load_targets(load_part(failures=1)), "failed").verdict == "miss"
+    assert target(load_targets({**load_part(), "failed_by_server": 1}), "failed").verdict == "miss"
 
 
 def publish_part() -> dict[str, Any]:
@@ -134,9 +135,9 @@ def publish_part() -> dict[str, Any]:
 
 
 def test_publish_divides_by_the_sum_of_its_steps():
-    found = reload_publish.bars(reload_publish.summarise(publish_part()))
-    assert bar(found, "swap").value == pytest.approx(1.2)
-    assert bar(found, "triton").value == pytest.approx(1.5)
+    found = reload_publish.targets(reload_publish.summarise(publish_part()))
+    assert target(found, "swap").value == pytest.approx(1.2)
+    assert target(found, "triton").value == pytest.approx(1.5)
     assert [b.verdict for b in found] == ["pass", "miss"]
 
 
@@ -154,22 +155,22 @@ def training_part() -> list[dict[str, Any]]:
 def test_training_compares_sizes_of_the_update():
     summary = training.summarise(training_part())
     assert summary["one lock"]["x4"]["p99_ms"] == pytest.approx(8200.0)
-    found = bar(training.bars(summary), "p99")
+    found = target(training.targets(summary), "p99")
     assert found.value == pytest.approx(1.3)
     assert found.verdict == "miss"
 
 
 def gaps_part() -> dict[str, Any]:
     samples = joined(ticking(0, 20, 0.01), ticking(22, 30, 0.01), raw([19.99], [2020.0]))
-    windows = [("swap", 5.0, 5.1), ("grpc", 10.0, 12.0), ("http", 20.0, 22.0)]
+    windows = [("swap", 5.0, 5.1), ("http", 20.0, 22.0)]
     return {"samples": samples, "windows": [{"way": w, "begin_s": b, "end_s": e} for w, b, e in windows]}
 
 
 def test_gaps_are_those_of_their_own_reloads():
     summary = reload_gaps.summarise(gaps_part())
     assert summary["http"]["longest_silence_ms"] == pytest.approx(2010.0)
-    assert summary["grpc"]["longest_silence_ms"] == pytest.approx(10.0)
-    found = reload_gaps.bars(summary)
+    assert summary["swap"]["longest_silence_ms"] == pytest.approx(10.0)
+    found = reload_gaps.targets(summary)
     assert [b.value for b in found] == pytest.approx([201.0, 404.0])
     assert [b.verdict for b in found] == ["pass", "pass"]
 
@@ -177,7 +178,7 @@ def test_gaps_are_those_of_their_own_reloads():
 def test_one_client_that_is_kept_waiting_among_others_is_seen():
     part = gaps_part()
     part["samples"] = joined(ticking(0, 30, 0.01), raw([20.0], [2000.0]))
-    silence, wait = reload_gaps.bars(reload_gaps.summarise(part))
+    silence, wait = reload_gaps.targets(reload_gaps.summarise(part))
     assert silence.verdict == "miss"
     assert wait.value == pytest.approx(400.0)
 
@@ -203,14 +204,14 @@ def leak_part(**of_swaps: float) -> dict[str, Any]:
 def test_slopes_begin_after_the_warm_up():
     summary = reload_leak.summarise(leak_part())
     assert summary["swap"]["server_slope_kb"] == pytest.approx(3.0)
-    assert {b.verdict for b in reload_leak.bars({"swap": summary["swap"]})} == {"pass"}
+    assert {b.verdict for b in reload_leak.targets({"swap": summary["swap"]})} == {"pass"}
 
 
 def test_a_leak_of_memory_or_handles_is_a_miss():
-    memory = reload_leak.bars(reload_leak.summarise(leak_part(slope_kb=21.0)))
-    assert bar(memory, "swap, memory of the server").verdict == "miss"
-    handles = reload_leak.bars(reload_leak.summarise(leak_part(handles=0.1)))
-    assert bar(handles, "swap, what grew").verdict == "miss"
+    memory = reload_leak.targets(reload_leak.summarise(leak_part(slope_kb=21.0)))
+    assert target(memory, "swap, memory of the server").verdict == "miss"
+    handles = reload_leak.targets(reload_leak.summarise(leak_part(handles=0.1)))
+    assert target(handles, "swap, what grew").verdict == "miss"
 
 
 def journal_part() -> dict[str, Any]:
@@ -219,7 +220,7 @@ def journal_part() -> dict[str, Any]:
 
 
 def test_journal_counts_checking_too():
-    found = reload_journal.bars(reload_journal.summarise(journal_part()))
+    found = reload_journal.targets(reload_journal.summarise(journal_part()))
     assert [b.value for b in found] == pytest.approx([1.6, 1.0])
     assert [b.verdict for b in found] == ["miss", "pass"]
 
@@ -236,15 +237,15 @@ def whole_result() -> dict[str, Any]:
 
 
 def test_report_of_everything(tmp_path: Path):
-    text = write_report(whole_result(), tmp_path)
+    text = report(reload, whole_result(), tmp_path)
     written = json.loads((tmp_path / "result.json").read_text())
     assert set(written["summary"]) == set(PARTS)
-    assert all(b["name"] in text for b in written["bars"])
+    assert all(t["name"] in text for t in written["targets"])
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_report_of_one_part_alone(name: str, tmp_path: Path):
-    write_report({"parts": {name: whole_result()["parts"][name]}}, tmp_path)
+    report(reload, {"parts": {name: whole_result()["parts"][name]}}, tmp_path)
     assert list(json.loads((tmp_path / "result.json").read_text())["summary"]) == [name]
     assert (tmp_path / "reload.png").is_file() == (name in ("load", "training", "leak"))

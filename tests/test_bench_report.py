@@ -1,54 +1,60 @@
-"""The measurement's statistics on samples made by hand: medians, matched ratios, bars, tables. No time is measured."""
+"""Statistics of the benchmarks on samples made by hand: medians, matched ratios, targets, tables. Nothing is timed."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tools.bench.report import Bar, bars, flatness, power_law, summarise, write_report
-from tools.bench.samples import Rounds, mean_batch, median_of, model_size, padding_share, throughput
-from tools.bench.table import bars_table, full_table, headline_table
+from tools.bench import scoring
+from tools.bench.benchmark import Target
+from tools.bench.command import BENCHMARKS, markdown, parse_arguments, report, targets_table
+from tools.bench.samples import in_turn, median_of, pairs, ratio
+from tools.bench.scoring_report import (
+    flatness,
+    padding_share,
+    points_of,
+    power_law,
+    speed_ratio,
+    summarise,
+    targets,
+    throughput,
+)
+from tools.bench.trace import model_size
 
 
 def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:
     """1000 tokens in 10 rows, one row a request, by the 7 M model at concurrency 64."""
     row = {
-        "contender": contender, "model": "7m", "rows": 1, "concurrency": 64, "repeat": 1, "purpose": "sweep",
+        "contender": contender, "model": "7m", "rows": 1, "concurrency": 64, "round": 1, "purpose": "sweep",
         "split": "2x1", "seconds": seconds, "sequences": 10, "tokens": 1000, "p50_ms": 100.0, "p99_ms": 200.0,
         "server_cpu_s": 2.0, "client_cpu_s": 1.0, "forward_tokens": 900, "computed_tokens": 1200,
-        "batch_rows": 30, "executions": 4,
     }  # fmt: skip
     return {**row, **changes}
 
 
 def in_rounds(contender: str, *seconds: float, **changes: Any) -> list[dict[str, Any]]:
-    """One sample per repeat."""
-    return [sample(contender, s, repeat=i, **changes) for i, s in enumerate(seconds, 1)]
+    """One sample per round."""
+    return [sample(contender, s, round=i, **changes) for i, s in enumerate(seconds, 1)]
 
 
 def result_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return {"samples": samples, "settings": {"queue_delay_us": 2000}}
 
 
-def bar(samples: list[dict[str, Any]], words: str) -> Bar:
-    (found,) = [bar for bar in bars(result_of(samples)) if words in bar.name]
+def target(samples: list[dict[str, Any]], words: str) -> Target:
+    (found,) = [target for target in targets(result_of(samples)) if words in target.name]
     return found
-
-
-POINT = ("7m", 1, 64)
 
 
 def test_one_sample():
     one = sample("ours", 4.0)
     assert throughput(one) == 250.0
     assert padding_share(one) == 0.25
-    assert mean_batch(one) == 7.5
     assert padding_share(sample("ours", 1.0, computed_tokens=0)) is None
-    no_triton = {key: value for key, value in one.items() if key not in ("batch_rows", "executions")}
-    assert mean_batch(no_triton) is None
 
 
 def test_median_leaves_out_what_is_unknown():
@@ -58,43 +64,49 @@ def test_median_leaves_out_what_is_unknown():
 
 def test_ratios_are_of_matched_rounds():
     """The machine was slow in round 2 for both: the median of ratios is 2, the ratio of medians would be 1.5."""
-    rounds = Rounds([*in_rounds("ours", 1.0, 8.0, 2.0), *in_rounds("one_forward", 2.0, 16.0, 3.0)])
-    assert rounds.speed_ratio(POINT, "ours", "one_forward") == 2.0
-    assert rounds.speed_ratio(POINT, "one_forward", "ours") == 0.5
+    samples = [*in_rounds("ours", 1.0, 8.0, 2.0), *in_rounds("one_forward", 2.0, 16.0, 3.0)]
+    assert speed_ratio(samples, "ours", "one_forward") == 2.0
+    assert ratio(samples, "ours", "one_forward", "seconds") == 0.5
 
 
 def test_rounds_that_one_of_them_lacks_do_not_count():
-    rounds = Rounds([*in_rounds("ours", 1.0, 1.0), sample("one_forward", 3.0, repeat=2)])
-    assert rounds.matched(POINT, "ours", "one_forward", lambda a, b: b["seconds"]) == [3.0]
-    assert rounds.speed_ratio(POINT, "ours", "ideal") is None
+    samples = [*in_rounds("ours", 1.0, 1.0), sample("one_forward", 3.0, round=2)]
+    assert [(a["seconds"], b["seconds"]) for a, b in pairs(samples, "ours", "one_forward")] == [(1.0, 3.0)]
+    assert ratio(samples, "ours", "ideal", "seconds") is None
+
+
+def test_a_different_contender_comes_first_in_each_round():
+    assert list(in_turn("abc", 4)) == [
+        (i, name) for i, names in enumerate(("abc", "bca", "cab", "abc")) for name in names
+    ]
 
 
 def test_only_the_sweep_counts():
-    assert Rounds([sample("ours", 1.0, purpose="split"), sample("ours", 1.0, purpose="scaling")]).points == []
+    assert points_of([sample("ours", 1.0, purpose="split"), sample("ours", 1.0, purpose="scaling")]) == {}
 
 
 def test_points_begin_with_the_small_model():
     samples = [sample("ours", 1.0, model=model, concurrency=c) for model in ("110m", "7m", "1m") for c in (64, 8)]
-    assert [point[0] for point in Rounds(samples).points] == ["1m", "1m", "7m", "7m", "110m", "110m"]
+    assert [point[0] for point in points_of(samples)] == ["1m", "1m", "7m", "7m", "110m", "110m"]
     assert model_size("tiny") == 0.0
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(3.2, "miss"), (3.4, "pass")])
 def test_ratio_bar(seconds: float, verdict: str):
-    found = bar([*in_rounds("ours", 1, 1, 1), *in_rounds("pytriton_padded", *[seconds] * 3)], "pytriton_padded")
+    found = target([*in_rounds("ours", 1, 1, 1), *in_rounds("pytriton_padded", *[seconds] * 3)], "pytriton_padded")
     assert found.value == pytest.approx(seconds)
     assert found.verdict == verdict
     assert found.detail == "median of 3 matched rounds"
 
 
 def test_too_few_rounds_are_told():
-    found = bar([sample("ours", 1.0), sample("ideal", 1.0)], "ideal")
+    found = target([sample("ours", 1.0), sample("ideal", 1.0)], "ideal")
     assert (found.value, found.verdict) == (1.0, "pass")
     assert "fewer than 3" in found.detail
 
 
 def test_what_was_not_measured_is_neither_pass_nor_miss():
-    assert {found.verdict for found in bars(result_of([]))} == {"not measured"}
+    assert {found.verdict for found in targets(result_of([]))} == {"not measured"}
 
 
 def test_never_slower_names_the_worst_point_and_leaves_out_ideal_late_and_low_concurrency():
@@ -104,7 +116,7 @@ def test_never_slower_names_the_worst_point_and_leaves_out_ideal_late_and_low_co
         *in_rounds("ragged_off", 0.1, concurrency=4), *in_rounds("ours", 1.0, concurrency=8),
         *in_rounds("ragged_off", 0.8, concurrency=8),
     ]  # fmt: skip
-    found = bar(samples, "any other server")
+    found = target(samples, "any other server")
     assert found.value == pytest.approx(0.8)
     assert found.verdict == "miss"
     assert found.detail == "worst at 7m, 1 row a request, concurrency 8 against ragged_off"
@@ -113,13 +125,13 @@ def test_never_slower_names_the_worst_point_and_leaves_out_ideal_late_and_low_co
 @pytest.mark.parametrize(("ours_ms", "verdict"), [(13.9, "pass"), (14.1, "miss")])
 def test_latency_alone_may_exceed_theirs_by_delay_and_margin(ours_ms: float, verdict: str):
     samples = [sample("ours", 1, concurrency=1, p50_ms=ours_ms), sample("one_forward", 1, concurrency=1, p50_ms=10.0)]
-    assert bar(samples, "concurrency 1").verdict == verdict
+    assert target(samples, "concurrency 1").verdict == verdict
 
 
 @pytest.mark.parametrize(("ours_ms", "verdict"), [(259.0, "pass"), (261.0, "miss")])
 def test_p99_against_late_answers(ours_ms: float, verdict: str):
     samples = [sample("ours", 1, p99_ms=ours_ms), sample("late_answers", 1, p99_ms=200.0)]
-    assert bar(samples, "p99").verdict == verdict
+    assert target(samples, "p99").verdict == verdict
 
 
 @pytest.mark.parametrize(("curve", "flat"), [([10, 50, 92, 100, 95], 0.92), ([10, 100, 80], 0.8), ([10, 89, 100], 1.0)])
@@ -137,12 +149,12 @@ def test_growth():
         return sample("ours", seconds, purpose="scaling", scaling_tokens=tokens, tokens=tokens, pss_mb=pss_mb)
 
     samples = [scaling(1000, 1, 100.0), scaling(10_000, 10, 105.0), scaling(100_000, 100, 120.0)]
-    assert bar(samples, "exponent").verdict == "pass"
-    assert bar(samples, "memory").value == pytest.approx(1.2)
-    assert bar(samples, "memory").verdict == "miss"
+    assert target(samples, "exponent").verdict == "pass"
+    assert target(samples, "memory").value == pytest.approx(1.2)
+    assert target(samples, "memory").verdict == "miss"
     square = [scaling(1000, 1, 100.0), scaling(10_000, 100, 100.0)]
-    assert bar(square, "exponent").value == pytest.approx(2.0)
-    assert bar(square, "exponent").verdict == "miss"
+    assert target(square, "exponent").value == pytest.approx(2.0)
+    assert target(square, "exponent").verdict == "miss"
 
 
 def test_summary_and_tables():
@@ -153,35 +165,44 @@ def test_summary_and_tables():
     assert ours["cpu_ms_per_token"] == 3.0
     assert (ours["rounds"], ours["ours_over_this"]) == (3, 1.0)
     assert (other["ours_over_this"], other["p50_ms"]) == (2.0, None)
-    lines = full_table([other, ours]).splitlines()
+    lines = markdown([ours, other]).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert "**ours**" in lines[2]
+    assert "| ours " in lines[2]
     assert "–" in lines[3]
 
 
-def test_headline_takes_the_highest_level_where_64_was_not_measured():
-    rows = summarise(result_of([sample("ours", 1.0, concurrency=c) for c in (1, 8)]))
-    assert headline_table(rows).count("\n") == 2
-    assert "| 8 " in headline_table(rows)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_the_parts_that_the_runner_calls(name: str, capsys: pytest.CaptureFixture[str]):
+    benchmark = importlib.import_module(f"tools.bench.{name}")
+    assert all(callable(getattr(benchmark, part)) for part in ("measure", "summarise", "targets", "draw"))
+    settings, quick = (parse_arguments(name, benchmark, ["--out", "x", *more]) for more in ([], ["--quick"]))
+    assert set(benchmark.OPTIONS) < set(vars(settings))
+    assert any(getattr(settings, key) != getattr(quick, key) for key in benchmark.OPTIONS)
+    with pytest.raises(SystemExit, match="0"):
+        parse_arguments(name, benchmark, ["--help"])
+    assert f"python -m tools bench {name}" in capsys.readouterr().out
 
 
-def test_bars_table_says_what_was_promised():
-    text = bars_table([Bar("a", 1.0, 0.9, 1.1, "x"), Bar("b", None, 2.0, None, ""), Bar("c", 3.0, None, 1.3, "y")])
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+def test_targets_table_says_what_was_promised():
+    found = [Target("a", 1.0, 0.9, 1.1, "x"), Target("b", None, 2.0), Target("c", 1234.5, None, 1.3), Target("d", 2.0)]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in markdown(targets_table(found)).splitlines()[2:]
+    ]
     assert rows == [
-        ["pass", "a", "1.00", "0.9 to 1.1", "x"],
-        ["not measured", "b", "–", ">= 2", ""],
-        ["miss", "c", "3.00", "<= 1.3", "y"],
+        ["pass", "a", "0.9 to 1.1", "x", "1"],
+        ["not measured", "b", ">= 2", "", "–"],
+        ["miss", "c", "<= 1.3", "", "1,234"],
+        ["no target", "d", "", "", "2"],
     ]
 
 
 def test_report_of_one_round_is_written_whole(tmp_path: Path):
     samples = [sample(name, 1.0, concurrency=c) for name in ("ours", "one_forward") for c in (1, 8)]
     samples.append(sample("ours", 1.0, purpose="scaling", scaling_tokens=1000, pss_mb=10.0))
-    text = write_report(result_of(samples), tmp_path)
+    text = report(scoring, result_of(samples), tmp_path)
     assert "not measured" in text
     written = json.loads((tmp_path / "result.json").read_text())
     assert len(written["summary"]) == 4
-    assert {bar["verdict"] for bar in written["bars"]} >= {"pass", "not measured"}
-    names = {"result.json", "report.md", "throughput.png", "latency.png", "batches.png", "padding.png", "growth.png"}
+    assert {target["verdict"] for target in written["targets"]} >= {"pass", "not measured"}
+    names = {"result.json", "report.md", "throughput.png"}
     assert {path.name for path in tmp_path.iterdir()} == names

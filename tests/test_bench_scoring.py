@@ -1,4 +1,4 @@
-"""What the scoring measurement sends, how much of it, and one whole run with every contender. No test asserts times."""
+"""The benchmark of scoring: what it sends, how much of it, and one whole run with every contender. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ import pytest
 import torch
 
 from python_backend.modeling import load_reward
-from tools.bench.children import BenchError
+from tools.bench import scoring
+from tools.bench.benchmark import BenchError, Record
+from tools.bench.command import main, parse_arguments
 from tools.bench.contenders import CONTENDERS
 from tools.bench.forward import CountedReward, Counters, read_counters
-from tools.bench.ideal import claim
-from tools.bench.one_forward import pack, unpack
-from tools.bench.plan import Cell, Pace, Settings, cell_seconds, num_requests, plan_cells
+from tools.bench.instances import claim, pack, unpack
 from tools.bench.pytriton import stripped_width
-from tools.bench.rounds import Bench
-from tools.bench.running import Running, Setup, Split
-from tools.bench.scoring import main, parse_arguments
-from tools.bench.snapshot import Watched, cpu_seconds, difference, snapshot
+from tools.bench.scoring_plan import Pace, num_requests, plan_cells
 from tools.bench.trace import (
     LONGEST,
     SHORTEST,
@@ -37,12 +34,10 @@ from tools.bench.trace import (
     rows_for_tokens,
     trace_lengths,
 )
+from tools.bench.usage import cpu_seconds, difference, snapshot
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = Settings(
-    contenders=list(CONTENDERS), rows=[1, 8], concurrency=[1, 64], repeats=3, seconds=1.0, splits=[Split(2, 1)],
-    token_budgets=[256], queue_delay_us=2000, tuned_allocator=True, max_rows_under_way=256, scaling_tokens=[],
-)  # fmt: skip
+SETTINGS = parse_arguments("scoring", scoring, ["--out", "unused", "--concurrency", "1,64"])
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +92,17 @@ def test_models_have_the_size_that_they_are_called_by(name: str, millions: tuple
 
 def test_requests_fill_the_time_of_the_fastest():
     paces = [Pace(0.01, 0.02), Pace(0.02, 0.02)]
-    assert num_requests(1, 8, paces, SETTINGS) == 100
-    assert num_requests(1, 1, paces, SETTINGS) == 50  # one after the other, the fastest takes 0.02 s
-    assert num_requests(8, 8, paces, SETTINGS) == 16  # two per worker
-    assert num_requests(1, 64, paces, SETTINGS) == 300  # the headline is measured three times as long
+    assert num_requests(1, 8, paces, 1.0) == 100
+    assert num_requests(1, 1, paces, 1.0) == 50  # one after the other, the fastest takes 0.02 s
+    assert num_requests(8, 8, paces, 1.0) == 16  # two per worker
+    assert num_requests(1, 64, paces, 1.0) == 300  # the headline is measured three times as long
 
 
 def test_slow_contenders_make_a_cell_shorter_but_never_below_one_request_per_worker():
     slow = [Pace(0.01, 0.01), Pace(1.0, 1.0)]
-    assert num_requests(1, 8, slow, SETTINGS) == 20
-    assert num_requests(1, 32, slow, SETTINGS) == 32
-    assert num_requests(8, 1, slow, SETTINGS) == 4
+    assert num_requests(1, 8, slow, 1.0) == 20
+    assert num_requests(1, 32, slow, 1.0) == 32
+    assert num_requests(8, 1, slow, 1.0) == 4
 
 
 def test_cells_leave_out_what_a_model_or_a_limit_excludes():
@@ -115,7 +110,6 @@ def test_cells_leave_out_what_a_model_or_a_limit_excludes():
     points = [(cell.rows, cell.concurrency) for cell in plan_cells(SETTINGS, SIZES["7m"], paces)]
     assert points == [(1, 1), (1, 64), (8, 1)]
     assert {cell.rows for cell in plan_cells(SETTINGS, SIZES["110m"], paces)} == {1}
-    assert cell_seconds(Cell(1, 8, 50), paces) == pytest.approx(0.5)
 
 
 # ---- the parts ----
@@ -142,7 +136,7 @@ def test_counters_add_up_over_instances(tmp_path: Path):
     second.add([2], 8)
     first.add([1], 1)
     found = read_counters(tmp_path)
-    assert (found.forwards, found.forward_rows, found.forward_tokens, found.computed_tokens) == (3, 4, 11, 19)
+    assert found == {"forwards": 3, "forward_rows": 4, "forward_tokens": 11, "computed_tokens": 19}
 
 
 def test_padded_and_ragged_forwards_score_alike_and_count_what_they_compute(tiny: Path, tmp_path: Path):
@@ -157,7 +151,7 @@ def test_padded_and_ragged_forwards_score_alike_and_count_what_they_compute(tiny
     np.testing.assert_allclose(model.score(rows), expected, atol=1e-4)
     np.testing.assert_allclose(model.score_padded(tokens, lengths), expected, atol=1e-4)
     assert np.ptp(expected) > 0.1  # rows differ, so a wrong row or position would show
-    assert read_counters(tmp_path).computed_tokens == 4 * int(lengths.max()) + 4 * LONGEST
+    assert read_counters(tmp_path)["computed_tokens"] == 4 * int(lengths.max()) + 4 * LONGEST
 
 
 def _claim_all(path: str, count: int, out: str) -> None:
@@ -181,22 +175,20 @@ def test_every_micro_batch_is_claimed_once(tmp_path: Path):
 
 
 def test_snapshot_of_a_process(tmp_path: Path):
-    watched = Watched([os.getpid()], str(tmp_path), None)
-    before = snapshot(watched)
+    before = snapshot([os.getpid()], tmp_path)
     Counters(tmp_path).add([1, 2], 2)
-    used = difference(snapshot(watched), before)
+    used = difference(snapshot([os.getpid()], tmp_path), before)
     assert (used["forwards"], used["computed_tokens"]) == (1, 4)
     assert used["server_cpu_s"] >= 0
     assert cpu_seconds([]) == 0.0
 
 
 def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path):
-    bench = Bench(SETTINGS, tmp_path, None, {"samples": []}, 0.0)  # type: ignore[arg-type]
-    running = Running("other", Setup(tmp_path, tmp_path, 256, 64, 2000, True), Split(1, 1))
-    bench._check_rewards(SIZES["tiny"], running, [0.5, 1.0])
-    bench._check_rewards(SIZES["tiny"], running, [0.5001, 1.0])
+    bench = scoring.ModelBench(SETTINGS, Record(tmp_path, {}), None, SIZES["tiny"])  # type: ignore[arg-type]
+    bench.check_rewards("first", [0.5, 1.0])
+    bench.check_rewards("other", [0.5001, 1.0])
     with pytest.raises(BenchError, match="other scores"):
-        bench._check_rewards(SIZES["tiny"], running, [0.6, 1.0])
+        bench.check_rewards("other", [0.6, 1.0])
 
 
 # ---- the command ----
@@ -204,14 +196,15 @@ def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path)
 
 def test_quick_changes_defaults_only(tmp_path: Path):
     out = ["--out", str(tmp_path)]
-    assert parse_arguments([*out, "--quick"]).models == "tiny"
-    assert parse_arguments([*out, "--quick", "--models", "1m"]).models == "1m"
-    assert parse_arguments(out).models == "1m,7m,110m"
+    assert parse_arguments("scoring", scoring, [*out, "--quick"]).models == ["tiny"]
+    assert parse_arguments("scoring", scoring, [*out, "--quick", "--models", "1m"]).models == ["1m"]
+    assert parse_arguments("scoring", scoring, out).models == ["1m", "7m", "110m"]
 
 
 def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["--out", str(tmp_path / "out"), "--contenders", "ours,theirs"]) == 1
-    assert "unknown: theirs" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["scoring", "--out", str(tmp_path / "out"), "--contenders", "ours,theirs"])
+    assert "unknown 'theirs'; known: ideal, ours" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -228,10 +221,8 @@ def test_quick_run_measures_every_contender_and_leaves_nothing_running(tmp_path:
     padding = {row["contender"]: row["padding_share"] for row in result["summary"] if row["rows"] == 1}
     assert padding["one_forward"] == 0
     assert padding["pytriton_padded"] > padding["pytriton_stripped"] > padding["ours"]
-    batches = {row["contender"]: row["mean_batch"] for row in result["summary"] if row["concurrency"] == 8}
-    assert batches["ideal"] is None
     assert all(sample["server_cpu_s"] > 0 for sample in sweep)
-    assert {row["contender"] for row in result["memory"]} == set(CONTENDERS)
-    assert "| **ours**" in done.stdout
+    assert "| ours " in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "throughput.png", "servers"}
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in running

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench.step import cores_bound, critical_path, median_phase, ratio
+from tools.bench.step import cores_bound, critical_path, median_phase, mode_ratio
 
 
 def block(mode: str, number: int, seconds: float, **phases: float) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def test_what_the_figures_are_made_of() -> None:
         block("overlapped", 2, 9.0, generate=6.0),
     ]
     serial = samples[::2]
-    assert ratio(samples, "overlapped", "serial") == 0.8  # the median of 0.8, 0.6 and 0.9, each of one round
+    assert mode_ratio(samples, "overlapped", "serial") == 0.8  # the median of 0.8, 0.6 and 0.9, each of one round
     assert median_phase(serial, "scoring") == 1.0  # of a step, and a block has two
     assert critical_path(samples) == 2.0 + 0.5 + 0.5 + 1.0  # scoring is not the actor's own
     assert cores_bound(samples, 2) == 0.75
@@ -55,5 +55,4 @@ def test_a_quick_run_measures_draws_and_reports(tmp_path: Path) -> None:
             ordered = sorted((start, end) for name, start, end in sample["spans"] if name in phases)
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(ordered))
     assert (tmp_path / "step.png").stat().st_size > 10_000
-    assert (tmp_path / "step_scaling.png").stat().st_size > 10_000
     assert "overlapped / serial over padded PyTriton" in done.stdout

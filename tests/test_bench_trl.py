@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tools.bench.trl import main, report, summarise, take_turns
+from tools.bench.benchmark import Record
+from tools.bench.command import main
+from tools.bench.trl import summarise, take_turns, targets
 from tools.bench.trl_stage import REQUIREMENTS, prompts_for
 from tools.bench.trl_theirs import trl_arguments
 from tools.bench.trl_turns import Contender, ContenderFailed
@@ -64,9 +67,9 @@ def test_a_contender_that_ends_early_is_named_with_the_end_of_its_log(tmp_path: 
         contender.stop()
 
 
-def test_turns_alternate_after_the_warm_up() -> None:
+def test_turns_alternate_after_the_warm_up(tmp_path: Path) -> None:
     taken: list[tuple[str, int]] = []
-    noted: list[tuple[str, int]] = []
+    record = Record(tmp_path, {"samples": []})
 
     def steps(name: str, seconds: float) -> Any:
         def take(count: int) -> dict[str, Any]:
@@ -75,11 +78,10 @@ def test_turns_alternate_after_the_warm_up() -> None:
 
         return take
 
-    take_turns(
-        {"trl": steps("trl", 2.0), "ours": steps("ours", 1.0)}, rounds=2, warmup=1, seconds=3.0,
-        note=lambda sample: noted.append((sample["contender"], sample["round"])), log=lambda line: None,
-    )  # fmt: skip
+    contenders = {"trl": steps("trl", 2.0), "ours": steps("ours", 1.0)}
+    take_turns(contenders, argparse.Namespace(rounds=2, warmup=1, seconds=3.0), CELL, record)
     assert taken == [("trl", 1), ("ours", 1), ("trl", 3), ("ours", 3), ("ours", 3), ("trl", 3)]
+    noted = [(sample["contender"], sample["round"]) for sample in record.result["samples"]]
     assert sorted(noted) == [("ours", 0), ("ours", 1), ("trl", 0), ("trl", 1)]
 
 
@@ -89,21 +91,18 @@ def test_the_ratio_is_of_samples_of_one_round() -> None:
         sample("trl", 1, 20.0, generate=8.0), sample("ours", 1, 16.0, generate=4.0),
         sample("trl", 2, 10.0, generate=4.0), sample("ours", 2, 8.4, generate=2.0),
     ]  # fmt: skip
-    [row] = summarise(samples)
-    assert row["ratio"] == pytest.approx(0.84)  # the median of 0.9, 0.8 and 0.84
-    assert row["cpu_ratio"] == pytest.approx(0.84)
-    assert row["ours"]["seconds_per_step"] == 9.0
-    assert row["trl"]["phases"] == {"generate": 4.0}
-    assert row["ours"]["peak_rss_mb"] == 102.0
-    text = report({"samples": samples, "settings": {"threads": 2}, "ppo": "not compared"})
-    assert "0.84 PASS" in text
-    assert "tiny grpo 16x8" in text
+    trl, ours = summarise({"samples": samples})
+    assert ours["seconds_per_step"] == 9.0
+    assert trl["phases"] == "generate 4.00"
+    assert ours["peak_rss_mb"] == 102.0
+    seconds, cpu = targets({"samples": samples})
+    assert seconds.value == pytest.approx(0.84)  # the median of 0.9, 0.8 and 0.84
+    assert (seconds.name, seconds.verdict) == ("tiny grpo 16x8: ours / TRL, seconds", "pass")
+    assert (cpu.value, cpu.verdict) == (pytest.approx(0.84), "no target")
 
 
 def test_a_contender_alone_has_no_ratio() -> None:
-    [row] = summarise([sample("ours", 0, 1.0)])
-    assert row["ratio"] is None
-    assert "PASS" not in report({"samples": [sample("ours", 0, 1.0)], "settings": {"threads": 2}, "ppo": ""})
+    assert {target.verdict for target in targets({"samples": [sample("ours", 0, 1.0)]})} == {"not measured"}
 
 
 def test_trl_takes_one_optimizer_step_per_rollout() -> None:
@@ -128,14 +127,13 @@ def test_both_environments_have_the_same_torch_and_transformers() -> None:
 
 
 def test_smollm2_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path), "--models", "135m"])
+    assert main(["trl", "--out", str(tmp_path), "--models", "135m"]) == 1
     assert "--smollm2 DIR" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_quick_run_of_our_side_measures_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--out", str(tmp_path), "--quick", "--contenders", "ours"]) == 0
+    assert main(["trl", "--out", str(tmp_path), "--quick", "--contenders", "ours"]) == 0
     [measured] = json.loads((tmp_path / "result.json").read_text())["samples"]
     assert measured["tokens"] == 16 * 8  # no response ended early
     assert {"generate", "train_time", "step_time"} <= measured["phases"].keys()

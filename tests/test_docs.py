@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -19,7 +20,7 @@ import yaml
 from python_backend.config import RunConfig, load_config
 from python_backend.function_rewards import Sample
 from tools.__main__ import COMMANDS
-from tools.bench.command import MEASUREMENTS
+from tools.bench.command import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,17 +97,19 @@ def script_of(arguments: list[str]) -> str | None:
         return MODULES[module]
     name = rest[0] if rest else "--help"
     if name == "bench" and rest[1:] and not rest[1].startswith("-"):
-        return f"{MEASUREMENTS[rest[1]][0].replace('.', '/')}.py"
+        return f"tools/bench/{rest[1]}.py"
     return "tools/__main__.py" if name == "--help" else f"{COMMANDS[name][0].replace('.', '/')}.py"
 
 
 @cache
 def options_in(file: Path) -> set[str]:
-    """The options that a file's argument parser declares by literal names."""
+    """The options of a benchmark, or those that a file's argument parser declares by literal names."""
+    if file.parent.name == "bench" and file.stem in BENCHMARKS:
+        keys = importlib.import_module(f"tools.bench.{file.stem}").OPTIONS
+        return {"--out", "--report-only", "--quick", *(f"--{key.replace('_', '-')}" for key in keys)}
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     added = [call.args for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    dynamic = {f"--{name}" for name in ("cycles", "quiet-s")} if file.name == "reload.py" else set()
-    return dynamic | {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
+    return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
 
 
 CHEAP = [  # what answers in less than a second

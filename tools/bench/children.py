@@ -1,22 +1,24 @@
-"""The measurement's own processes: started on free ports of loopback, asked by HTTP, never left behind.
-Given: a module and its arguments. Returns: a `BenchChild` and its JSON answers.
-"""
+"""Child processes of a benchmark: started on free ports of loopback, called over HTTP, never left behind."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib
 import json
 import signal
 import socket
+import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
+from aiohttp import web
 
+from tools.bench.benchmark import BenchError
 from tools.child import Child
 from tools.shared_memory import SHARED_MEMORY
 from tools.triton_home import find_tritonserver, server_environment
@@ -27,25 +29,19 @@ ANSWER_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 20.0
 
 
-class BenchError(RuntimeError):
-    """The measurement cannot go on; the message says which contender and why."""
-
-
 class BenchChild:
-    """One Python module of the measurement, on ports of its own."""
+    """A function of this package, called in a process of its own that has ports of its own."""
 
     def __init__(
-        self, name: str, module: str, arguments: Sequence[str], log: Path, *, threads: int = 1, num_ports: int = 1
+        self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1, num_ports: int = 1
     ) -> None:
-        """Start `python -m <module> <arguments> --port(s) …`; `wait_ready` waits for it."""
+        """Start `target`, `module:function`, with `ports` and `arguments`, which are JSON or paths."""
         self.ports = free_ports(num_ports)
         self.url = f"{HOST}:{self.ports[0]}"
-        flag = "--port" if num_ports == 1 else "--ports"
-        command = [module, *arguments, flag, *map(str, self.ports)]
         # OMP_NUM_THREADS reaches the threads that a library starts; torch.set_num_threads only the one that calls it.
         # PyTriton's stubs need our libpython, as those of a tritonserver of our own do.
         environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(threads)}
-        self._child = Child(name, command, log, environment)
+        self._child = Child(name, child_command(target, ports=self.ports, **arguments), log, environment)
 
     @property
     def pid(self) -> int:
@@ -62,8 +58,8 @@ class BenchChild:
                 raise BenchError(f"the {self._child.name} was not ready within {START_TIMEOUT_S:g} s")
             time.sleep(0.05)
 
-    def ask(self, path: str, job: dict[str, Any]) -> dict[str, Any]:
-        """The JSON answer to `job`. Raises BenchError when there is none."""
+    def ask(self, path: str, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON answer to `job`. Raises BenchError if the request fails."""
         request = urllib.request.Request(
             f"http://{self.url}{path}", json.dumps(job).encode(), {"Content-Type": "application/json"}
         )
@@ -77,7 +73,7 @@ class BenchChild:
             raise BenchError(f"the {self._child.name} failed: {error}; its log ends with: {tail}") from error
 
     def stop(self) -> None:
-        """End it; nothing of it is left. Stopping twice does nothing."""
+        """Stop the process and its descendants. Stopping twice does nothing."""
         if self._child.poll() is not None:  # its number may be another process's by now
             return
         family = psutil.Process(self.pid).children(recursive=True)
@@ -90,13 +86,41 @@ class BenchChild:
                 segment.unlink(missing_ok=True)
 
 
+def child_command(target: str, **arguments: Any) -> list[str]:
+    """Return the arguments of `python -m` that call `target`, `module:function` of this package."""
+    return ["tools.bench.children", target, json.dumps(arguments, default=str)]
+
+
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free now, all different."""
+    """Return ports of loopback that are free now, all different."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for bound in sockets:
             bound.bind((HOST, 0))
         return [bound.getsockname()[1] for bound in sockets]
+
+
+def serve_http(port: int, routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]) -> None:
+    """Serve `POST` on the routes, and `GET /ready`, until SIGTERM."""
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.get("/ready", ready), *(web.post(path, handler) for path, handler in routes.items())])
+    web.run_app(app, host=HOST, port=port, print=None, access_log=None)
+
+
+def serve_json(port: int, **functions: Callable[..., Awaitable[dict[str, Any]]]) -> None:
+    """Serve `POST /<name>`: the body's keys are the function's arguments, its result is the answer."""
+
+    def handler(function: Callable[..., Awaitable[dict[str, Any]]]) -> Any:
+        async def handle(request: web.Request) -> web.Response:
+            return web.json_response(await function(**await request.json()))
+
+        return handle
+
+    serve_http(port, {f"/{name}": handler(function) for name, function in functions.items()})
 
 
 def _answers(url: str) -> bool:
@@ -105,3 +129,13 @@ def _answers(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, http.client.HTTPException):
         return False
+
+
+def main() -> None:
+    """Call the function and arguments that `child_command` has put on the command line."""
+    module, _, function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(f"tools.bench.{module}"), function)(**json.loads(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,199 +1,191 @@
-"""Who is measured: ours in three variants, PyTriton in two, a forward per request, and the plan without a server.
-Given: a name, a `Setup`, a `Split`. Returns: the contender's `Running`.
-"""
+"""Contenders of the scoring benchmark: ours in three variants, PyTriton in two, one forward a request, and `ideal`."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import text_format
-
-from python_backend.config import RewardSection, RunConfig, RunSection, ServerSection
+from python_backend.config import ActorSection, RewardSection, RunConfig, RunSection, ServerSection
 from python_backend.contract import REWARD_MODEL
-from python_backend.control_key import control_key
-from tools.bench.children import HOST, BenchChild, BenchError
-from tools.bench.running import Running, Setup, Split
-from tools.bench.snapshot import difference, snapshot
+from tools.bench.benchmark import BenchError
+from tools.bench.children import BenchChild
 from tools.bench.trace import LONGEST
-from tools.render_configs import parse_config, render_configs
-from tools.triton_home import find_tritonserver, lay_out_backends
-from tools.tritonserver import TritonServer
+from tools.bench.tritonservers import replace_model, start_triton
+from tools.bench.usage import difference, snapshot
 
 MAX_ROWS = 64
 START_ATTEMPTS = 3
 
 
-class Native(Running):
-    """The project's own model in a tritonserver, as rendered, or with one thing changed."""
+@dataclass(frozen=True)
+class Split:
+    """How a contender uses the cores."""
 
-    def __init__(
-        self, name: str, setup: Setup, split: Split, *, model_class: str = "CountedModel", ragged: bool = True
-    ) -> None:
-        super().__init__(name, setup, split)
-        self._late = model_class == "LateModel"  # one forward at a time in a process, as a plain Triton model has it
-        repository = self.folder / "model_repository"
-        self._write_repository(repository, model_class, ragged)
-        home = find_tritonserver()
-        section = ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1)
-        log = self.folder / "tritonserver.log"
-        self._server = TritonServer(
-            home,
-            repository,
-            section,
-            log,
-            backends=lay_out_backends(home, self.folder / "backends"),
-            control_key=control_key(self.folder),
-            log=lambda line: None,
-        )
+    instances: int
+    threads: int
+
+    @classmethod
+    def of(cls, text: str) -> Split:
+        """Parse `instances x threads`, such as `2x1`."""
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.instances}x{self.threads}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all contenders of one model share."""
+
+    checkpoint: Path
+    folder: Path
+    """For repositories, logs and counters."""
+    token_budget: int
+    overhead_tokens: int
+    """Cost of a forward beyond its tokens, in tokens."""
+    queue_delay_us: int
+    tuned_allocator: bool
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A started contender."""
+
+    name: str
+    setup: Setup
+    split: Split
+    urls: list[str]
+    """`host:port` of each address that takes requests."""
+    pids: list[int]
+    """Processes whose trees are the contender."""
+    counters: Path
+    stop: Callable[[], None]
+    plain: bool = False
+    """It speaks the protocol of `instances.serve_one_forward`, not Triton's."""
+    width: int = 0
+    """Clients pad to so many tokens."""
+    children: Sequence[BenchChild] = ()
+
+    def with_budget(self, token_budget: int) -> Contender:
+        """Return the same processes with another token budget, which only `ideal` follows."""
+        return dataclasses.replace(self, setup=dataclasses.replace(self.setup, token_budget=token_budget))
+
+
+def native(
+    name: str, setup: Setup, split: Split, *, kind: str = "CountedModel", settings: dict[str, Any], ragged: bool = True
+) -> Contender:
+    """Start the project's own model in a tritonserver, as rendered or with one thing changed."""
+    folder, counters = _folders(name, setup, split)
+    reward = RewardSection(
+        checkpoint=setup.checkpoint, threads=split.threads, token_budget=setup.token_budget,
+        micro_batch_rows=MAX_ROWS, forward_overhead_tokens=setup.overhead_tokens,
+        allocator="retain" if setup.tuned_allocator else "default", queue_delay_us=setup.queue_delay_us, **settings,
+    )  # fmt: skip
+    config = RunConfig(
+        run=RunSection(dir=folder, run_id="bench"), reward=reward, actor=ActorSection(algorithm="reinforce++"),
+        server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
+    )  # fmt: skip
+
+    def change(repository: Path) -> None:
+        replace_model(repository, REWARD_MODEL, kind, bench_counters=str(counters.absolute()))
+        if not ragged:
+            path = repository / REWARD_MODEL / "config.pbtxt"
+            path.write_text(path.read_text().replace("allow_ragged_batch: true", "allow_ragged_batch: false"))
+
+    server = start_triton(config, change)
+    return Contender(name, setup, split, [server.section.http_url], [server.pid], counters, server.stop)
+
+
+def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> Contender:
+    """Start a PyTriton server, whose clients pad to the trace's longest row."""
+    folder, counters = _folders(name, setup, split)
+    arguments = {**_arguments(setup, split, counters), "instances": split.instances, "strip_multiple": strip_multiple}
+    # Its second instance waits one second for the first one's socket: on a busy machine, not always enough.
+    for attempt in range(START_ATTEMPTS):
+        child = BenchChild(
+            name, "pytriton:serve_reward", arguments, folder / f"server-{attempt}.log", threads=split.threads,
+            num_ports=3,
+        )  # fmt: skip
         try:
-            self._server.start()
-            self._server.wait_ready()
-        except BaseException:
-            self._server.stop()
-            raise
-
-    @property
-    def urls(self) -> list[str]:
-        return [self._server.section.http_url]
-
-    @property
-    def pids(self) -> list[int]:
-        return [self._server.pid]
-
-    @property
-    def metrics_url(self) -> str:
-        return self._server.section.metrics_url
-
-    def stop(self) -> None:
-        self._server.stop()
-
-    def _write_repository(self, repository: Path, model_class: str, ragged: bool) -> None:
-        setup = self.setup
-        reward = RewardSection(
-            checkpoint=setup.checkpoint,
-            instances=self.split.instances if self._late else 1,
-            workers=1 if self._late else self.split.instances,
-            threads=self.split.threads,
-            token_budget=setup.token_budget,
-            micro_batch_rows=MAX_ROWS,
-            forward_overhead_tokens=setup.overhead_tokens,
-            allocator="retain" if setup.tuned_allocator else "default",
-            queue_delay_us=setup.queue_delay_us,
-        )
-        config = RunConfig(run=RunSection(dir=self.folder, run_id="bench"), reward=reward)
-        message = parse_config(REWARD_MODEL, render_configs(config)[REWARD_MODEL])
-        message.parameters["bench_counters"].string_value = str(self.counters.absolute())
-        for tensor in message.input:
-            tensor.allow_ragged_batch = tensor.allow_ragged_batch and ragged
-        version = repository / REWARD_MODEL / "1"
-        version.mkdir(parents=True, exist_ok=True)
-        (version.parent / "config.pbtxt").write_text(text_format.MessageToString(message))
-        (version / "model.py").write_text(f"from tools.bench.models import {model_class} as TritonPythonModel\n")
-
-
-class PyTriton(Running):
-    """A PyTriton server; its clients pad to the trace's longest."""
-
-    width = LONGEST
-
-    def __init__(self, name: str, setup: Setup, split: Split, *, strip_multiple: int) -> None:
-        super().__init__(name, setup, split)
-        arguments = [*self._arguments(), "--instances", str(split.instances), "--strip-multiple", str(strip_multiple)]
-        self._child = self._start(arguments)
-
-    def _start(self, arguments: list[str]) -> BenchChild:
-        # Its second instance waits one second for the first one's socket: on a busy machine, not always enough.
-        for attempt in range(START_ATTEMPTS):
-            log = self.folder / f"server-{attempt}.log"
-            child = BenchChild(
-                self.name, "tools.bench.pytriton", arguments, log, threads=self.split.threads, num_ports=3
-            )
-            try:
-                child.wait_ready(f"/v2/models/{REWARD_MODEL}/ready")
-            except BaseException as error:
-                child.stop()
-                if attempt + 1 == START_ATTEMPTS or not isinstance(error, BenchError):
-                    raise
-            else:
-                return child
-        raise AssertionError("unreachable")
-
-    @property
-    def urls(self) -> list[str]:
-        return [self._child.url]
-
-    @property
-    def pids(self) -> list[int]:
-        return [self._child.pid]
-
-    @property
-    def metrics_url(self) -> str:
-        return f"{HOST}:{self._child.ports[2]}"
-
-    def stop(self) -> None:
-        self._child.stop()
-
-
-class Instances(Running):
-    """One process per instance, each with a port: `one_forward` and `ideal`."""
-
-    def __init__(self, name: str, setup: Setup, split: Split, *, module: str) -> None:
-        super().__init__(name, setup, split)
-        self.plain = True
-        self._children = [
-            BenchChild(name, module, self._arguments(), self.folder / f"{i}.log", threads=split.threads)
-            for i in range(split.instances)
-        ]
-        try:
-            for child in self._children:
-                child.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
-
-    @property
-    def urls(self) -> list[str]:
-        return [child.url for child in self._children]
-
-    @property
-    def pids(self) -> list[int]:
-        return [child.pid for child in self._children]
-
-    def stop(self) -> None:
-        for child in self._children:
+            child.wait_ready(f"/v2/models/{REWARD_MODEL}/ready")
+        except BaseException as error:
             child.stop()
-
-    def run_plan(self, num_rows: int, num_checked: int) -> dict[str, Any]:
-        """`ideal` only: seconds until the first `num_rows` rows of the trace are scored, and first rewards."""
-        claims = self.folder / f"claims-{time.monotonic_ns()}"
-        job = {
-            "num_rows": num_rows, "num_checked": num_checked,
-            "token_budget": self.setup.token_budget, "max_rows": MAX_ROWS,
-            "overhead_tokens": self.setup.overhead_tokens,
-            "claims": str(claims.absolute()), "start_at": time.monotonic() + 0.1 + num_rows * 5e-5,
-        }  # fmt: skip
-        before = snapshot(self.watched)
-        with ThreadPoolExecutor(len(self._children)) as executor:
-            parts = list(executor.map(lambda child: child.ask("/run", job), self._children))
-        claims.unlink()
-        seconds = max(part["end"] for part in parts) - min(part["start"] for part in parts)
-        merged = zip(*(part["rewards"] for part in parts), strict=True)
-        rewards = [next(score for score in scores if score is not None) for scores in merged]
-        used = difference(snapshot(self.watched), before)
-        return {"seconds": seconds, "p50_ms": None, "p99_ms": None, "client_cpu_s": 0.0, "rewards": rewards, **used}
+            if attempt + 1 == START_ATTEMPTS or not isinstance(error, BenchError):
+                raise
+        else:
+            break
+    return Contender(name, setup, split, [child.url], [child.pid], counters, child.stop, width=LONGEST)
 
 
-Start = Callable[[str, Setup, Split], Running]
-CONTENDERS: dict[str, Start] = {
-    "ideal": lambda *of: Instances(*of, module="tools.bench.ideal"),
-    "ours": lambda *of: Native(*of),
-    "pytriton_padded": lambda *of: PyTriton(*of, strip_multiple=0),
-    "pytriton_stripped": lambda *of: PyTriton(*of, strip_multiple=16),
-    "one_forward": lambda *of: Instances(*of, module="tools.bench.one_forward"),
-    "ragged_off": lambda *of: Native(*of, ragged=False),
-    "late_answers": lambda *of: Native(*of, model_class="LateModel"),
+def instances(name: str, setup: Setup, split: Split, *, target: str) -> Contender:
+    """Start one process per instance, each with a port."""
+    folder, counters = _folders(name, setup, split)
+    arguments = _arguments(setup, split, counters)
+    with contextlib.ExitStack() as started:
+        children = []
+        for i in range(split.instances):
+            children.append(BenchChild(name, target, arguments, folder / f"{i}.log", threads=split.threads))
+            started.callback(children[-1].stop)
+        for child in children:
+            child.wait_ready()
+        stop = started.pop_all().close
+    urls, pids = [child.url for child in children], [child.pid for child in children]
+    return Contender(name, setup, split, urls, pids, counters, stop, plain=True, children=children)
+
+
+def run_plan(ideal: Contender, num_rows: int, num_checked: int) -> dict[str, Any]:
+    """Score the trace's first rows with the contender `ideal`; return seconds, first rewards and usage."""
+    claims = ideal.counters.parent / f"claims-{time.monotonic_ns()}"
+    setup = ideal.setup
+    pool = {"token_budget": setup.token_budget, "max_rows": MAX_ROWS, "overhead_tokens": setup.overhead_tokens}
+    job = {
+        "num_rows": num_rows, "num_checked": num_checked, "pool": pool, "claims": str(claims.absolute()),
+        "start_at": time.monotonic() + 0.1 + num_rows * 5e-5,
+    }  # fmt: skip
+    before = snapshot(ideal.pids, ideal.counters)
+    with ThreadPoolExecutor(len(ideal.children)) as executor:
+        parts = list(executor.map(lambda child: child.ask("/run", job), ideal.children))
+    claims.unlink()
+    seconds = max(part["end"] for part in parts) - min(part["start"] for part in parts)
+    merged = zip(*(part["rewards"] for part in parts), strict=True)
+    rewards = [next(score for score in scores if score is not None) for scores in merged]
+    used = difference(snapshot(ideal.pids, ideal.counters), before)
+    return {"seconds": seconds, "p50_ms": None, "p99_ms": None, "client_cpu_s": 0.0, "rewards": rewards, **used}
+
+
+def _folders(name: str, setup: Setup, split: Split) -> tuple[Path, Path]:
+    folder = setup.folder / f"{name}-{split}"
+    (folder / "counters").mkdir(parents=True, exist_ok=True)
+    return folder, folder / "counters"
+
+
+def _arguments(setup: Setup, split: Split, counters: Path) -> dict[str, Any]:
+    return {
+        "checkpoint": setup.checkpoint, "counters": counters, "threads": split.threads, "tuned": setup.tuned_allocator,
+    }  # fmt: skip
+
+
+def _ours(name: str, setup: Setup, split: Split, **changes: Any) -> Contender:
+    return native(name, setup, split, settings={"instances": 1, "workers": split.instances}, **changes)
+
+
+def _late(name: str, setup: Setup, split: Split) -> Contender:
+    """One forward at a time in a process, as a plain Triton model has it."""
+    return native(name, setup, split, kind="LateModel", settings={"instances": split.instances, "workers": 1})
+
+
+CONTENDERS: dict[str, Callable[[str, Setup, Split], Contender]] = {
+    "ideal": lambda *of: instances(*of, target="instances:serve_ideal"),
+    "ours": lambda *of: _ours(*of),
+    "pytriton_padded": lambda *of: pytriton(*of, strip_multiple=0),
+    "pytriton_stripped": lambda *of: pytriton(*of, strip_multiple=16),
+    "one_forward": lambda *of: instances(*of, target="instances:serve_one_forward"),
+    "ragged_off": lambda *of: _ours(*of, ragged=False),
+    "late_answers": _late,
 }

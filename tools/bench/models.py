@@ -1,30 +1,27 @@
-"""The models that the scoring measurement puts into tritonserver: ours, counted; and ours with late answers.
-Given: what `python_backend.reward` is given, and two parameters more. Returns: the same rewards.
-"""
+"""Variants of the served models, for benchmarks: forwards counted, answers held back, waiting instead of computing."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from python_backend import reward
+from python_backend import critic, reward
 from python_backend.batching import plan_micro_batches
 from python_backend.contract import REWARDS
 from python_backend.round_robin import run_to_end
 from python_backend.serving import Call, Parameters
 from tools.bench.forward import Counters
 
-COUNTERS = "bench_counters"
-
 
 class CountedModel(reward.TritonPythonModel):
-    """The reward model as it is served, plus the count of what its forwards compute."""
+    """The reward model, which counts what its forwards compute in the folder `bench_counters`."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
-        self._computed = Counters(Parameters(args).path(COUNTERS))
+        self._computed = Counters(Parameters(args).path("bench_counters"))
         super().initialize(args)
 
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
@@ -56,3 +53,29 @@ class LateModel(CountedModel):
         ends = np.cumsum([len(request) for request in read])[:-1]
         for call, part in zip(calls, np.split(scores, ends), strict=True):
             call.answer({REWARDS: part})
+
+
+class WaitingReward(reward.TritonPythonModel):
+    """The reward model, whose forward waits `bench_seconds_per_token` for each token and returns zeros."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        self._pause = float(Parameters(args).text("bench_seconds_per_token"))
+        super().initialize(args)
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        time.sleep(self._pause * len(rows) * width)
+        return [np.zeros(1, np.float32) for _ in rows]
+
+
+class WaitingCritic(critic.TritonPythonModel):
+    """The critic, whose forward waits `bench_seconds_per_token` for each token and returns zeros."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        self._pause = float(Parameters(args).text("bench_seconds_per_token"))
+        super().initialize(args)
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        time.sleep(self._pause * len(rows) * width)
+        return [np.zeros(row.size, np.float32) for row in rows]

@@ -1,10 +1,7 @@
-"""The clients of the reload measurement: value requests in a closed loop until told to stop; a process of its own.
-Given: a server's address, how many clients. Returns: begin, latency and weights version of every request, and failures.
-"""
+"""Clients of the reload benchmark: value requests in a closed loop until they are stopped, in their own process."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import time
@@ -13,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from aiohttp import web
 
 from actor.client import RequestFailed, TritonClient
 from python_backend.config import ClientSection
 from python_backend.contract import VALUES, WEIGHTS_VERSION
-from tools.bench.children import BenchChild
+from tools.bench.children import BenchChild, serve_json
 from tools.bench.trace import make_trace
 
 DEADLINE_S = 300.0
@@ -27,27 +23,27 @@ AFTER_FAILURE_S = 0.01
 
 
 class Clients:
-    """The process, as the measurement holds it."""
+    """Handle on the process of the clients."""
 
     def __init__(self, log: Path) -> None:
-        self._child = BenchChild("load generator", "tools.bench.reload_clients", [], log)
+        self._child = BenchChild("load generator", "reload_clients:serve", {}, log)
         self._child.wait_ready()
 
     def start(self, url: str, num_clients: int) -> None:
-        """Begin: each client asks for the values of one row at a time, without a pause and without retries."""
+        """Start clients that each request the values of one row at a time, without a pause and without retries."""
         self._child.ask("/start", {"url": url, "num_clients": num_clients})
 
     def stop(self) -> dict[str, Any]:
-        """End; what they saw since `start`, as `Recording.facts` says."""
+        """Stop the clients; return what they saw, as `Recording.finish` does."""
         return self._child.ask("/stop", {})
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._child.stop()
 
 
 class Recording:
-    """Clients under way, and what they saw."""
+    """Running clients, and what they saw."""
 
     def __init__(self, url: str, num_clients: int) -> None:
         self._starts: list[float] = []
@@ -58,13 +54,12 @@ class Recording:
         self._task = asyncio.create_task(self._run(url, num_clients))
 
     async def finish(self) -> dict[str, Any]:
-        """Let every client end its request; returns the facts."""
+        """Let every client finish its request.
+
+        Return `start_s` on the machine's monotonic clock, `latency_ms` and `version` of each answer, and `failures`.
+        """
         self._going_on = False
         await self._task
-        return self.facts()
-
-    def facts(self) -> dict[str, Any]:
-        """`start_s` on the machine's monotonic clock, `latency_ms`, `version` of what was answered; `failures`."""
         return {
             "start_s": [round(start, 5) for start in self._starts],
             "latency_ms": [round(latency * 1e3, 3) for latency in self._latencies],
@@ -97,28 +92,15 @@ class Recording:
             self._versions.append(int(answer[WEIGHTS_VERSION][0, 0]))
 
 
-def main() -> None:
+def serve(ports: list[int]) -> None:
     """Serve `/start` and `/stop` until SIGTERM."""
-    parser = argparse.ArgumentParser(prog="bench_reload_clients")
-    parser.add_argument("--port", type=int, required=True)
-    args = parser.parse_args()
     recordings: list[Recording] = []
 
-    async def start(request: web.Request) -> web.Response:
-        job = await request.json()
-        recordings.append(Recording(job["url"], job["num_clients"]))
-        return web.json_response({})
+    async def start(url: str, num_clients: int) -> dict[str, Any]:
+        recordings.append(Recording(url, num_clients))
+        return {}
 
-    async def stop(request: web.Request) -> web.Response:
-        return web.json_response(await recordings.pop().finish())
+    async def stop() -> dict[str, Any]:
+        return await recordings.pop().finish()
 
-    async def ready(request: web.Request) -> web.Response:
-        return web.json_response({})
-
-    app = web.Application()
-    app.add_routes([web.post("/start", start), web.post("/stop", stop), web.get("/ready", ready)])
-    web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None)
-
-
-if __name__ == "__main__":
-    main()
+    serve_json(ports[0], start=start, stop=stop)

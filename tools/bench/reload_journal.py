@@ -1,6 +1,4 @@
-"""Part e: accepting a training payload into the journal, beside a bare write and fsync of the same bytes.
-Given: a `Stage`. Returns: milliseconds of checking, of the journal's own part, of the bare write; an update's seconds.
-"""
+"""Reload benchmark, part e: accepting a training payload, beside a bare write and fsync of the same bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS
 from python_backend.durable import sync_directory
 from python_backend.journal import Journal
 from python_backend.training_payload import TrainPayload, sent_payload, train_payload
-from tools.bench.reload_stage import RUN_ID, Stage, on_core
+from tools.bench.benchmark import Target
+from tools.bench.reload_stage import RUN_ID, Stage, on_core, under_load
 from tools.bench.reload_windows import ratio
-from tools.bench.report import Bar
 from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint
 
 MOST_TIMES = 1.5
@@ -30,7 +28,7 @@ MOST_SHARE = 0.02
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Interleaved samples, and one critic update with as many tokens."""
+    """Accept payloads and write their bytes in turn; then time one critic update with as many tokens."""
     settings = stage.settings
     arrays = make_arrays(settings.journal_rows, settings.journal_tokens)
     limits = Limits(VOCAB_SIZE, settings.journal_tokens)
@@ -41,10 +39,10 @@ def measure(stage: Stage) -> dict[str, Any]:
     use_allocator("retain")  # as critic_train does
     with on_core(*range(os.cpu_count() or 1)):  # critic_train computes the digest in a second thread
         for step in range(1, settings.journal_repeats + 1):
-            samples.append(_one(journal, arrays, limits, step, folder))
+            samples.append(accept_once(journal, arrays, limits, step, folder))
     stage.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
     shutil.rmtree(folder)
-    model = settings.under_load[0]
+    model = under_load(settings.models)[0]
     update_s = _update_seconds(stage, model, train_payload(arrays, limits))
     stage.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
     return {"samples": samples, "rows": settings.journal_rows, "tokens": settings.journal_tokens,
@@ -52,7 +50,7 @@ def measure(stage: Stage) -> dict[str, Any]:
 
 
 def make_arrays(num_rows: int, num_tokens: int) -> dict[str, np.ndarray]:
-    """A padded payload `[num_rows, num_tokens]` as the actor sends it."""
+    """Return a padded payload `[num_rows, num_tokens]` as the actor sends it."""
     generator = np.random.default_rng(0)
     shape = (num_rows, num_tokens - 1)
     return {
@@ -64,9 +62,10 @@ def make_arrays(num_rows: int, num_tokens: int) -> dict[str, np.ndarray]:
     }
 
 
-def _one(
+def accept_once(
     journal: Journal, arrays: Mapping[str, np.ndarray], limits: Limits, step: int, folder: Path
 ) -> dict[str, float]:
+    """Accept one payload, then write its bytes bare; return milliseconds of both, and the number of bytes."""
     start = time.perf_counter()
     sent = sent_payload(arrays, limits)  # as critic_train does, which checks the content while it is written
     checked = time.perf_counter()
@@ -84,7 +83,7 @@ def _one(
 
 
 def bare_write_ms(path: Path, data: bytes) -> float:
-    """How long it takes to write a new file and to have it and its name on the disk; the file is removed again."""
+    """Time writing a new file and syncing it and its name to the disk; the file is removed again."""
     start = time.perf_counter()
     with path.open("wb") as file:
         file.write(data)
@@ -97,7 +96,7 @@ def bare_write_ms(path: Path, data: bytes) -> float:
 
 
 def _update_seconds(stage: Stage, model: str, payload: TrainPayload) -> float:
-    """One update of the critic with the payload: a PPO step also generates, scores and updates the actor."""
+    """Time one update of the critic with the payload."""
     import torch
 
     from python_backend.modeling import load_critic
@@ -114,7 +113,7 @@ def _update_seconds(stage: Stage, model: str, payload: TrainPayload) -> float:
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """Medians, their ratio, and the share of an update."""
+    """Return medians, their ratio, and the share of an update."""
     names = ("check_ms", "journal_ms", "accept_ms", "bare_ms")
     medians = {name: statistics.median(sample[name] for sample in part["samples"]) for name in names}
     return {
@@ -125,8 +124,8 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bars(summary: dict[str, Any]) -> list[Bar]:
-    """The promises of part e; an update alone is less than a PPO step, so the share is less than what is shown."""
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part e. A PPO step is more than an update, so its share is less than the update's."""
     detail = (
         f"form {summary['check_ms']:,.1f} ms + content and journal {summary['journal_ms']:,.1f} ms against "
         f"{summary['bare_ms']:,.1f} ms for {summary['bytes'] / 1e6:,.1f} MB; n {summary['n']}"
@@ -134,6 +133,6 @@ def bars(summary: dict[str, Any]) -> list[Bar]:
     update = f"of a {summary['model']} critic's update with as many tokens, {summary['update_s']:,.1f} s"
     name = f"e: accepting {summary['payload']} tokens / write + fsync"
     return [
-        Bar(name, summary["ratio"], None, MOST_TIMES, detail),
-        Bar("e: acceptance as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
+        Target(name, summary["ratio"], None, MOST_TIMES, detail),
+        Target("e: acceptance as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
     ]

@@ -1,9 +1,8 @@
-"""Part d: what a thousand swaps and a hundred Triton reloads leave behind in the server, its stub and on the disk.
-Given: a `Stage`. Returns: memory, handles, threads, shared memory and disk space after every tenth reload.
-"""
+"""Reload benchmark, part d: what many reloads leave behind in the server, in the critic's stub and on the disk."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -11,13 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from python_backend.contract import CRITIC
-from tools.bench.children import BenchError
-from tools.bench.reload_stage import Bed, Stage
-from tools.bench.report import Bar
+from tools.bench.benchmark import BenchError, Target
+from tools.bench.reload_stage import Bed, Stage, under_load
 from tools.shared_memory import SHARED_MEMORY
 
 EVERY = 10
@@ -30,7 +27,7 @@ FLAT = {"handles": 3, "threads": 2, "shm_bytes": 1 << 20}
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Samples of both kinds of reload, on a server of their own each, under light load."""
+    """Sample every tenth reload of both kinds, on a server of their own each, under light load."""
     settings = stage.settings
     return {
         "swap": _measure_kind(stage, "swap", settings.leak_swaps, lambda bed: bed.publish()),
@@ -40,7 +37,7 @@ def measure(stage: Stage) -> dict[str, Any]:
 
 def _measure_kind(stage: Stage, kind: str, total: int, reload: Callable[[Bed], Any]) -> dict[str, Any]:
     samples = []
-    with Bed(stage, f"leak-{kind}", stage.settings.under_load[0]) as bed:
+    with Bed(stage, f"leak-{kind}", under_load(stage.settings.models)[0]) as bed:
         stage.clients.start(bed.url, stage.settings.leak_clients)
         samples.append({"reloads": 0, **look(bed.server.pid, bed.config.run.weights_dir)})
         for number in range(1, total + 1):
@@ -55,7 +52,7 @@ def _measure_kind(stage: Stage, kind: str, total: int, reload: Callable[[Bed], A
 
 
 def look(server_pid: int, weights: Path) -> dict[str, float]:
-    """Memory of server and critic's stub (kB), handles and threads of both, bytes in /dev/shm and of the weights."""
+    """Return memory of server and stub (kB), handles and threads of both, bytes in /dev/shm and of the weights."""
     server = psutil.Process(server_pid)
     stub = _only_stub(server)
     (prefix,) = (argument.partition(REGION_ARGUMENT)[2] for argument in server.cmdline() if REGION_ARGUMENT in argument)
@@ -70,7 +67,7 @@ def look(server_pid: int, weights: Path) -> dict[str, float]:
 
 
 def _only_stub(server: psutil.Process) -> psutil.Process:
-    """The critic's process, once the one before it has ended: Triton says that it is loaded before that."""
+    """Return the critic's process once the one before it has ended: Triton reports the load before that."""
     deadline = time.monotonic() + ENDING_TIMEOUT_S
     while True:
         stubs = [child for child in server.children(recursive=True) if f"{os.sep}{CRITIC}{os.sep}" in _command(child)]
@@ -82,36 +79,28 @@ def _only_stub(server: psutil.Process) -> psutil.Process:
 
 
 def _command(process: psutil.Process) -> str:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+    return ""
 
 
 def _disk_bytes(paths: Any) -> int:
     total = 0
     for path in paths:
-        try:
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
             total += path.stat().st_blocks * 512
-        except FileNotFoundError:  # removed since it was listed
-            continue
     return total
 
 
-def slope(reloads: Sequence[float], values: Sequence[float]) -> float:
-    """Growth per reload, by least squares."""
-    return float(np.polyfit(reloads, values, 1)[0])
-
-
 def settled(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """The samples after the warm-up: the first 50 reloads, or a fifth of them where they are few."""
+    """Return the samples after the warm-up: the first 50 reloads, or a fifth of them where they are few."""
     last = samples[-1]["reloads"]
     warm = min(WARM_UP, last // 5)
     return [sample for sample in samples if sample["reloads"] >= warm]
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """By kind: slopes of the memory (kB per reload), and growth of the rest from the first to the last fifth."""
+    """Return slopes of memory (kB per reload), and growth of the rest from the first to the last fifth."""
     return {kind: _summarise_kind(found) for kind, found in part.items()}
 
 
@@ -119,12 +108,11 @@ def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
     samples = settled(found["samples"])
     reloads = [sample["reloads"] for sample in samples]
     fifth = max(1, len(samples) // 5)
-    slopes = {
-        f"{who}_slope_kb": slope(reloads, [sample[f"{who}_rss_kb"] for sample in samples])
-        if len(set(reloads)) > 1
-        else None
-        for who in ("server", "stub")
-    }
+    slopes = dict.fromkeys(("server_slope_kb", "stub_slope_kb"))
+    if len(set(reloads)) > 1:
+        for who in ("server", "stub"):
+            memory = [sample[f"{who}_rss_kb"] for sample in samples]
+            slopes[f"{who}_slope_kb"] = statistics.linear_regression(reloads, memory).slope
     growth = {
         f"{what}_growth": statistics.median(sample[what] for sample in samples[-fifth:])
         - statistics.median(sample[what] for sample in samples[:fifth])
@@ -134,16 +122,16 @@ def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
     return {"reloads": reloads[-1], "failed": found["failed"], **slopes, **growth, **last}
 
 
-def bars(summary: dict[str, Any]) -> list[Bar]:
-    """The promises of part d. Every Triton reload has a fresh stub, so its stubs' sizes have no bar."""
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part d. Every Triton reload has a fresh stub, so its stubs' sizes have none."""
     found = []
     for kind, of in summary.items():
         for who in ("server", "stub") if kind == "swap" else ("server",):
             name = f"d: {kind}, memory of the {who}, kB a reload"
             detail = f"{of[f'{who}_rss_kb'] / 1024:,.1f} MB after {of['reloads']:,} reloads"
-            found.append(Bar(name, of[f"{who}_slope_kb"], None, MOST_SLOPE_KB, detail))
+            found.append(Target(name, of[f"{who}_slope_kb"], None, MOST_SLOPE_KB, detail))
         over = [what for what, most in FLAT.items() if of[f"{what}_growth"] > most]
         over += ["disk_bytes"] if of["disk_bytes_growth"] > of["disk_bytes"] / 4 else []
         grown = ", ".join(f"{what} {of[f'{what}_growth']:+,.0f}" for what in (*FLAT, "disk_bytes"))
-        found.append(Bar(f"d: {kind}, what grew besides, of 4", len(over), None, 0, grown))
+        found.append(Target(f"d: {kind}, what grew besides, of 4", len(over), None, 0, grown))
     return found

@@ -1,9 +1,8 @@
-"""Part a: swaps and Triton reloads while clients go on asking: failures, p99 beside quiet times, longest pause.
-Given: a `Stage`. Returns: every request and every reload of every model, in blocks that follow each other.
-"""
+"""Reload benchmark, part a: failures, p99 and longest pause of clients during swaps and Triton reloads."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -11,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.reload_stage import Bed, Settings, Stage, Timed
+from tools.bench.benchmark import Target
+from tools.bench.reload_stage import Bed, Stage, Timed, under_load
 from tools.bench.reload_windows import Samples, Window, p99, quiet_windows, ratio
-from tools.bench.report import Bar
 
 MOST_P99 = {"swap": 1.5, "triton": 3.0}
 WORDS = {"swap": "swaps", "triton": "Triton reloads"}
@@ -24,8 +23,8 @@ DRAWS = 40
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Samples, reloads and blocks by model."""
-    return {model: _measure_model(stage, model) for model in stage.settings.under_load}
+    """Return samples, reloads and blocks by model."""
+    return {model: _measure_model(stage, model) for model in under_load(stage.settings.models)}
 
 
 def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
@@ -52,11 +51,11 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
 
 
 def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
-    """How many of `total` fall to cycle number `cycle`, as evenly as can be."""
+    """Return how many of `total` fall to cycle number `cycle`, as evenly as can be."""
     return total * (cycle + 1) // cycles - total * cycle // cycles
 
 
-def _block(bed: Bed, kind: str, cycle: int, settings: Settings) -> list[Timed]:
+def _block(bed: Bed, kind: str, cycle: int, settings: argparse.Namespace) -> list[Timed]:
     if kind == "quiet":
         time.sleep(settings.quiet_s)
         return []
@@ -71,7 +70,7 @@ def _block(bed: Bed, kind: str, cycle: int, settings: Settings) -> list[Timed]:
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """By model: failures, latencies in quiet blocks and during reloads, silences around swaps and without them."""
+    """Return, by model, failures, latencies in quiet blocks and during reloads, silences around swaps and without."""
     return {model: _summarise_model(found) for model, found in part.items()}
 
 
@@ -79,7 +78,7 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     samples = Samples.of(found["samples"])
     quiet = _quiet(found["blocks"])
     swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
-    # The silence is looked for while the version comes into service: writing it takes place elsewhere.
+    # Silences count while the version comes into service; it is written elsewhere.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
     around = samples.longest_silences(serving, margin_s=MARGIN_S)
     draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
@@ -101,7 +100,7 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
-    """Quiet blocks, but for those after Triton reloads, which begin with the backlog that these leave."""
+    """Return the quiet blocks, except those after Triton reloads, which begin with a backlog."""
     before = ["quiet", *(block["kind"] for block in blocks)]
     return [
         (block["begin_s"], block["end_s"])
@@ -115,10 +114,10 @@ def _windows(reloads: Sequence[dict[str, Any]], how: str) -> list[Window]:
 
 
 def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
-    """Of requests under way in a reload, and in as many equally long moments of quiet (whole blocks if too short)."""
-    during = samples.under_way(windows)
+    """Compare requests in flight in a reload with as many equally long moments of quiet (whole blocks if too short)."""
+    during = samples.in_flight(windows)
     # Of those alone that saw nothing else: a request at a block's end may wait for the reload that follows.
-    without = samples.within(quiet).under_way(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
+    without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
     return {
         "reloads": len(windows), "requests": int(during.size), "p50_ms": _median(during),
         "p99_ms": p99(during), "longest_ms": float(during.max()) if during.size else None,
@@ -132,17 +131,19 @@ def _median(values: Sequence[float] | np.ndarray) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def bars(summary: dict[str, Any]) -> list[Bar]:
-    """The promises of part a, for each model."""
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part a for each model."""
     found = []
     for model, of in summary.items():
         failed = of["failed_by_clients"] + of["failed_by_server"]
         detail = f"{of['requests']:,} requests, {of['swap']['reloads']} swaps, {of['triton']['reloads']} Triton reloads"
-        found.append(Bar(f"a, {model}: failed requests", failed, None, 0, detail))
+        found.append(Target(f"a, {model}: failed requests", failed, None, 0, detail))
         for how, most in MOST_P99.items():
             p99s = of[how]
             detail = f"{_ms(p99s['p99_ms'])} against {_ms(p99s['quiet_p99_ms'])} without"
-            found.append(Bar(f"a, {model}: p99 during {WORDS[how]} / without", p99s["p99_ratio"], None, most, detail))
+            found.append(
+                Target(f"a, {model}: p99 during {WORDS[how]} / without", p99s["p99_ratio"], None, most, detail)
+            )
         silence = of["silence_ms"]
         low, high = silence["quiet_longest_95"] or (None, None)
         detail = (
@@ -150,7 +151,7 @@ def bars(summary: dict[str, Any]) -> list[Bar]:
             f"{_ms(silence['quiet_longest'])}, by chance {_ms(low)} to {_ms(high)}; medians "
             f"{_ms(silence['swap_median'])} and {_ms(silence['quiet_median'])}"
         )
-        found.append(Bar(f"a, {model}: longest pause by a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
+        found.append(Target(f"a, {model}: longest pause by a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
     return found
 
 

@@ -1,6 +1,4 @@
-"""The reload measurement's picture: latency over time with reloads marked, p99 while training, memory over reloads.
-Given: a result with its summary. Returns: nothing; writes one PNG with a panel for each part that was measured.
-"""
+"""Picture of the reload benchmark: latency over time with reloads marked, p99 while training, memory over reloads."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.pictures import STYLE
+from tools.bench.pictures import figure_of, model_title
 from tools.bench.reload_windows import Samples
 
 Axes = Any  # matplotlib is imported late, and only where it draws
@@ -23,36 +21,28 @@ MOST_POINTS = 20_000
 LABEL_FROM = 0.06  # share of the width that a phase needs for its label
 
 
-def draw_picture(result: dict[str, Any], path: Path) -> None:
-    """Draw what was measured; nothing is written if none of it has a panel."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    parts, summary = result["parts"], result["summary"]
+def draw_parts(parts: dict[str, Any], summary: dict[str, Any], path: Path) -> None:
+    """Draw a panel for each part that was measured and has one; write nothing if there is none."""
     below: list[Callable[[Axes], None]] = []
     if "training" in parts:
         below.append(lambda axes: _draw_training(axes, parts["training"][0]["model"], summary["training"]))
     if "leak" in parts:
         below.append(lambda axes: _draw_memory(axes, parts["leak"], summary["leak"]))
-    rows = ["load"] * ("load" in parts) + ["below"] * bool(below)
-    if not rows:
+    num_rows = ("load" in parts) + bool(below)
+    if not num_rows:
         return
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.1 * len(rows)), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-        panels = figure.subfigures(len(rows), 1, squeeze=False)[:, 0]
-        for row, panel in zip(rows, panels, strict=True):
-            if row == "load":
-                model = next(iter(parts["load"]))
-                _draw_load(panel.subplots(), model, parts["load"][model], summary["load"][model])
-            else:
-                for axes, draw in zip(panel.subplots(1, len(below), squeeze=False)[0], below, strict=True):
-                    draw(axes)
-        figure.savefig(path)
+    with figure_of(path, (11, 4.1 * num_rows)) as figure:
+        panels = figure.subfigures(num_rows, 1, squeeze=False)[:, 0]
+        if "load" in parts:
+            model = next(iter(parts["load"]))
+            _draw_load(panels[0].subplots(), model, parts["load"][model], summary["load"][model])
+        if below:
+            for axes, draw in zip(panels[-1].subplots(1, len(below), squeeze=False)[0], below, strict=True):
+                draw(axes)
 
 
 def _draw_load(axes: Axes, model: str, part: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Every request of the first cycles as a dot; a line for each swap, a band for each Triton reload."""
+    """Draw every request of the first cycles as a dot, each swap as a line, each Triton reload as a band."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     blocks = part["blocks"][: SHOWN_CYCLES * BLOCKS_OF_CYCLE]
@@ -76,7 +66,7 @@ def _draw_load(axes: Axes, model: str, part: dict[str, Any], summary: dict[str, 
     axes.set_ylabel("latency of a value request (ms)")
     failed = summary["failed_by_clients"] + summary["failed_by_server"]
     axes.set_title(
-        f"{_title(model)}, {part['clients']} clients: the first of {summary['swap']['reloads']} swaps and "
+        f"{model_title(model)}, {part['clients']} clients: the first of {summary['swap']['reloads']} swaps and "
         f"{summary['triton']['reloads']} Triton reloads; {failed} of {summary['requests']:,} requests failed",
         pad=22,
     )
@@ -119,7 +109,7 @@ def _legend(axes: Axes, summary: dict[str, Any]) -> None:
 
 
 def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
-    """Bars of the p99 for each size of the update, the update's own length as a line above one lock's."""
+    """Draw the p99 for each size of the update as bars, and the length of the update as a line."""
     sizes = list(summary["ours"])
     for i, (server, colour, label) in enumerate((("ours", OURS, "ours"), ("one lock", LOCKED, "one lock over both"))):
         values = [summary[server][size]["p99_ms"] or 0.0 for size in sizes]
@@ -137,12 +127,12 @@ def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
     axes.set_ylabel("p99 of value requests (ms)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.grid(axis="x", visible=False)
-    axes.set_title(f"While the critic trains, {_title(model)}")
+    axes.set_title(f"While the critic trains, {model_title(model)}")
     axes.legend(loc="upper left", ncols=3, fontsize=9, columnspacing=1.0, handlelength=1.4)
 
 
 def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> None:
-    """What server and stub have grown by since the first sample."""
+    """Draw the growth of server and stub since the first sample."""
     from matplotlib.ticker import MaxNLocator
 
     looks = (
@@ -164,10 +154,6 @@ def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> N
     axes.axhline(0, color=QUIET, lw=0.8, zorder=1)
     axes.set_title("What reloads leave behind")
     axes.legend(loc="upper left", fontsize=9)
-
-
-def _title(model: str) -> str:
-    return f"{model.upper().replace('M', ' M')} parameters" if model[:1].isdigit() else f"{model} model"
 
 
 def _number(value: float | None) -> str:

@@ -1,6 +1,4 @@
-"""Part b: how long from a written version to a served one, beside what it cannot do without, measured alone.
-Given: a `Stage`. Returns: by model, publishes beside hash, load and canary; Triton reloads beside fresh processes.
-"""
+"""Reload benchmark, part b: time from a written version to a served one, beside its unavoidable parts alone."""
 
 from __future__ import annotations
 
@@ -16,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.weights import WEIGHTS_FILE, sha256_of
-from tools.bench.children import BenchError
+from tools.bench.benchmark import BenchError, Target
 from tools.bench.reload_stage import MOST_SIZE_UNDER_LOAD, Bed, Stage, on_core
 from tools.bench.reload_windows import ratio
-from tools.bench.report import Bar
-from tools.bench.samples import model_size
+from tools.bench.trace import model_size
 from tools.triton_home import find_tritonserver, server_environment
 
 MOST_SWAP, MOST_TRITON = 1.25, 1.2
@@ -38,7 +35,7 @@ FRESH_PROCESS = (
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Samples by model, on a server that has nothing else to do."""
+    """Return samples by model, on a server that has nothing else to do."""
     return {model: _measure_model(stage, model) for model in stage.settings.models}
 
 
@@ -52,7 +49,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
         for _ in range(publishes):
             done = bed.publish()
             alone = bed.as_publisher(functools.partial(_alone, bed, done.version))
-            swaps.append({**dataclasses.asdict(done), "to_served_ms": done.to_served_ms, **alone})
+            swaps.append({**dataclasses.asdict(done), "to_served_ms": done.verify_ms + done.reload_ms, **alone})
         stage.say(f"b, {model}: {publishes} publishes beside hash, load and canary")
         folder = bed.store.folder(bed.store.current() or 0)
         for _ in range(settings.loads):
@@ -64,7 +61,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
 
 
 def _alone(bed: Bed, version: int) -> dict[str, float]:
-    """Milliseconds of each step by itself."""
+    """Return milliseconds of each step on its own."""
     from trainer.verification import canary_row  # torch: not for --help
 
     folder = bed.store.folder(version)
@@ -81,7 +78,7 @@ def _timed(do: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _fresh_process_ms(folder: Path) -> float:
-    """Until a new Python process has imported torch and transformers and loaded the critic in `folder`."""
+    """Time a new Python process until it has imported torch and transformers and loaded the critic in `folder`."""
     environment = {**os.environ, **server_environment(find_tritonserver())}
     start = time.perf_counter()
     command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
@@ -97,7 +94,7 @@ def _fresh_process_ms(folder: Path) -> float:
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """Medians and ratios by model."""
+    """Return medians and ratios by model."""
     found = {}
     for model, of in part.items():
         swap = _medians(of["swaps"], ("publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms"))
@@ -115,8 +112,8 @@ def _medians(samples: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str,
     return {name: statistics.median(sample[name] for sample in samples) for name in names}
 
 
-def bars(summary: dict[str, Any]) -> list[Bar]:
-    """The promises of part b, for each model."""
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part b for each model."""
     found = []
     for model, of in summary.items():
         swap, load = of["swap"], of["triton"]
@@ -124,7 +121,7 @@ def bars(summary: dict[str, Any]) -> list[Bar]:
             f"{swap['to_served_ms']:,.1f} ms; hash {swap['hash_ms']:,.1f}, load {swap['load_ms']:,.1f}, "
             f"canary {swap['canary_ms']:,.1f} ms; n {swap['n']}"
         )
-        found.append(Bar(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, detail))
+        found.append(Target(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, detail))
         detail = f"{load['reload_ms']:,.0f} ms against {load['fresh_ms']:,.0f} ms; n {load['n']}"
-        found.append(Bar(f"b, {model}: triton / fresh process", load["ratio"], None, MOST_TRITON, detail))
+        found.append(Target(f"b, {model}: triton / fresh process", load["ratio"], None, MOST_TRITON, detail))
     return found

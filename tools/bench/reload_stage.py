@@ -1,9 +1,8 @@
-"""Where the reload measurement happens: cores, settings, and beds - a server with a critic that can be published.
-Given: a folder, a model size. Returns: a `Bed` whose `publish` and `triton_reload` say when they began and ended.
-"""
+"""Cores and beds of the reload benchmark; a bed is a server with a critic whose versions can be published."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import os
@@ -13,21 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from python_backend.config import CriticSection, RewardSection, RunConfig, RunSection, ServerSection, TrainerSection
 from python_backend.contract import CRITIC
 from python_backend.weights import WeightsStore
 from tools.bench.reload_clients import Clients
-from tools.bench.samples import model_size
-from tools.bench.trace import SIZES, make_checkpoint
-from tools.serve import start_server, with_fixed_ports
+from tools.bench.trace import SIZES, make_checkpoint, model_size
+from tools.bench.tritonservers import SERVED, start_triton
+from tools.serve import with_fixed_ports
 from trainer.control_plane import ControlPlane
 
 T = TypeVar("T")
-SERVED: dict[str, Any] = {
-    "workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64, "allocator": "retain",
-}  # fmt: skip
 RUN_ID = "bench"
 LOWEST_PRIORITY = 19
 MOST_SIZE_UNDER_LOAD = 7  # million parameters: where latencies are milliseconds
@@ -35,42 +31,14 @@ PERTURBATION = 1e-4
 LOAD_TIMEOUT_S = 300.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What is measured, and how often."""
-
-    models: list[str]
-    swaps: int
-    triton_reloads: int
-    clients: int
-    cycles: int
-    """Times that quiet, swaps, quiet, Triton reloads follow each other."""
-    quiet_s: float
-    swap_every_s: float
-    publishes: int
-    loads: int
-    """Triton reloads beside fresh processes; publishes of models above 7 million parameters."""
-    update_clients: int
-    update_rows: int
-    updates: int
-    gap_reloads: int
-    leak_swaps: int
-    leak_triton_reloads: int
-    leak_clients: int
-    journal_repeats: int
-    journal_rows: int
-    journal_tokens: int
-    """Of each row."""
-
-    @property
-    def under_load(self) -> list[str]:
-        """Models that are reloaded under load."""
-        return [name for name in self.models if model_size(name) <= MOST_SIZE_UNDER_LOAD] or self.models[:1]
+def under_load(models: list[str]) -> list[str]:
+    """Return the models that are small enough to be reloaded under load; the first if none is."""
+    return [name for name in models if model_size(name) <= MOST_SIZE_UNDER_LOAD] or models[:1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """Which core each process has, the trainer all others; of two cores it shares the clients', of one all share it."""
+    """Core of each process; the trainer has all others. Of two cores it shares the clients', of one all share it."""
 
     server: int
     clients: int
@@ -78,14 +46,14 @@ class Cores:
 
     @classmethod
     def of_machine(cls) -> Cores:
-        """Of the cores that this process may use."""
+        """Divide the cores that this process may use."""
         cores = sorted(os.sched_getaffinity(0))
         return cls(cores[0], cores[min(1, len(cores) - 1)], tuple(cores[2:] or cores[-1:]))
 
 
 @contextlib.contextmanager
 def on_core(*cores: int) -> Iterator[None]:
-    """What is started within by this thread, and all that it starts, runs on these cores alone."""
+    """Pin this thread, and what it starts within, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -96,9 +64,9 @@ def on_core(*cores: int) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What every part is given."""
+    """What every part receives."""
 
-    settings: Settings
+    settings: argparse.Namespace
     folder: Path
     """For files that go when the measurement ends."""
     cores: Cores
@@ -118,11 +86,6 @@ class Timed:
     publish_ms: float
     verify_ms: float
     reload_ms: float
-
-    @property
-    def to_served_ms(self) -> float:
-        """From the version's being written to its being served."""
-        return self.verify_ms + self.reload_ms
 
 
 class Bed:
@@ -158,7 +121,7 @@ class Bed:
         # Beside clients on the same core, as a trainer should be; children would inherit the whole process's priority.
         self._publishing = ThreadPoolExecutor(1, "publisher", initializer=_step_back)
         with on_core(stage.cores.server):
-            self.server = start_server(self.config, log=lambda line: None)
+            self.server = start_triton(self.config)
 
     def __enter__(self) -> Bed:
         return self
@@ -175,7 +138,7 @@ class Bed:
         return self.config.server.http_url
 
     def failed_requests(self) -> int:
-        """Requests that the server counts as failed since it started."""
+        """Return the requests that the server counts as failed since it started."""
         with ControlPlane(self.config.server.grpc_url) as control:
             return control.statistics(CRITIC).failure_count
 
@@ -188,7 +151,7 @@ class Bed:
         return self.as_publisher(self._triton_reload)
 
     def as_publisher(self, do: Callable[[], T]) -> T:
-        """What `do` returns, on the publisher's core, at its priority, with its one torch thread."""
+        """Call `do` on the publisher's core, at its priority, with its one torch thread."""
         return self._publishing.submit(do).result()
 
     def _publish(self) -> Timed:

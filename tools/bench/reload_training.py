@@ -1,11 +1,8 @@
-"""Part c, first half: value requests while the critic trains, ours beside a server with one lock over both.
-Given: a `Stage`. Returns: for each server and size of the update, the requests and when an update was under way.
-"""
+"""Reload benchmark, first half of part c: value requests while the critic trains, beside a server with one lock."""
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,28 +14,24 @@ import psutil
 from actor.client import TritonClient
 from python_backend.config import ClientSection, TrainerSection
 from python_backend.contract import CRITIC_TRAIN, MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
-from python_backend.durable import write_json
-from python_backend.journal import Journal
-from tools.bench.children import BenchChild, BenchError
-from tools.bench.reload_stage import LOWEST_PRIORITY, RUN_ID, Bed, Stage, on_core
+from tools.bench.benchmark import Target
+from tools.bench.children import BenchChild
+from tools.bench.reload_stage import LOWEST_PRIORITY, RUN_ID, Bed, Stage, on_core, under_load
 from tools.bench.reload_windows import Samples, Window, p99, ratio
-from tools.bench.report import Bar
 from tools.bench.trace import make_trace
-from tools.child import Child
+from tools.bench.tritonservers import running_sidecar
 
 SIZES = (1, 2, 4)
 MOST_GROWTH = 1.2
 SETTLE_S = 0.5
 DEADLINE_S = 600.0
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
 TRAINER = TrainerSection(lr=1e-5, token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none")
 
 
 def measure(stage: Stage) -> list[dict[str, Any]]:
-    """One entry for each server, size and repeat."""
+    """Return requests and the time of the update for each server, size and repeat."""
     settings = stage.settings
-    model = settings.under_load[-1]
+    model = under_load(settings.models)[-1]
     runs = []
     with Bed(stage, "training", model, trainer=TRAINER) as bed, _sidecar(stage, bed), _locked(stage, bed) as locked:
         urls = {"ours": bed.url, "one lock": locked.url}
@@ -56,7 +49,7 @@ def measure(stage: Stage) -> list[dict[str, Any]]:
 
 
 def make_payload(num_rows: int, *, copies: int) -> dict[str, np.ndarray]:
-    """The trace's first rows, `copies` times, as a packed training payload."""
+    """Return the trace's first rows, `copies` times, as a packed training payload."""
     rows = make_trace(num_rows) * copies
     generator = np.random.default_rng(0)
     shape = (1, sum(row.size - 1 for row in rows))
@@ -86,32 +79,22 @@ async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
 
 @contextmanager
 def _sidecar(stage: Stage, bed: Bed) -> Iterator[None]:
-    """The project's sidecar on the trainer's core, behind everything else there."""
-    config = bed.folder / "run.yaml"
-    write_json(config, bed.config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
-    with on_core(*stage.cores.trainer):
-        child = Child("sidecar", ["trainer", "--config", str(config)], bed.folder / "sidecar.log", {})
-    psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
-    try:
-        journal = Journal(bed.config.run.journal_dir, RUN_ID)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not journal.is_followed():
-            child.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise BenchError(f"the sidecar did not follow {journal.root} within {START_TIMEOUT_S:g} s")
-            time.sleep(0.05)
+    """Run the project's sidecar on the trainer's core, behind everything else there."""
+    with (
+        on_core(*stage.cores.trainer),
+        running_sidecar(bed.config, lambda path: ["trainer", "--config", str(path)]) as child,
+    ):
+        psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
         yield
-    finally:
-        child.stop(signal.SIGINT, STOP_TIMEOUT_S)
 
 
 @contextmanager
 def _locked(stage: Stage, bed: Bed) -> Iterator[BenchChild]:
-    """The server with one lock, on the server's core."""
-    arguments = ["--critic", str(bed.store.folder(0).absolute()), "--trainer", TRAINER.model_dump_json()]
+    """Run the server with one lock on the server's core."""
+    arguments = {"critic": bed.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
     log = bed.folder / "locked.log"
     with on_core(stage.cores.server):
-        child = BenchChild("server with one lock", "tools.bench.reload_locked", arguments, log, num_ports=3)
+        child = BenchChild("server with one lock", "pytriton:serve_critic", arguments, log, num_ports=3)
     try:
         child.wait_ready(f"/v2/models/{CRITIC_TRAIN}/ready")  # the one that it binds last
         yield child
@@ -120,13 +103,13 @@ def _locked(stage: Stage, bed: Bed) -> Iterator[BenchChild]:
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By server and size: latencies of the requests that were under way during an update, and the update's length."""
+    """Return, by server and size, latencies of the requests in flight during an update, and the update's length."""
     found: dict[str, Any] = {}
     for server in dict.fromkeys(run["server"] for run in runs):
         found[server] = {}
         for size in SIZES:
             chosen = [run for run in runs if (run["server"], run["size"]) == (server, size)]
-            during = [Samples.of(run["samples"]).under_way([run["window"]]) for run in chosen]
+            during = [Samples.of(run["samples"]).in_flight([run["window"]]) for run in chosen]
             latencies = np.concatenate(during) if during else np.zeros(0)
             found[server][f"x{size}"] = {
                 "updates": len(chosen), "requests": int(latencies.size),
@@ -137,8 +120,8 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def bars(summary: dict[str, Any]) -> list[Bar]:
-    """Ours: the largest p99 over that of the smallest update. One lock: its p99 over its update, for comparison."""
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the largest p99 of ours over that of the smallest update, beside the p99 of one lock."""
     ours, locked = summary["ours"], summary["one lock"]
     p99s = {size: of["p99_ms"] for size, of in ours.items()}
     known = [value for value in p99s.values() if value is not None]
@@ -146,6 +129,8 @@ def bars(summary: dict[str, Any]) -> list[Bar]:
     detail = "p99 " + ", ".join(f"{size}: {value:,.0f} ms" for size, value in p99s.items() if value is not None)
     theirs = ", ".join(f"{size}: {of['p99_ms']:,.0f} ms" for size, of in locked.items() if of["p99_ms"] is not None)
     return [
-        Bar("c: p99 while the critic trains, largest / x1", growth, None, MOST_GROWTH, f"{detail}; one lock {theirs}"),
-        Bar("c: failed requests", sum(of["failed"] for of in ours.values()), None, 0, "ours"),
+        Target(
+            "c: p99 while the critic trains, largest / x1", growth, None, MOST_GROWTH, f"{detail}; one lock {theirs}"
+        ),
+        Target("c: failed requests", sum(of["failed"] for of in ours.values()), None, 0, "ours"),
     ]

@@ -1,6 +1,4 @@
-"""What requests saw in windows of time: their latencies, and the longest silence between two answers.
-Given: when requests began and ended, windows as (begin, end), all in seconds of one clock. Returns: milliseconds.
-"""
+"""Latencies of requests, and silences between answers, in windows of time: (begin, end) in seconds of one clock."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 
 Window = tuple[float, float]
-PERCENTILE = 99
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Samples:
 
     @classmethod
     def of(cls, raw: dict[str, Any]) -> Samples:
-        """From `start_s`, `latency_ms` and `version`, as result.json has them."""
+        """Return the samples of `start_s`, `latency_ms` and `version`, as result.json has them."""
         start = np.asarray(raw["start_s"], np.float64)
         end = start + np.asarray(raw["latency_ms"], np.float64) / 1e3
         order = np.argsort(end, kind="stable")
@@ -39,24 +36,24 @@ class Samples:
         return (self.end - self.start) * 1e3
 
     def within(self, windows: Sequence[Window]) -> Samples:
-        """Those that began and ended within one window."""
+        """Return those that began and ended within one window."""
         chosen = np.zeros(self.start.size, bool)
         for begin, end in windows:
             chosen |= (self.start >= begin) & (self.end <= end)
         return Samples(self.start[chosen], self.end[chosen], self.version[chosen])
 
-    def under_way(self, windows: Sequence[Window]) -> np.ndarray:
-        """Latencies (ms) of the requests that were under way at some moment of some window, each counted once."""
+    def in_flight(self, windows: Sequence[Window]) -> np.ndarray:
+        """Return latencies (ms) of the requests that were in flight at some moment of some window, each once."""
         chosen = np.zeros(self.start.size, bool)
         for begin, end in windows:
             chosen |= (self.end >= begin) & (self.start <= end)
         return self.latency_ms[chosen]
 
     def longest_silences(self, windows: Sequence[Window], *, margin_s: float) -> list[float]:
-        """For each window, widened by `margin_s`: the longest time (ms) between two answers that reaches into it.
+        """Return, for each window widened by `margin_s`, the longest time (ms) between two answers reaching into it.
 
         Not cut at the window's edges, so that a pause counts whole. For clients in a closed loop: some request is
-        under way at any time.
+        in flight at any time.
         """
         return [self._silence_ms(begin - margin_s, end + margin_s) for begin, end in windows]
 
@@ -68,14 +65,14 @@ class Samples:
 
 
 def p99(latencies: np.ndarray) -> float | None:
-    """The 99th percentile; None of nothing."""
-    return float(np.percentile(latencies, PERCENTILE)) if latencies.size else None
+    """Return the 99th percentile; None of nothing."""
+    return float(np.percentile(latencies, 99)) if latencies.size else None
 
 
 def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: float, seed: int = 0) -> list[Window]:
-    """As many windows as `like`, each as long as one of them, at random places of `quiet` where nothing happened.
+    """Return as many windows as `like`, each as long as one of them, at random places of the `quiet` windows.
 
-    They choose requests by the same rule: long requests are more likely to be under way in any window.
+    They choose requests by the same rule: long requests are more likely to be in flight in any window.
     """
     generator = np.random.default_rng(seed)
     found = []
@@ -92,5 +89,5 @@ def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: 
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """`one / other`; None where either is unknown or the other is 0."""
+    """Return `one / other`; None where either is unknown or the other is 0."""
     return one / other if one is not None and other else None

@@ -1,157 +1,139 @@
-"""`python -m tools bench step --out DIR`: what overlapping a PPO step's parts is worth, and what bounds it.
-Given: model sizes. Returns: DIR/result.json, step.png, step_scaling.png and a table. Blocks of steps in changing order:
-overlapped, serial, and serial over padded PyTriton services; overlapped and serial where services wait instead of
-computing; growth with rollouts and responses.
-"""
+"""A PPO step by phase: overlapped, serial, and serial over padded PyTriton services; then with services that wait."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.machine import describe_machine, describe_versions, now_utc
+from tools.bench.benchmark import Option, Record, Result, Target
+from tools.bench.pictures import figure_of
+from tools.bench.samples import Sample, grouped, ratio, select
 from tools.bench.trace import SIZES
 
-BAR = 0.75
+MOST_RATIO = 0.75
 OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")  # the actor's own computing: nothing overlaps it
-COMPUTED, WAITED = "computed", "waited"
-QUICK: dict[str, Any] = {
-    "model": "tiny", "scaling_model": "tiny", "rollout": 8, "longest": 12, "steps": 1, "rounds": 1,
-    "scaling_rollouts": "4", "scaling_lengths": "8",
-}  # fmt: skip
+OPTIONS = {
+    "model": Option("7m", f"of policy, reward and critic: {', '.join(SIZES)}", quick="tiny", known=SIZES),
+    "scaling_model": Option("1m", "where growth is measured", quick="tiny", known=SIZES),
+    "rollout": Option(64, "responses of a step", quick=8),
+    "longest": Option(128, "tokens of the longest response", quick=12),
+    "steps": Option(3, "of a block", quick=1),
+    "rounds": Option(3, "blocks of each mode", quick=1),
+    "scaling_rollouts": Option([16, 32, 64, 128], "responses of a step", quick=[4]),
+    "scaling_lengths": Option([32, 64, 128, 256], "tokens of the longest response", quick=[8]),
+    "cores": Option(2, "that all processes share"),
+}
+LANES = {
+    "generate": ("generation", "#0072B2"),
+    "scoring": ("rewards and values", "#E69F00"),
+    "logprobs": ("log-probs", "#56B4E9"),
+    "init_logprobs": ("reference log-probs", "#7FC8F0"),
+    "critic_update": ("critic's update and reload", "#D55E00"),
+    "train_time": ("policy's update", "#009E73"),
+}
+TITLES = {
+    ("computed", "padded"): "serial, over padded PyTriton",
+    ("computed", "serial"): "serial",
+    ("computed", "overlapped"): "overlapped",
+    ("waited", "serial"): "serial, services wait",
+    ("waited", "overlapped"): "overlapped, services wait",
+}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report, or only report; 0 when done, whatever the bar says; 1 if it cannot be measured."""
-    arguments = parse_arguments(argv)
-    out = arguments.report_only or arguments.out
-    if arguments.report_only is None:
-        from actor.client import RequestFailed  # tritonclient, and below torch: not for --help
-        from tools.bench.children import BenchError
-        from tools.bench.step_contests import contests
-        from tools.child import ChildDied
-        from tools.triton_home import ServerStartError
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Measure blocks of steps with services that compute, with services that wait, and over the size of a step."""
+    from tools.bench.step_contests import measure_contests  # torch: not for --help
 
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
-        out.mkdir(parents=True, exist_ok=True)
-        settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "report_only")}
-        result: dict[str, Any] = {
-            "date": now_utc(), "machine": describe_machine(), "versions": describe_versions(), "settings": settings,
-            "samples": [],
-        }  # fmt: skip
-
-        def note(sample: dict[str, Any]) -> None:
-            result["samples"].append(sample)
-            (out / "result.json").write_text(json.dumps(result))
-            shown = f"{sample['contest']:<9} {sample['mode']:<11} {sample['rollout']:>4} x {sample['longest']:<4}"
-            print(f"{shown} {sample['seconds'] / sample['steps']:7.2f} s a step", file=sys.stderr, flush=True)
-
-        try:
-            contests(arguments, out, note, result)
-        except (BenchError, ChildDied, RequestFailed, ServerStartError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        (out / "result.json").write_text(json.dumps(result))
-    result = json.loads((out / "result.json").read_text())
-    from tools.bench.step_picture import draw
-
-    draw(result, out)
-    print(report(result))
-    return 0
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.cores])
+    measure_contests(settings, record)
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to measure."""
-    parser = argparse.ArgumentParser(prog="python -m tools bench step", description="A PPO step, phase by phase.")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, help="folder of result.json and the pictures")
-    where.add_argument("--report-only", type=Path, metavar="DIR", help="table and pictures of what lies there")
-    parser.add_argument("--model", default="7m", help=f"of policy, reward and critic: {', '.join(SIZES)}")
-    parser.add_argument("--scaling-model", default="1m", help="where growth is measured")
-    parser.add_argument("--rollout", type=int, default=64, help="responses of a step")
-    parser.add_argument("--longest", type=int, default=128, help="tokens of the longest response")
-    parser.add_argument("--steps", type=int, default=3, help="of a block")
-    parser.add_argument("--rounds", type=int, default=3, help="blocks of each mode")
-    parser.add_argument("--scaling-rollouts", default="16,32,64,128", help="responses of a step")
-    parser.add_argument("--scaling-lengths", default="32,64,128,256", help="tokens of the longest response")
-    parser.add_argument("--cores", type=int, default=2, help="that all processes share")
-    parser.add_argument("--quick", action="store_true", help="one short step of each: shows that it works")
-    if "--quick" in (argv if argv is not None else sys.argv):
-        parser.set_defaults(**QUICK)
-    return parser.parse_args(argv)
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """Return the seconds of a step and of its phases, for each contest and mode."""
+    return [
+        {
+            "contest": contest, "rollout": rollout, "longest": longest, "mode": mode, "s_a_step": median_step(own),
+            "cpu_s": median_step(own, "cpu_seconds"), **{phase: median_phase(own, phase) for phase in LANES},
+        }
+        for (contest, rollout, longest, mode), own in grouped(
+            result["samples"], "contest", "rollout", "longest", "mode"
+        ).items()
+    ]  # fmt: skip
 
 
-def report(result: dict[str, Any]) -> str:
-    """Seconds of a step by phase, the ratios, and what the critical path would allow."""
-    settings = result["settings"]
-    lines = [
-        f"{settings['model']} policy, reward and critic, {settings['rollout']} responses of up to "
-        f"{settings['longest']} tokens, {settings['cores']} cores"
-    ]
-    for contest in (COMPUTED, WAITED):
-        samples = [sample for sample in result["samples"] if sample["contest"] == contest]
-        lines += ["", f"services that {'compute' if contest == COMPUTED else 'wait as long as they would compute'}"]
-        lines.append(f"{'':<12}s a step  CPU s   generate  scoring  logprobs  critic update  policy update")
-        for mode in dict.fromkeys(sample["mode"] for sample in samples):
-            own = [sample for sample in samples if sample["mode"] == mode]
-            phases = {name: median_phase(own, name) for name in (*OWN_PHASES, "scoring", "critic_update")}
-            logprobs = phases["logprobs"] + phases["init_logprobs"]
-            lines.append(
-                f"{mode:<12}{median_step(own):>8.2f}{median_step(own, 'cpu_seconds'):>7.1f}{phases['generate']:>11.2f}"
-                f"{phases['scoring']:>9.2f}{logprobs:>10.2f}{phases['critic_update']:>15.2f}{phases['train_time']:>15.2f}"
-            )
-        allowed = critical_path(samples) / median_step([s for s in samples if s["mode"] == "serial"])
-        value = ratio(samples, "overlapped", "serial")
-        verdict = "" if contest == COMPUTED else f"  {'PASS' if value <= BAR else 'MISS'}, must be <= {BAR:g}"
-        lines.append(f"overlapped / serial {value:.2f}; the actor's own computing / serial {allowed:.2f}{verdict}")
-        if contest == COMPUTED:
-            work = cores_bound(samples, settings["cores"])
-            lines.append(f"all processor time on {settings['cores']} cores / serial {work:.2f}")
-            lines.append(f"overlapped / serial over padded PyTriton {ratio(samples, 'overlapped', 'padded'):.2f}")
-    scaled = [sample for sample in result["samples"] if sample["contest"] == "scaling"]
-    lines += ["", f"growth ({settings['scaling_model']}): overlapped, serial, ratio"]
-    for key in dict.fromkeys((sample["rollout"], sample["longest"]) for sample in scaled):
-        own = [sample for sample in scaled if (sample["rollout"], sample["longest"]) == key]
-        pair = [median_step([s for s in own if s["mode"] == mode]) for mode in ("overlapped", "serial")]
-        lines.append(f"  {key[0]:>4} x {key[1]:<4}{pair[0]:>8.2f} s{pair[1]:>8.2f} s{pair[0] / pair[1]:>7.2f}")
-    return "\n".join(lines)
+def targets(result: Result) -> list[Target]:
+    """Return the ratio of overlapped and serial steps, and what bounds it."""
+    computed, waited = (select(result["samples"], contest=contest) for contest in ("computed", "waited"))
+    found = []
+    for what, samples, most in (("computed", computed, None), ("waited", waited, MOST_RATIO)):
+        if samples:
+            serial = median_step(select(samples, mode="serial"))
+            found += [
+                Target(f"{what}: overlapped / serial", mode_ratio(samples, "overlapped", "serial"), None, most),
+                Target(f"{what}: the actor's own computing / serial", critical_path(samples) / serial),
+            ]
+    cores = result["settings"]["cores"]
+    if computed:
+        found += [
+            Target(f"computed: all processor time on {cores} cores / serial", cores_bound(computed, cores)),
+            Target("computed: overlapped / serial over padded PyTriton", mode_ratio(computed, "overlapped", "padded")),
+        ]
+    scaled = grouped(select(result["samples"], contest="scaling"), "rollout", "longest")
+    for (rollout, longest), samples in scaled.items():
+        value = mode_ratio(samples, "overlapped", "serial")
+        found.append(Target(f"scaling, {rollout} x {longest}: overlapped / serial", value))
+    return found
 
 
-def median_step(samples: Sequence[dict[str, Any]], key: str = "seconds") -> float:
-    """Of the blocks' means."""
+def median_step(samples: Sequence[Sample], key: str = "seconds") -> float:
+    """Return the median over the blocks of `key` per step."""
     return statistics.median(sample[key] / sample["steps"] for sample in samples)
 
 
-def median_phase(samples: Sequence[dict[str, Any]], phase: str) -> float:
-    """Seconds of one phase in a step."""
+def median_phase(samples: Sequence[Sample], phase: str) -> float:
+    """Return the seconds of one phase in a step."""
     sums = [sum(end - start for name, start, end in s["spans"] if name == phase) / s["steps"] for s in samples]
     return statistics.median(sums)
 
 
-def critical_path(samples: Sequence[dict[str, Any]]) -> float:
-    """Seconds of a step that the actor computes itself, where nothing else runs beside it."""
-    serial = [sample for sample in samples if sample["mode"] == "serial"]
+def critical_path(samples: Sequence[Sample]) -> float:
+    """Return the seconds of a serial step in which the actor computes and nothing can run beside it."""
+    serial = select(samples, mode="serial")
     return sum(median_phase(serial, phase) for phase in OWN_PHASES)
 
 
-def cores_bound(samples: Sequence[dict[str, Any]], cores: int) -> float:
-    """Processor time of a serial step spread over all cores, by the step's seconds: no order of its parts beats it."""
-    serial = [sample for sample in samples if sample["mode"] == "serial"]
+def cores_bound(samples: Sequence[Sample], cores: int) -> float:
+    """Return a serial step's CPU time spread over all cores, by its seconds: no order of its parts beats that."""
+    serial = select(samples, mode="serial")
     return median_step(serial, "cpu_seconds") / cores / median_step(serial)
 
 
-def ratio(samples: Sequence[dict[str, Any]], one: str, other: str) -> float:
-    """Median over the rounds of the seconds of `one` by those of `other`."""
-    seconds = {(sample["mode"], sample["round"]): sample["seconds"] for sample in samples}
-    rounds = {sample["round"] for sample in samples}
-    return statistics.median(seconds[one, number] / seconds[other, number] for number in rounds)
+def mode_ratio(samples: Sequence[Sample], one: str, other: str) -> float | None:
+    """Return the median over the rounds of the seconds of mode `one` by those of `other`."""
+    return ratio(samples, one, other, "seconds", by="mode")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def draw(result: Result, out: Path) -> None:
+    """Draw the block of median length of each contest and mode as a timeline with a lane for each phase."""
+    by_key = grouped(result["samples"], "contest", "mode")
+    found = {key: sorted(by_key[key], key=lambda block: float(block["seconds"])) for key in TITLES if key in by_key}
+    blocks = {key: own[len(own) // 2] for key, own in found.items()}
+    if not blocks:
+        return
+    longest = max(block["seconds"] for block in blocks.values())
+    with figure_of(out / "step.png", (10, 1.75 * len(blocks))) as figure:
+        axes = figure.subplots(len(blocks), 1, sharex=True, squeeze=False)[:, 0]
+        for ax, (key, block) in zip(axes, blocks.items(), strict=True):
+            for lane, (phase, (_, colour)) in enumerate(LANES.items()):
+                spans = [(start, end - start) for name, start, end in block["spans"] if name == phase]
+                ax.broken_barh(spans, (lane - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.5)
+            ax.axvline(block["seconds"], color="#3C4043", lw=1, ls=(0, (4, 3)))
+            title = f"{TITLES[key]}: {block['seconds'] / block['steps']:.1f} s a step"
+            ax.set(title=title, xlim=(0, longest * 1.01), ylim=(len(LANES) - 0.4, -0.6))
+            ax.set_yticks(range(len(LANES)), [name for name, _ in LANES.values()], fontsize=7)
+            ax.grid(axis="y", visible=False)
+        axes[-1].set_xlabel(f"seconds; {block['steps']} steps of the same work")

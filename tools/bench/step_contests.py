@@ -1,15 +1,11 @@
-"""Where the step measurement happens: checkpoints, servers, sidecars, and the runs between them.
-Given: what to measure. Returns: samples, as they are made.
-"""
+"""Checkpoints, servers and sidecars of the step benchmark, and the runs between them."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,96 +17,66 @@ from actor.client import TritonClient
 from python_backend.batching import plan_micro_batches
 from python_backend.config import ClientSection, RunConfig, ServerSection, TrainerSection, load_config
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
-from python_backend.control_key import control_key
 from python_backend.training_payload import TrainPayload
 from python_backend.weights import WeightsStore
-from tools.bench.children import BenchChild
-from tools.bench.generation import LONGEST_PROMPT, make_model, make_prompts
-from tools.bench.reload_stage import SERVED
-from tools.bench.step import COMPUTED, WAITED
+from tools.bench.benchmark import Record
+from tools.bench.children import BenchChild, child_command
+from tools.bench.generation import LONGEST_PROMPT, make_prompts
 from tools.bench.step_runs import OVERLAPPED, PADDED, SERIAL, MeasuredRun, PaddedServices
-from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint
-from tools.child import Child
+from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, trace_tokenizer
+from tools.bench.tritonservers import SERVED, replace_model, running_sidecar, start_triton
 from tools.ports import with_free_ports
-from tools.render_configs import render_repository
-from tools.triton_home import find_tritonserver, lay_out_backends
-from tools.tritonserver import TritonServer
 
-Note = Callable[[dict[str, Any]], None]
-STOP_S = 60.0
 MEASURED_ROWS = 32
-WAITING_KEY = "bench_seconds_per_token"  # as in waiting_models, which only tritonserver's Python can import
-LIBRARIES = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-def contests(arguments: argparse.Namespace, out: Path, note: Note, result: dict[str, Any]) -> None:
-    """All of them. `result` also gets how long services wait."""
-    size, longest = arguments.rollout, arguments.longest
-    checkpoints = make_checkpoints(out / "checkpoints" / arguments.model, arguments.model, arguments.rollout)
+def measure_contests(settings: argparse.Namespace, record: Record) -> None:
+    """Measure all contests; the result also gets how long services wait for a token."""
+    size, longest, out = settings.rollout, settings.longest, record.out
+    checkpoints = make_checkpoints(out / "checkpoints" / settings.model, settings.model, settings.rollout)
     waits = seconds_per_token(checkpoints, longest)
-    result["waits_s_per_token"] = waits
-    for contest in (COMPUTED, WAITED):
+    record.result["waits_s_per_token"] = waits
+    for contest in ("computed", "waited"):
         config = configuration(out / contest, checkpoints, size, longest)
-        with services(config, waits if contest == WAITED else None), contextlib.ExitStack() as others:
+        with services(config, waits if contest == "waited" else None), contextlib.ExitStack() as others:
             modes, urls = [OVERLAPPED, SERIAL], None
-            if contest == COMPUTED:
+            if contest == "computed":
                 modes, urls = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
-            told = functools.partial(_told, note, contest, size, longest)
-            measure(config, modes, arguments.steps, arguments.rounds, told, padded_urls=urls)
-    grow(arguments, out, note)
-
-
-def grow(arguments: argparse.Namespace, out: Path, note: Note) -> None:
-    """Step time over rollout size and over response length."""
-    rollouts = [int(text) for text in arguments.scaling_rollouts.split(",")]
-    lengths = [int(text) for text in arguments.scaling_lengths.split(",")]
+            measure_run(record, contest, config, modes, settings.steps, settings.rounds, padded_urls=urls)
+    rollouts, lengths = settings.scaling_rollouts, settings.scaling_lengths
     middle = rollouts[len(rollouts) // 2], lengths[len(lengths) // 2]
-    checkpoints = make_checkpoints(out / "checkpoints" / "scaling", arguments.scaling_model, max(rollouts))
+    checkpoints = make_checkpoints(out / "checkpoints" / "scaling", settings.scaling_model, max(rollouts))
     base = configuration(out / "scaling", checkpoints, *middle)
     with services(base, None):
         for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
-            config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, server=base)
-            told = functools.partial(_told, note, "scaling", size, longest)
-            measure(config, [OVERLAPPED, SERIAL], 2, max(1, arguments.rounds - 1), told)
+            config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, base.server)
+            measure_run(record, "scaling", config, [OVERLAPPED, SERIAL], 2, max(1, settings.rounds - 1))
 
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
-    """Policy, reward and critic of one size, one vocabulary, and prompts; returns the folder."""
-    tokenizer = word_tokenizer()
+    """Write a policy, a model for reward and critic, and prompts; return the folder."""
+    tokenizer = trace_tokenizer()
     make_checkpoint(SIZES[model], folder / "scoring")
-    make_model(model).save_pretrained(folder / "policy")
-    for name in ("scoring", "policy"):
-        tokenizer.save_pretrained(folder / name)
+    make_policy(model).save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
     words = tokenizer.convert_ids_to_tokens
     lines = [json.dumps({"text": " ".join(words(prompt.tolist()))}) for prompt in make_prompts(num_prompts)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
-def word_tokenizer() -> Any:
-    """A tokenizer whose tokens are words between spaces: `w3` is token 3, and so on."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(3, VOCAB_SIZE))]
-    bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="</s>")
-
-
 def configuration(
-    folder: Path, checkpoints: Path, size: int, longest: int, *, server: RunConfig | None = None
+    folder: Path, checkpoints: Path, size: int, longest: int, server: ServerSection | None = None
 ) -> RunConfig:
-    """The run's YAML, written to `folder`; `server`: of the run whose services it uses."""
+    """Write the run's YAML to `folder` and load it; `server`: of the run whose services it uses."""
     folder.mkdir(parents=True, exist_ok=True)
-    ports = (
-        with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0)) if server is None else server.server
-    )
+    ports = server or with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
+    scoring = {"checkpoint": str(checkpoints / "scoring"), **SERVED}
     sections = {
         "run": {"dir": str(folder / "run"), "run_id": "bench"},
         "server": {name: getattr(ports, name) for name in ("http_port", "grpc_port", "metrics_port")},
-        "reward": {"checkpoint": str(checkpoints / "scoring"), **SERVED},
-        "critic": {"checkpoint": str(checkpoints / "scoring"), **SERVED},
+        "reward": scoring,
+        "critic": scoring,
         "trainer": {"token_budget": 2048, "reload_on_save": "none", "checkpoint_every": 100_000, "nice": 0},
         "actor": {
             "checkpoint": str(checkpoints / "policy"), "prompts": str(checkpoints / "prompts.jsonl"),
@@ -124,99 +90,87 @@ def configuration(
 
 @contextlib.contextmanager
 def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None]:
-    """Server and sidecar, which wait instead of computing where `waits` says how long."""
+    """Run server and sidecar; with `waits` they wait instead of computing."""
     from python_backend.modeling import quiet_transformers
     from trainer.publish import initialise_store
 
+    def change(repository: Path) -> None:
+        for model, kind, key in ((REWARD_MODEL, "WaitingReward", "reward"), (CRITIC, "WaitingCritic", "critic")):
+            if waits is not None:
+                replace_model(repository, model, kind, bench_seconds_per_token=f"{waits[key]:.12f}")
+
+    def sidecar(path: Path) -> list[str]:
+        if waits is None:
+            return ["trainer", "--config", str(path)]
+        return child_command("waiting_sidecar:run", config=path, seconds_per_token=waits["train"])
+
     quiet_transformers()
-    folder = config.run.dir.parent
     initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
-    render_repository(config, config.run.repository_dir)
-    sidecar = ["trainer", "--config", str(folder / "run.yaml")]
-    if waits is not None:
-        put_in_place(config.run.repository_dir, REWARD_MODEL, "WaitingReward", waits["reward"])
-        put_in_place(config.run.repository_dir, CRITIC, "WaitingCritic", waits["critic"])
-        sidecar = ["tools.bench.waiting_sidecar", *sidecar[1:], "--seconds-per-token", str(waits["train"])]
-    home = find_tritonserver()
-    with TritonServer(
-        home, config.run.repository_dir, config.server, folder / "tritonserver.log",
-        backends=lay_out_backends(home, folder / "backends"), control_key=control_key(config.run.weights_dir),
-        log=lambda line: None,
-    ) as server:  # fmt: skip
-        server.wait_ready()
-        child = Child("sidecar", sidecar, folder / "sidecar.log", LIBRARIES)
-        try:
+    server = start_triton(config, change)
+    try:
+        with running_sidecar(config, sidecar):
             yield
-        finally:
-            child.stop(signal.SIGTERM, STOP_S)
-
-
-def put_in_place(repository: Path, model: str, kind: str, seconds_per_token: float) -> None:
-    """Have `model` of a rendered repository be the class `kind` of `waiting_models`."""
-    config = repository / model / "config.pbtxt"
-    parameter = f'parameters {{ key: "{WAITING_KEY}" value {{ string_value: "{seconds_per_token:.12f}" }} }}\n'
-    config.write_text(config.read_text() + parameter)
-    (repository / model / "1" / "model.py").write_text(
-        f"from tools.bench.waiting_models import {kind} as TritonPythonModel  # noqa: F401\n"
-    )
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
 def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
-    """A reward server and a critic server of PyTriton; gives their addresses."""
+    """Run a reward server and a critic server of PyTriton; give their addresses."""
     folder = config.run.dir.parent / "pytriton"
     (folder / "counters").mkdir(parents=True, exist_ok=True)
-    store, trainer = WeightsStore(config.run.weights_dir), config.trainer.model_dump_json()
-    reward = [
-        "--checkpoint", str(checkpoints / "scoring"), "--counters", str(folder / "counters"), "--instances", "1",
-        "--threads", "1", "--tuned", "1", "--strip-multiple", "0",
-    ]  # fmt: skip
-    critic = ["--critic", str(store.folder(0)), "--trainer", trainer]
-    started: list[BenchChild] = []
-    try:
-        for module, models, arguments in (
-            ("tools.bench.pytriton", (REWARD_MODEL,), reward),
-            ("tools.bench.reload_locked", (CRITIC_INFER, CRITIC_TRAIN), critic),
+    reward = {
+        "checkpoint": checkpoints / "scoring", "counters": folder / "counters", "instances": 1, "threads": 1,
+        "tuned": True, "strip_multiple": 0,
+    }  # fmt: skip
+    weights = WeightsStore(config.run.weights_dir).folder(0)
+    critic = {"critic": weights, "trainer": config.trainer.model_dump(mode="json")}
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for target, models, arguments in (
+            ("pytriton:serve_reward", (REWARD_MODEL,), reward),
+            ("pytriton:serve_critic", (CRITIC_INFER, CRITIC_TRAIN), critic),
         ):
-            name = f"PyTriton {models[0]}"
-            started.append(BenchChild(name, module, arguments, folder / f"{models[0]}.log", num_ports=3))
+            log = folder / f"{models[0]}.log"
+            child = BenchChild(f"PyTriton {models[0]}", target, arguments, log, num_ports=3)
+            stack.callback(child.stop)
             for model in models:
-                started[-1].wait_ready(f"/v2/models/{model}/ready")
-        yield [child.url for child in started]
-    finally:
-        for child in started:
-            child.stop()
+                child.wait_ready(f"/v2/models/{model}/ready")
+            urls.append(child.url)
+        yield urls
 
 
-def measure(
-    config: RunConfig, modes: Sequence[str], steps: int, rounds: int, note: Note, *,
+def measure_run(
+    record: Record, contest: str, config: RunConfig, modes: Sequence[str], steps: int, rounds: int,
     padded_urls: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
-    """One run of blocks; `note` gets a sample of each."""
+    """Record the blocks of one run."""
     import torch
 
     torch.set_num_threads(1)
     client = ClientSection(train_deadline_s=3600, deadline_s=3600)
+    size, longest = config.actor.rollout_size, config.actor.max_new_tokens
 
-    async def main() -> None:
+    def note(sample: dict[str, Any]) -> None:
+        record.add({"contest": contest, "rollout": size, "longest": longest, **sample})
+        seconds = sample["seconds"] / sample["steps"]
+        record.say(f"{contest:<9} {sample['mode']:<11} {size:>4} x {longest:<4} {seconds:7.2f} s a step")
+
+    async def run_blocks() -> None:
         async with contextlib.AsyncExitStack() as stack:
             ours = await stack.enter_async_context(TritonClient(config.server.http_url, client))
             run = MeasuredRun(config, ours)
             await run.scorer.compare_tokenizers()
             if padded_urls is not None:
                 reward, critic = [await stack.enter_async_context(TritonClient(url, client)) for url in padded_urls]
-                run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + config.actor.max_new_tokens)
+                run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + longest)
             await run.blocks(modes, steps=steps, rounds=rounds, note=note)
 
-    asyncio.run(main())
-
-
-def _told(note: Note, contest: str, size: int, longest: int, sample: dict[str, Any]) -> None:
-    note({"contest": contest, "rollout": size, "longest": longest, **sample})
+    asyncio.run(run_blocks())
 
 
 def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
-    """What reward, critic and the critic's update take for a token, each alone on one thread: how long to wait."""
+    """Measure what reward, critic and the critic's update take for a token, each alone on one thread."""
     import torch
 
     from python_backend.allocator import use_allocator
@@ -236,25 +190,27 @@ def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
     payload = TrainPayload(np.concatenate(rows), lengths.astype(np.int64), noise, noise, np.ones_like(noise))
     update = CriticUpdate(critic, TrainerSection(token_budget=2048))
 
-    def forwards(score: Callable[[list[np.ndarray], int], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for batch in plan:
-                score([rows[i] for i in batch], max(int(lengths[i]) for i in batch))
+    def forwards(score: Callable[[list[np.ndarray], int], Any]) -> float:
+        for batch in plan:
+            score([rows[i] for i in batch], max(int(lengths[i]) for i in batch))
+        return computed
 
-        return run
+    def train() -> float:
+        update.train(payload, lambda done: None)
+        return float(lengths.sum())
 
     return {
-        "reward": best_of(forwards(reward.score)) / computed,
-        "critic": best_of(forwards(critic.values)) / computed,
-        "train": best_of(lambda: update.train(payload, lambda done: None)) / float(lengths.sum()),
+        "reward": _best_of_three(lambda: forwards(reward.score)),
+        "critic": _best_of_three(lambda: forwards(critic.values)),
+        "train": _best_of_three(train),
     }
 
 
-def best_of(action: Callable[[], Any], repeats: int = 3) -> float:
-    """Seconds, the least of several."""
-    times = []
-    for _ in range(repeats):
+def _best_of_three(action: Callable[[], float]) -> float:
+    """Return the fewest seconds for a token; `action` returns its tokens."""
+    found = []
+    for _ in range(3):
         start = time.monotonic()
-        action()
-        times.append(time.monotonic() - start)
-    return min(times)
+        tokens = action()
+        found.append((time.monotonic() - start) / tokens)
+    return min(found)

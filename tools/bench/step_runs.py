@@ -1,15 +1,12 @@
-"""PPO steps in blocks: the same rollouts, overlapped as they are in a run, or one thing after the other.
-Given: a run's configuration, a live server, the blocks. Returns: a sample for each block, its phases with it.
-"""
+"""PPO steps in blocks of the same rollouts, overlapped as they are in a run, or serial."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import psutil
 
 from actor.client import TrainAnswer, TritonClient
 from actor.experience import critic_payload
@@ -19,41 +16,36 @@ from actor.metrics import Timers
 from actor.rollout import Prompt, Rollout, ScoredRollout, Scores
 from python_backend.config import RunConfig
 from python_backend.contract import VALUES, WEIGHTS_VERSION
-from tools.bench.generation import response_lengths
+from tools.bench.generation import decoder_of, response_lengths
+from tools.bench.samples import in_turn
+from tools.bench.usage import cpu_seconds
 
 OVERLAPPED, SERIAL, PADDED = "overlapped", "serial", "padded"
 
 
 class GivenLengths(Generation):
-    """Writes as many tokens for each prompt as it is told, so that every block does the same work."""
+    """Generates `lengths[i]` tokens for prompt i, so that every block does the same work."""
 
     lengths: Sequence[int]
 
     def run(self, prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
-        """As the parent, but for what ends a response."""
+        """Generate as the parent does, except for what ends a response."""
         import torch
-
-        from actor.decoding import Decoder
-
-        lengths = self.lengths
-
-        class Given(Decoder):
-            def _ends_by_itself(self, row: Any) -> bool:
-                return bool(row.written >= lengths[row.index])
 
         generator = torch.Generator().manual_seed(seed)
         draws = torch.rand(len(prompts), self._settings.max_new_tokens, dtype=torch.float64, generator=generator)
-        Given(self._model, self._rules(), slots=self._settings.generation_batch).run(prompts, draws, finished)
+        decoder = decoder_of(self.lengths)(self._model, self._rules(), slots=self._settings.generation_batch)
+        decoder.run(prompts, draws, finished)
 
 
 class PaddedServices:
-    """Reward and critic behind PyTriton, asked as their users ask them: every row padded to one common length."""
+    """Reward and critic behind PyTriton, called as their users call them: every row padded to one common length."""
 
     def __init__(self, reward: TritonClient, critic: TritonClient, width: int) -> None:
         self._reward, self._critic, self._width = reward, critic, width
 
     async def score(self, rollout: Rollout) -> Scores:
-        """Rewards and values of every row."""
+        """Return rewards and values of every row."""
         import torch
 
         async def one(row: Any) -> tuple[Any, Any]:
@@ -69,7 +61,7 @@ class PaddedServices:
         return Scores(rewards, values, torch.zeros(count).long(), torch.ones(count).bool(), [])
 
     async def train(self, payload: dict[str, Any], *, run_id: str, step: int) -> TrainAnswer:
-        """One update on the padded batch: the server is told that every row is as long as the longest."""
+        """Update once on the padded batch, sent as if every row were as long as the longest."""
         import numpy as np
 
         count, width = payload["tokens"].shape
@@ -94,28 +86,27 @@ class MeasuredRun(PPORun):
         self.policy.generation = given
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """The same in each block."""
+        """Return the same in each block."""
         return super().prompts_of(self.place)
 
     def seed_of(self, step: int) -> int:
-        """The same in each block."""
+        """Return the same in each block."""
         return super().seed_of(self.place)
 
     async def blocks(
         self, modes: Sequence[str], *, steps: int, rounds: int, note: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure each mode in each round, in changing order; a block's time ends when its last update is answered."""
+        """Measure each mode in each round, a different one first each time."""
         await self.books.resume()
         for mode in modes:  # whatever happens once happens here
             await self.block(mode, 1)
-        for number in range(rounds):
-            for mode in [*modes[number % len(modes) :], *modes[: number % len(modes)]]:
-                note({"mode": mode, "round": number, **await self.block(mode, steps)})
+        for number, mode in in_turn(modes, rounds):
+            note({"mode": mode, "round": number, **await self.block(mode, steps)})
 
     async def block(self, mode: str, steps: int) -> dict[str, Any]:
-        """Some steps, until their last update is answered."""
+        """Run some steps, until their last update is answered."""
         self.spans.clear()
-        cpu, start = cpu_seconds(), time.time()
+        cpu, start = cpu_seconds([os.getpid()]), time.time()
         for self.place in range(1, steps + 1):
             if mode == PADDED:  # its servers count nothing
                 await self.serial_step(0, self.padded)
@@ -123,12 +114,12 @@ class MeasuredRun(PPORun):
             self.done += 1
             await (self.one_step(self.done, is_last=False) if mode == OVERLAPPED else self.serial_step(self.done, None))
         await self.await_updates(self.done)
-        seconds, cpu = time.time() - start, cpu_seconds() - cpu
+        seconds, cpu = time.time() - start, cpu_seconds([os.getpid()]) - cpu
         spans = [[phase, begin - start, end - start] for phase, begin, end in self.spans]
         return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
 
     async def serial_step(self, step: int, padded: PaddedServices | None) -> None:
-        """The work of `one_step`, each part begun when the one before has ended."""
+        """Do the work of `one_step`, each part after the one before."""
         timers = Timers()
         with timers.phase("generate"):
             rollout = await self.in_thread(self.policy.generate, self.prompts_of(step), seed=self.seed_of(step))
@@ -147,13 +138,3 @@ class MeasuredRun(PPORun):
         with timers.phase("train_time"):
             await self.in_thread(self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef)
         self.books.log_timeline(step, timers.spans)
-
-
-def cpu_seconds() -> float:
-    """Processor time of this process and of all that it started, so far."""
-    total = 0.0
-    this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        times = process.cpu_times()
-        total += times.user + times.system
-    return total

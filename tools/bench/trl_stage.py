@@ -1,4 +1,4 @@
-"""What the comparison with TRL needs before the first step: TRL's environment, models, prompts, and both trainers."""
+"""TRL's environment, models, prompts and both trainers of the comparison with TRL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.bench.trace import SIZES, VOCAB_SIZE
+from python_backend.config import ServerSection, load_config
+from tools.bench.trace import SIZES, VOCAB_SIZE, make_policy, trace_tokenizer
+from tools.bench.tritonservers import start_triton
 from tools.bench.trl_turns import Contender
 from tools.ports import with_free_ports
 from tools.run import LIBRARY_ENV
@@ -50,7 +52,7 @@ class Environment:
 
 
 def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment:
-    """Make TRL's environment in `folder` unless it is there; a half-made one is made again."""
+    """Make TRL's environment in `folder` unless it is complete."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
     if not done.is_file():
         log(f"installing TRL into {folder}: a few minutes, once")
@@ -63,22 +65,19 @@ def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment
 
 
 def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
-    """The folder of the model `name`: SmolLM2's own, or a Llama with random weights and one token a word."""
+    """Return the folder of the model `name`: SmolLM2's own, or a Llama with random weights and one token a word."""
     if name not in SIZES:
         assert smollm2 is not None
         return smollm2
     made = folder / name
     if not (made / "tokenizer.json").is_file():
-        from tools.bench.generation import make_model
-        from tools.bench.step_contests import word_tokenizer
-
-        make_model(name).save_pretrained(made)
-        word_tokenizer().save_pretrained(made)
+        make_policy(name).save_pretrained(made)
+        trace_tokenizer().save_pretrained(made)
     return made
 
 
 def prompts_for(name: str, count: int) -> list[str]:
-    """English for a real model; for one with random weights as many words of its vocabulary."""
+    """Return English for a real model; for one with random weights as many words of its vocabulary."""
     chosen = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     return [_in_words(text) for text in chosen] if name in SIZES else chosen
 
@@ -88,10 +87,10 @@ def _in_words(text: str) -> str:
     return " ".join(f"w{3 + number % (VOCAB_SIZE - 3)}" for number in numbers)
 
 
-def prepare_cell(arguments: argparse.Namespace, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """What both trainers receive; its folder is made anew, with the prompts of every step."""
+def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Return the settings of both trainers; their folder is made anew, with the prompts of every step."""
     name = "-".join(str(value) for value in cell.values())
-    folder = arguments.out.absolute() / "runs" / name
+    folder = out.absolute() / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     lines = [json.dumps({"text": text}) for text in prompts_for(cell["model"], cell["rows"] // GROUP)]
@@ -105,7 +104,7 @@ def prepare_cell(arguments: argparse.Namespace, cell: dict[str, Any], checkpoint
 
 @contextlib.contextmanager
 def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> Iterator[Contender]:
-    """One side of the contest, stopped at the end."""
+    """Run one side of the comparison."""
     folder = Path(settings["folder"])
     env = {
         **LIBRARY_ENV, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
@@ -119,36 +118,23 @@ def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> 
         else:
             path = folder / "run.yaml"
             path.write_text(json.dumps(configuration(settings), indent=1))  # JSON is YAML
-            servers.append(stack.enter_context(serving(path)))
+            server = start_triton(load_config(path))
+            stack.callback(server.stop)
+            servers.append(server.pid)
             command = [sys.executable, "-u", "-m", "tools.bench.trl_ours", "--config", str(path)]
         contender = Contender(name, command, folder / f"{name}.log", env, servers)
         stack.callback(contender.stop)
         yield contender
 
 
-@contextlib.contextmanager
-def serving(path: Path) -> Iterator[int]:
-    """The run's tritonserver; gives its process id."""
-    from python_backend.config import load_config
-    from tools.serve import start_server
-
-    server = start_server(load_config(path), log=lambda line: None)
-    try:
-        yield server.pid
-    finally:
-        server.stop()
-
-
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
-    """Our run's YAML: a reward function alone, the rest as on TRL's side."""
-    from python_backend.config import ServerSection
-
+    """Return our run's YAML: a reward function alone, the rest as on TRL's side."""
     ports = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
     tokens = settings["new_tokens"]
     return {
         "run": {"dir": f"{settings['folder']}/run"},
         "server": {name: getattr(ports, name) for name in ("http_port", "grpc_port", "metrics_port")},
-        "rewards": {"variety": {"function": "tools.bench.trl_reward:variety"}},
+        "rewards": {"variety": {"function": "tools.bench.reward_functions:variety"}},
         "actor": {
             "algorithm": settings["algorithm"], "checkpoint": settings["checkpoint"], "prompts": settings["prompts"],
             "validation_size": 0, "steps": 1_000_000, "checkpoint_every": 1_000_000, "threads": settings["threads"],

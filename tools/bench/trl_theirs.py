@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.function_rewards import Sample
-from tools.bench.trl_reward import variety
+from tools.bench.reward_functions import variety
 from tools.bench.trl_turns import Turns
 
 ENDLESS = 1_000_000  # steps: the driver ends the run
 
 
 def main() -> None:
-    """Train as the JSON object in `sys.argv[1]` says: see `tools.bench.trl.cell_settings`."""
+    """Train as the JSON object in `sys.argv[1]` says: see `trl_stage.prepare_cell`."""
     settings = json.loads(sys.argv[1])
     turns = Turns()  # before the libraries print
 

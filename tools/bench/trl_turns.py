@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -89,7 +88,7 @@ class Contender:
 
     def steps(self, count: int) -> dict[str, Any]:
         """Take `count` steps: means per step of seconds, CPU seconds and phases; tokens of one step; peak memory."""
-        from tools.bench.snapshot import cpu_seconds
+        from tools.bench.usage import cpu_seconds, peak_rss_mb
 
         cpu = cpu_seconds(self._pids)
         answers = [self._step() for _ in range(count)]
@@ -125,18 +124,3 @@ class Contender:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-
-
-def peak_rss_mb(pids: Sequence[int]) -> float:
-    """Sum of the largest resident sizes so far of processes and their descendants; shared pages count in each."""
-    import psutil
-
-    total = 0.0
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(pid)
-            for process in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(FileNotFoundError):
-                    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-                    total += int(found[1]) / 1024 if found else 0.0
-    return total

@@ -1,10 +1,7 @@
-"""`python -m tools.bench.waiting_sidecar --config YAML --seconds-per-token S`: a sidecar that waits, not trains.
-Given: seconds per token, measured on the real update. Returns: as the sidecar; journal, weights and reloads are real.
-"""
+"""A sidecar that waits instead of training; journal, weights and reloads are real."""
 
 from __future__ import annotations
 
-import argparse
 import signal
 import time
 from collections.abc import Callable
@@ -19,31 +16,20 @@ from python_backend.training_payload import TrainPayload
 from trainer.critic_update import CriticUpdate, UpdateReport
 
 
-class WaitingUpdate(CriticUpdate):
-    """An update that takes its time and changes one weight a little."""
+def run(config: str, seconds_per_token: float) -> None:
+    """Run the sidecar of the YAML `config` until SIGINT or SIGTERM."""
 
-    seconds_per_token = 0.0
+    class WaitingUpdate(CriticUpdate):
+        """Takes its time and changes one weight a little."""
 
-    def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
-        start = time.monotonic()
-        time.sleep(self.seconds_per_token * float(payload.lengths.sum()))
-        with torch.no_grad():
-            list(self.critic.model.parameters())[-1].add_(1e-6)
-        progress(1)
-        return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
+        def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
+            start = time.monotonic()
+            time.sleep(seconds_per_token * float(payload.lengths.sum()))
+            with torch.no_grad():
+                list(self.critic.model.parameters())[-1].add_(1e-6)
+            progress(1)
+            return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
 
-
-def main() -> None:
-    """The sidecar, until SIGINT or SIGTERM."""
-    parser = argparse.ArgumentParser(prog="bench_waiting_sidecar")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--seconds-per-token", type=float, required=True)
-    args = parser.parse_args()
     stop = stop_event(signal.SIGINT, signal.SIGTERM)
-    WaitingUpdate.seconds_per_token = args.seconds_per_token
     trainer.sidecar.CriticUpdate = WaitingUpdate  # type: ignore[misc]
-    trainer.sidecar.Sidecar(load_config(args.config, [])).run(stop)
-
-
-if __name__ == "__main__":
-    main()
+    trainer.sidecar.Sidecar(load_config(Path(config), [])).run(stop)
