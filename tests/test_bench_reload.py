@@ -19,10 +19,10 @@ from tools.bench import reload
 from tools.bench.command import main, parse_arguments
 from tools.bench.pytriton import LockedCritic
 from tools.bench.reload import PARTS
-from tools.bench.reload_journal import accept_once, bare_write_ms, make_arrays
+from tools.bench.reload_journal import accept_once, bare_write_ms, padded_arrays
 from tools.bench.reload_stage import RUN_ID, Cores, on_core, under_load
 from tools.bench.reload_training import make_payload
-from tools.bench.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace
+from tools.bench.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = Limits(VOCAB_SIZE, LONGEST)
@@ -77,7 +77,7 @@ def test_the_locked_server_computes_what_ours_does_and_trains(tmp_path: Path):
 
 def test_the_journal_is_measured_with_payloads_that_it_keeps_in_order(tmp_path: Path):
     journal = Journal(tmp_path, RUN_ID)
-    arrays = make_arrays(4, 16)
+    arrays = padded_arrays(noise_payload([np.arange(3, 19)] * 4))
     sizes = [accept_once(journal, arrays, Limits(VOCAB_SIZE, 16), step, tmp_path)["bytes"] for step in (1, 2, 3)]
     assert journal.last_step() == 3
     assert sizes[0] == sizes[2] > arrays[TOKENS].nbytes

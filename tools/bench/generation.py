@@ -132,7 +132,7 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
 def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
     """Generate with one call of `generate` for all prompts."""
     import torch
-    from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+    from transformers import StoppingCriteria, StoppingCriteriaList
 
     width = max(map(len, prompts))
     goals = torch.tensor(lengths)
@@ -141,13 +141,24 @@ def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             return input_ids.shape[1] - width >= goals
 
-    ids, attention = padded_left(prompts)
-    config = GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=1, pad_token_id=2, suppress_tokens=[0, 1, 2]
-    )
     stops = StoppingCriteriaList([GivenLengths()])
-    output = model.generate(ids, attention_mask=attention, generation_config=config, stopping_criteria=stops)
-    return {i: row[width : width + n].tolist() for i, (row, n) in enumerate(zip(output, lengths, strict=True))}
+    sampling = {"do_sample": True, "top_k": 0, "suppress_tokens": [0, 1, 2]}
+    output = generate(model, prompts, max(lengths), sampling, stopping_criteria=stops)
+    return {i: row[:n].tolist() for i, (row, n) in enumerate(zip(output, lengths, strict=True))}
+
+
+def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[str, Any], **arguments: Any) -> Any:
+    """Call `generate` on the prompts, padded on the left; return the new tokens `[N, at most longest]`."""
+    import torch
+    from transformers import GenerationConfig
+
+    width = max(map(len, prompts))
+    ids, attention = torch.full((len(prompts), width), 2), torch.zeros(len(prompts), width, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
+        attention[i, width - len(prompt) :] = 1
+    config = GenerationConfig(max_new_tokens=longest, eos_token_id=1, pad_token_id=2, **rules)
+    return model.generate(ids, attention_mask=attention, generation_config=config, **arguments)[:, width:]
 
 
 def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
@@ -168,29 +179,11 @@ def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dic
 
 def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:
     """Return the share of prompts whose greedy response is the same from our decoder and from `generate`."""
-    from transformers import GenerationConfig
-
     from actor.decoding import Decoder, Rules
 
     written: dict[int, list[int]] = {}
     Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(
         prompts, None, lambda index, response: written.update({index: response.tokens})
     )
-    ids, attention = padded_left(prompts)
-    config = GenerationConfig(
-        do_sample=False, max_new_tokens=longest, eos_token_id=1, pad_token_id=2, suppress_tokens=[0, 2]
-    )
-    output = model.generate(ids, attention_mask=attention, generation_config=config)[:, ids.shape[1] :]
+    output = generate(model, prompts, longest, {"do_sample": False, "suppress_tokens": [0, 2]})
     return statistics.fmean(row[: len(written[i])].tolist() == written[i] for i, row in enumerate(output))
-
-
-def padded_left(prompts: list[np.ndarray]) -> tuple[Any, Any]:
-    """Return `input_ids` and `attention_mask` `[N, longest]`."""
-    import torch
-
-    width = max(map(len, prompts))
-    ids, attention = torch.full((len(prompts), width), 2), torch.zeros(len(prompts), width, dtype=torch.int64)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
-        attention[i, width - len(prompt) :] = 1
-    return ids, attention

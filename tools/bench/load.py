@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,46 +24,21 @@ DEADLINE_S = 900.0
 Send = Callable[[list[np.ndarray]], Awaitable[np.ndarray]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One measurement of one server."""
-
-    urls: list[str]
-    """`host:port`, one for Triton, one per instance for `plain` servers."""
-    plain: bool
-    """The server is `instances.serve_one_forward`, not a Triton."""
-    num_rows: int
-    """Length of the trace's prefix that is sent and counted."""
-    rows: int
-    """Rows per request."""
-    concurrency: int
-    """Requests in flight."""
-    width: int
-    """Pad every request to so many tokens; 0: to its own longest row."""
-    num_warmup: int
-    """Requests before the clock starts: the trace's first ones."""
-    num_checked: int
-    """Rewards to return."""
-    pids: list[int]
-    counters: str
-    """The server's processes and the folder of its counters: read around what is counted."""
-
-
 @asynccontextmanager
-async def _triton(job: Job) -> Any:
-    settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=job.concurrency)
-    async with TritonClient(job.urls[0], settings) as client:
+async def _triton(urls: list[str], width: int, concurrency: int) -> Any:
+    settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=concurrency)
+    async with TritonClient(urls[0], settings) as client:
 
         async def send(rows: list[np.ndarray]) -> np.ndarray:
-            return (await client.rewards(rows, width=job.width))[REWARDS]
+            return (await client.rewards(rows, width=width))[REWARDS]
 
         yield send
 
 
 @asynccontextmanager
-async def _plain(job: Job) -> Any:
+async def _plain(urls: list[str]) -> Any:
     """Send each request to the least-loaded instance: fairer than a random choice."""
-    in_flight = dict.fromkeys(job.urls, 0)
+    in_flight = dict.fromkeys(urls, 0)
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -97,25 +71,35 @@ async def _closed_loop(send: Send, requests: list[list[np.ndarray]], concurrency
     return latencies, answers
 
 
-async def measure(**arguments: Any) -> dict[str, Any]:
-    """Send the requests of the `Job`; return seconds, latencies, CPU seconds, what was computed, and first rewards."""
-    job = Job(**arguments)
-    requests = as_requests(make_trace(job.num_rows), job.rows)
-    counters = Path(job.counters)
-    async with (_plain if job.plain else _triton)(job) as send:
-        await _closed_loop(send, requests[: job.num_warmup], job.concurrency)
-        before = snapshot(job.pids, counters)
+async def measure(
+    *, urls: list[str], plain: bool, width: int, num_rows: int, rows: int, concurrency: int, num_warmup: int,
+    num_checked: int, pids: list[int], counters: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure one server with the first rows of the trace.
+
+    Args:
+        urls: `host:port`, one for Triton, one per instance for `plain` servers (`instances.serve_one_forward`).
+        width: pad every request to so many tokens; 0: to its own longest row.
+        rows: per request.
+        num_warmup: requests before the clock starts.
+        num_checked: rewards to return.
+        pids, counters: the server's processes and folder of counters, read around what is measured.
+    """
+    requests = as_requests(make_trace(num_rows), rows)
+    async with _plain(urls) if plain else _triton(urls, width, concurrency) as send:
+        await _closed_loop(send, requests[:num_warmup], concurrency)
+        before = snapshot(pids, Path(counters))
         cpu, start = time.process_time(), time.perf_counter()
-        latencies, answers = await _closed_loop(send, requests, job.concurrency)
+        latencies, answers = await _closed_loop(send, requests, concurrency)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
-        used = difference(snapshot(job.pids, counters), before)
+        used = difference(snapshot(pids, Path(counters)), before)
     rewards = np.concatenate([np.ravel(answer) for answer in answers])
-    if rewards.size != job.num_rows or not np.isfinite(rewards).all():
-        raise ValueError(f"{job.urls}: {rewards.size} rewards for {job.num_rows} rows, or not finite")
+    if rewards.size != num_rows or not np.isfinite(rewards).all():
+        raise ValueError(f"{urls}: {rewards.size} rewards for {num_rows} rows, or not finite")
     p50, p99 = np.percentile(np.asarray(latencies) * 1000, [50, 99])
     return {
         "seconds": seconds, "p50_ms": float(p50), "p99_ms": float(p99), "client_cpu_s": cpu_s,
-        "rewards": [float(reward) for reward in rewards[: job.num_checked]], **used,
+        "rewards": [float(reward) for reward in rewards[:num_checked]], **used,
     }  # fmt: skip
 
 

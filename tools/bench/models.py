@@ -55,27 +55,29 @@ class LateModel(CountedModel):
             call.answer({REWARDS: part})
 
 
-class WaitingReward(reward.TritonPythonModel):
-    """The reward model, whose forward waits `bench_seconds_per_token` for each token and returns zeros."""
+class Waiting:
+    """A forward that waits `bench_seconds_per_token` for each token and returns zeros."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
         self._pause = float(Parameters(args).text("bench_seconds_per_token"))
-        super().initialize(args)
+        super().initialize(args)  # type: ignore[misc]
 
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         time.sleep(self._pause * len(rows) * width)
-        return [np.zeros(1, np.float32) for _ in rows]
+        return [np.zeros(self.outputs_of(row), np.float32) for row in rows]
+
+    def outputs_of(self, row: np.ndarray) -> int:
+        """Return the number of values of a row."""
+        return row.size
 
 
-class WaitingCritic(critic.TritonPythonModel):
-    """The critic, whose forward waits `bench_seconds_per_token` for each token and returns zeros."""
+class WaitingReward(Waiting, reward.TritonPythonModel):
+    """The reward model with a waiting forward."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load."""
-        self._pause = float(Parameters(args).text("bench_seconds_per_token"))
-        super().initialize(args)
+    def outputs_of(self, row: np.ndarray) -> int:
+        return 1
 
-    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        time.sleep(self._pause * len(rows) * width)
-        return [np.zeros(row.size, np.float32) for row in rows]
+
+class WaitingCritic(Waiting, critic.TritonPythonModel):
+    """The critic with a waiting forward."""

@@ -68,11 +68,8 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
         windows = [(w["begin_s"], w["end_s"]) for w in part["windows"] if w["way"] == way]
         silences = samples.longest_silences(windows, margin_s=MARGIN_S)
         waits = [float(samples.in_flight([window]).max(initial=0.0)) for window in windows]
-        found[way] = {
-            "silence_ms": statistics.median(silences), "longest_silence_ms": max(silences),
-            "wait_ms": statistics.median(waits), "longest_wait_ms": max(waits), "reloads": len(windows),
-            "reload_s": statistics.median(end - begin for begin, end in windows),
-        }  # fmt: skip
+        medians = {"silence_ms": statistics.median(silences), "wait_ms": statistics.median(waits)}
+        found[way] = {**medians, "longest_silence_ms": max(silences), "reloads": len(windows)}
     return found
 
 

@@ -14,14 +14,15 @@ import numpy as np
 
 from python_backend.allocator import use_allocator
 from python_backend.config import TrainerSection
-from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
+from python_backend.contract import Limits
 from python_backend.durable import sync_directory
 from python_backend.journal import Journal
 from python_backend.training_payload import TrainPayload, sent_payload, train_payload
 from tools.bench.benchmark import Target
 from tools.bench.reload_stage import RUN_ID, Stage, on_core, under_load
 from tools.bench.reload_windows import ratio
-from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint
+from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint, noise_payload
+from tools.bench.update import one_update
 
 MOST_TIMES = 1.5
 MOST_SHARE = 0.02
@@ -30,7 +31,8 @@ MOST_SHARE = 0.02
 def measure(stage: Stage) -> dict[str, Any]:
     """Accept payloads and write their bytes in turn; then time one critic update with as many tokens."""
     settings = stage.settings
-    arrays = make_arrays(settings.journal_rows, settings.journal_tokens)
+    rows = np.random.default_rng(0).integers(3, VOCAB_SIZE, (settings.journal_rows, settings.journal_tokens))
+    arrays = padded_arrays(noise_payload(list(rows)))
     limits = Limits(VOCAB_SIZE, settings.journal_tokens)
     folder = stage.folder / "journal"
     shutil.rmtree(folder, ignore_errors=True)
@@ -49,17 +51,9 @@ def measure(stage: Stage) -> dict[str, Any]:
             "update_s": update_s, "update_model": model}  # fmt: skip
 
 
-def make_arrays(num_rows: int, num_tokens: int) -> dict[str, np.ndarray]:
-    """Return a padded payload `[num_rows, num_tokens]` as the actor sends it."""
-    generator = np.random.default_rng(0)
-    shape = (num_rows, num_tokens - 1)
-    return {
-        TOKENS: generator.integers(3, VOCAB_SIZE, (num_rows, num_tokens), dtype=np.int64),
-        SEQUENCE_LENGTHS: np.full((num_rows, 1), num_tokens, np.int64),
-        RETURNS: generator.normal(size=shape).astype(np.float32),
-        PREV_VALUES: generator.normal(size=shape).astype(np.float32),
-        MASK: np.ones(shape, np.float32),
-    }
+def padded_arrays(payload: TrainPayload) -> dict[str, np.ndarray]:
+    """Return a payload of rows of one length as the actor sends it, padded."""
+    return {name: array.reshape(payload.lengths.size, -1) for name, array in payload.arrays().items()}
 
 
 def accept_once(
@@ -99,15 +93,11 @@ def _update_seconds(stage: Stage, model: str, payload: TrainPayload) -> float:
     """Time one update of the critic with the payload."""
     import torch
 
-    from python_backend.modeling import load_critic
-    from trainer.critic_update import CriticUpdate
-
+    torch.set_num_threads(1)
     checkpoint = stage.folder / "journal-checkpoint"
     make_checkpoint(SIZES[model], checkpoint)
-    torch.set_num_threads(1)
     try:
-        update = CriticUpdate(load_critic(checkpoint), TrainerSection())
-        return update.train(payload, lambda done: None).seconds
+        return one_update(checkpoint, payload, TrainerSection().token_budget)["seconds"]
     finally:
         shutil.rmtree(checkpoint)
 

@@ -13,12 +13,12 @@ import psutil
 
 from actor.client import TritonClient
 from python_backend.config import ClientSection, TrainerSection
-from python_backend.contract import CRITIC_TRAIN, MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+from python_backend.contract import CRITIC_TRAIN, SEQUENCE_LENGTHS, TOKENS
 from tools.bench.benchmark import Target
 from tools.bench.children import BenchChild
 from tools.bench.reload_stage import LOWEST_PRIORITY, RUN_ID, Bed, Stage, on_core, under_load
 from tools.bench.reload_windows import Samples, Window, p99, ratio
-from tools.bench.trace import make_trace
+from tools.bench.trace import make_trace, noise_payload
 from tools.bench.tritonservers import running_sidecar
 
 SIZES = (1, 2, 4)
@@ -50,16 +50,8 @@ def measure(stage: Stage) -> list[dict[str, Any]]:
 
 def make_payload(num_rows: int, *, copies: int) -> dict[str, np.ndarray]:
     """Return the trace's first rows, `copies` times, as a packed training payload."""
-    rows = make_trace(num_rows) * copies
-    generator = np.random.default_rng(0)
-    shape = (1, sum(row.size - 1 for row in rows))
-    return {
-        TOKENS: np.concatenate(rows)[None],
-        SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64),
-        RETURNS: generator.normal(size=shape).astype(np.float32),
-        PREV_VALUES: generator.normal(size=shape).astype(np.float32) * np.float32(0.1),
-        MASK: np.ones(shape, np.float32),
-    }
+    arrays = noise_payload(make_trace(num_rows) * copies).arrays()
+    return {name: array[:, None] if name == SEQUENCE_LENGTHS else array[None] for name, array in arrays.items()}
 
 
 def _one_update(stage: Stage, url: str, payload: dict[str, np.ndarray], step: int) -> dict[str, Any]:

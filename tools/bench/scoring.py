@@ -18,20 +18,9 @@ from typing import Any
 from tools.bench.benchmark import BenchError, Option, Record
 from tools.bench.children import BenchChild
 from tools.bench.contenders import CONTENDERS, Contender, Setup, Split, run_plan
-from tools.bench.load import Job
 from tools.bench.scoring_plan import Cell, Pace, plan_cells
 from tools.bench.scoring_report import draw, summarise, targets
-from tools.bench.trace import (
-    LOG_MEAN,
-    LOG_SD,
-    LONGEST,
-    SHORTEST,
-    SIZES,
-    ModelSize,
-    make_checkpoint,
-    rows_for_tokens,
-    trace_lengths,
-)
+from tools.bench.trace import SIZES, TRACE, ModelSize, make_checkpoint, rows_for_tokens, trace_lengths
 from tools.bench.usage import memory_mb
 from tools.calibration import forward_overhead
 
@@ -63,8 +52,7 @@ SCALING_CONCURRENCY = 64
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
     """Measure every model, and growth with the first one."""
-    trace = {"log_mean": LOG_MEAN, "log_sd": LOG_SD, "shortest": SHORTEST, "longest": LONGEST}
-    record.result |= {"trace": trace, "models": {}}
+    record.result |= {"trace": TRACE, "models": {}}
     servers = record.out / "servers"
     shutil.rmtree(servers, ignore_errors=True)
     load = BenchChild("load generator", "load:serve", {}, servers / "load.log")
@@ -170,12 +158,11 @@ class ModelBench:
         if contender.name == "ideal":
             answer = run_plan(contender, cell.num_rows, NUM_CHECKED)
         else:
-            job = Job(
-                urls=contender.urls, plain=contender.plain, num_rows=cell.num_rows, rows=cell.rows,
-                concurrency=cell.concurrency, width=contender.width, num_warmup=warmup, num_checked=NUM_CHECKED,
-                pids=contender.pids, counters=str(contender.counters),
-            )  # fmt: skip
-            answer = self.load.ask("/measure", dataclasses.asdict(job))
+            answer = self.load.ask("/measure", {
+                "urls": contender.urls, "plain": contender.plain, "width": contender.width, "num_rows": cell.num_rows,
+                "rows": cell.rows, "concurrency": cell.concurrency, "num_warmup": warmup, "num_checked": NUM_CHECKED,
+                "pids": contender.pids, "counters": str(contender.counters),
+            })  # fmt: skip
         self.check_rewards(contender.name, answer.pop("rewards"))
         sample = {
             "contender": contender.name, "model": self.size.name, "rows": cell.rows, "concurrency": cell.concurrency,

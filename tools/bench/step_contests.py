@@ -17,13 +17,12 @@ from actor.client import TritonClient
 from python_backend.batching import plan_micro_batches
 from python_backend.config import ClientSection, RunConfig, ServerSection, TrainerSection, load_config
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
-from python_backend.training_payload import TrainPayload
 from python_backend.weights import WeightsStore
 from tools.bench.benchmark import Record
 from tools.bench.children import BenchChild, child_command
 from tools.bench.generation import LONGEST_PROMPT, make_prompts
 from tools.bench.step_runs import OVERLAPPED, PADDED, SERIAL, MeasuredRun, PaddedServices
-from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, trace_tokenizer
+from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, noise_payload, trace_tokenizer
 from tools.bench.tritonservers import SERVED, replace_model, running_sidecar, start_triton
 from tools.ports import with_free_ports
 
@@ -186,8 +185,7 @@ def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
     plan = plan_micro_batches(lengths.tolist(), token_budget=SERVED["token_budget"], max_rows=MEASURED_ROWS)
     computed = sum(len(batch) * max(lengths[i] for i in batch) for batch in plan)
     reward, critic = load_reward(folder), load_critic(folder)
-    noise = generator.normal(size=int(lengths.sum()) - len(rows)).astype(np.float32)
-    payload = TrainPayload(np.concatenate(rows), lengths.astype(np.int64), noise, noise, np.ones_like(noise))
+    payload = noise_payload(rows)
     update = CriticUpdate(critic, TrainerSection(token_budget=2048))
 
     def forwards(score: Callable[[list[np.ndarray], int], Any]) -> float:

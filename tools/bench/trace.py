@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from python_backend.training_payload import TrainPayload
+
 SEED = 0
 VOCAB_SIZE = 4096
 SHORTEST, LONGEST = 16, 512  # tokens
 LOG_MEAN, LOG_SD = 4.8, 0.8
+TRACE = {"log_mean": LOG_MEAN, "log_sd": LOG_SD, "shortest": SHORTEST, "longest": LONGEST}
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,15 @@ def rows_for_tokens(num_tokens: int) -> int:
 def as_requests(rows: Sequence[np.ndarray], rows_per_request: int) -> list[list[np.ndarray]]:
     """Return consecutive rows as requests; the last one may be smaller."""
     return [list(rows[i : i + rows_per_request]) for i in range(0, len(rows), rows_per_request)]
+
+
+def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
+    """Return a training payload of the rows: targets are noise, and every one counts."""
+    generator = np.random.default_rng(SEED + 2)
+    lengths = np.asarray([row.size for row in rows], np.int64)
+    count = int(lengths.sum()) - len(rows)
+    returns, prev_values = (generator.normal(size=count).astype(np.float32) for _ in range(2))
+    return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
 def llama_config(size: ModelSize, max_positions: int) -> Any:
