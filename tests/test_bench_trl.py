@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from tools.bench.benchmark import Record
+from tools.bench.benchmark import BenchError, Record
 from tools.bench.command import main
 from tools.bench.trl import summarise, take_turns, targets
-from tools.bench.trl_stage import REQUIREMENTS, prompts_for
+from tools.bench.trl_stage import REQUIREMENTS, SteppedTrainer, prompts_for
 from tools.bench.trl_theirs import trl_arguments
-from tools.bench.trl_turns import Contender, ContenderFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
@@ -33,9 +32,9 @@ raise SystemExit("out of memory")
 """
 
 
-def start(tmp_path: Path, steps: int) -> Contender:
+def start(tmp_path: Path, steps: int) -> SteppedTrainer:
     command = [sys.executable, "-c", TRAINER.format(steps=steps)]
-    return Contender("fake", command, tmp_path / "fake.log", {"PYTHONPATH": str(ROOT)})
+    return SteppedTrainer("fake", command, tmp_path / "fake.log", {"PYTHONPATH": str(ROOT)})
 
 
 def sample(contender: str, number: int, seconds: float, **phases: float) -> dict[str, Any]:
@@ -61,7 +60,7 @@ def test_a_contender_steps_when_told_and_leaves_when_its_input_ends(tmp_path: Pa
 def test_a_contender_that_ends_early_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     contender = start(tmp_path, steps=1)
     try:
-        with pytest.raises(ContenderFailed, match=r"(?s)fake ended with exit code 1.*out of memory"):
+        with pytest.raises(BenchError, match=r"(?s)fake ended with exit code 1.*out of memory"):
             contender.steps(2)
     finally:
         contender.stop()

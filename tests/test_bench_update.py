@@ -27,9 +27,8 @@ def test_padding_lengthens_rows_and_trains_nothing():
 def test_the_contenders_differ_in_padding_alone():
     payload = make_payload(16)
     longest, real = int(payload.lengths.max()), int(payload.lengths.sum())
-    contenders = contenders_of(payload, [4096, 512], 4)
-    assert list(contenders) == ["ours-4096", "ours-512", "padded-4096", "fixed-4-rows"]
-    assert contenders["fixed-4-rows"][1] == 4 * longest
+    contenders = contenders_of(payload, [4096, 512])
+    assert list(contenders) == ["ours-4096", "ours-512", "padded-4096"]
     for name, (sent, _) in contenders.items():
         assert sent.mask.sum() == payload.mask.sum()
         assert int(sent.lengths.sum()) == (real if name.startswith("ours") else 16 * longest)
@@ -39,7 +38,7 @@ def test_a_quick_run_measures_compares_and_reports(tmp_path: Path, capsys: pytes
     assert main(["update", "--out", str(tmp_path), "--quick", "--threads", "1", "--allocator", "default"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert [sample["contender"] for sample in result["samples"]] == [
-        "ours-4096", "ours-512", "padded-4096", "fixed-4-rows",
+        "ours-4096", "ours-512", "padded-4096",
     ]  # fmt: skip
     assert {sample["model"] for sample in result["samples"]} == {"tiny"}
     assert result["tokens"] == 1970

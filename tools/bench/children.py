@@ -7,7 +7,6 @@ import http.client
 import importlib
 import json
 import signal
-import socket
 import sys
 import time
 import urllib.request
@@ -18,8 +17,10 @@ from typing import Any
 import psutil
 from aiohttp import web
 
+from python_backend.config import ServerSection
 from tools.bench.benchmark import BenchError
 from tools.child import Child
+from tools.ports import PORT_KEYS, with_free_ports
 from tools.shared_memory import SHARED_MEMORY
 from tools.triton_home import find_tritonserver, server_environment
 
@@ -32,11 +33,10 @@ STOP_TIMEOUT_S = 20.0
 class BenchChild:
     """A function of this package, called in a process of its own that has ports of its own."""
 
-    def __init__(
-        self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1, num_ports: int = 1
-    ) -> None:
-        """Start `target`, `module:function`, with `ports` and `arguments`, which are JSON or paths."""
-        self.ports = free_ports(num_ports)
+    def __init__(self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1) -> None:
+        """Start `target`, `module:function`, with three `ports` and `arguments`, which are JSON or paths."""
+        section = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
+        self.ports = [getattr(section, key) for key in PORT_KEYS]
         self.url = f"{HOST}:{self.ports[0]}"
         # OMP_NUM_THREADS reaches the threads that a library starts; torch.set_num_threads only the one that calls it.
         # PyTriton's stubs need our libpython, as those of a tritonserver of our own do.
@@ -50,13 +50,7 @@ class BenchChild:
 
     def wait_ready(self, path: str = "/ready") -> None:
         """Return when `GET path` answers 200. Raises BenchError when the process ends or takes too long."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not _answers(f"http://{self.url}{path}"):
-            if self._child.poll() is not None:
-                raise BenchError(self._child.obituary())
-            if time.monotonic() > deadline:
-                raise BenchError(f"the {self._child.name} was not ready within {START_TIMEOUT_S:g} s")
-            time.sleep(0.05)
+        wait_until(lambda: _answers(f"http://{self.url}{path}"), self._child)
 
     def ask(self, path: str, job: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JSON answer to `job`. Raises BenchError if the request fails."""
@@ -86,18 +80,20 @@ class BenchChild:
                 segment.unlink(missing_ok=True)
 
 
+def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
+    """Return when `is_ready()`. Raises BenchError if the child ends or takes too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not is_ready():
+        if child.poll() is not None:
+            raise BenchError(child.obituary())
+        if time.monotonic() > deadline:
+            raise BenchError(f"the {child.name} was not ready within {START_TIMEOUT_S:g} s; its log: {child.log_path}")
+        time.sleep(0.05)
+
+
 def child_command(target: str, **arguments: Any) -> list[str]:
     """Return the arguments of `python -m` that call `target`, `module:function` of this package."""
     return ["tools.bench.children", target, json.dumps(arguments, default=str)]
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports of loopback that are free now, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for bound in sockets:
-            bound.bind((HOST, 0))
-        return [bound.getsockname()[1] for bound in sockets]
 
 
 def serve_http(port: int, routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import io
 import json
 import signal
 import sys
@@ -107,19 +108,20 @@ def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table that a terminal shows too: a column for each key, texts flush left."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.MARKDOWN)
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [[_shown(row.get(key)) for key in keys] for row in rows]
-    widths = [max(len(text) for text in column) for column in zip(keys, *lines, strict=True)]
-    left = [any(isinstance(row.get(key), str) for row in rows) for key in keys]
-    rule = ["-" * width if flush else "-" * (width - 1) + ":" for flush, width in zip(left, widths, strict=True)]
-    padded = [
-        [
-            text.ljust(width) if flush else text.rjust(width)
-            for text, flush, width in zip(line, left, widths, strict=True)
-        ]
-        for line in [keys, *lines]
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
+    for key in keys:
+        table.add_column(key, justify="left" if any(isinstance(row.get(key), str) for row in rows) else "right")
+    for row in rows:
+        table.add_row(*(_shown(row.get(key)) for key in keys))
+    console = Console(file=io.StringIO(), width=10_000, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().strip()
 
 
 def _shown(value: Any) -> str:

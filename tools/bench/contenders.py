@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +67,25 @@ class Contender:
     """Processes whose trees are the contender."""
     counters: Path
     stop: Callable[[], None]
-    plain: bool = False
-    """It speaks the protocol of `instances.serve_one_forward`, not Triton's."""
     width: int = 0
     """Clients pad to so many tokens."""
     children: Sequence[BenchChild] = ()
+    """A process for each instance, which speaks a protocol of `instances`; none: it speaks Triton's."""
 
     def with_budget(self, token_budget: int) -> Contender:
         """Return the same processes with another token budget, which only `ideal` follows."""
         return dataclasses.replace(self, setup=dataclasses.replace(self.setup, token_budget=token_budget))
 
 
-def native(
-    name: str, setup: Setup, split: Split, *, kind: str = "CountedModel", settings: dict[str, Any], ragged: bool = True
-) -> Contender:
+def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel", ragged: bool = True) -> Contender:
     """Start the project's own model in a tritonserver, as rendered or with one thing changed."""
     folder, counters = _folders(name, setup, split)
+    # LateModel runs one forward at a time in a process, as a plain Triton model does.
+    instances, workers = (split.instances, 1) if kind == "LateModel" else (1, split.instances)
     reward = RewardSection(
-        checkpoint=setup.checkpoint, threads=split.threads, token_budget=setup.token_budget,
-        micro_batch_rows=MAX_ROWS, forward_overhead_tokens=setup.overhead_tokens,
-        allocator="retain" if setup.tuned_allocator else "default", queue_delay_us=setup.queue_delay_us, **settings,
+        checkpoint=setup.checkpoint, instances=instances, workers=workers, threads=split.threads,
+        token_budget=setup.token_budget, micro_batch_rows=MAX_ROWS, forward_overhead_tokens=setup.overhead_tokens,
+        allocator="retain" if setup.tuned_allocator else "default", queue_delay_us=setup.queue_delay_us,
     )  # fmt: skip
     config = RunConfig(
         run=RunSection(dir=folder, run_id="bench"), reward=reward, actor=ActorSection(algorithm="reinforce++"),
@@ -110,7 +110,6 @@ def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> C
     for attempt in range(START_ATTEMPTS):
         child = BenchChild(
             name, "pytriton:serve_reward", arguments, folder / f"server-{attempt}.log", threads=split.threads,
-            num_ports=3,
         )  # fmt: skip
         try:
             child.wait_ready(f"/v2/models/{REWARD_MODEL}/ready")
@@ -136,7 +135,7 @@ def instances(name: str, setup: Setup, split: Split, *, target: str) -> Contende
             child.wait_ready()
         stop = started.pop_all().close
     urls, pids = [child.url for child in children], [child.pid for child in children]
-    return Contender(name, setup, split, urls, pids, counters, stop, plain=True, children=children)
+    return Contender(name, setup, split, urls, pids, counters, stop, children=children)
 
 
 def run_plan(ideal: Contender, num_rows: int, num_checked: int) -> dict[str, Any]:
@@ -171,21 +170,12 @@ def _arguments(setup: Setup, split: Split, counters: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ours(name: str, setup: Setup, split: Split, **changes: Any) -> Contender:
-    return native(name, setup, split, settings={"instances": 1, "workers": split.instances}, **changes)
-
-
-def _late(name: str, setup: Setup, split: Split) -> Contender:
-    """One forward at a time in a process, as a plain Triton model has it."""
-    return native(name, setup, split, kind="LateModel", settings={"instances": split.instances, "workers": 1})
-
-
 CONTENDERS: dict[str, Callable[[str, Setup, Split], Contender]] = {
-    "ideal": lambda *of: instances(*of, target="instances:serve_ideal"),
-    "ours": lambda *of: _ours(*of),
-    "pytriton_padded": lambda *of: pytriton(*of, strip_multiple=0),
-    "pytriton_stripped": lambda *of: pytriton(*of, strip_multiple=16),
-    "one_forward": lambda *of: instances(*of, target="instances:serve_one_forward"),
-    "ragged_off": lambda *of: _ours(*of, ragged=False),
-    "late_answers": _late,
+    "ideal": partial(instances, target="instances:serve_ideal"),
+    "ours": native,
+    "pytriton_padded": partial(pytriton, strip_multiple=0),
+    "pytriton_stripped": partial(pytriton, strip_multiple=16),
+    "one_forward": partial(instances, target="instances:serve_one_forward"),
+    "ragged_off": partial(native, ragged=False),
+    "late_answers": partial(native, kind="LateModel"),
 }

@@ -9,32 +9,19 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 from python_backend.durable import read_json
 from tools.bench import reload_gaps, reload_journal, reload_leak, reload_load, reload_publish, reload_training
 from tools.bench.benchmark import Option, Record, Result, Target
+from tools.bench.children import BenchChild
 from tools.bench.machine import now_utc
-from tools.bench.reload_clients import Clients
 from tools.bench.reload_picture import draw_parts
 from tools.bench.reload_stage import Cores, Stage, on_core
 from tools.bench.trace import SIZES
 
-
-class Part(Protocol):
-    """A part of the benchmark; six modules implement it."""
-
-    def measure(self, stage: Stage) -> Any:
-        """Return samples."""
-
-    def summarise(self, part: Any) -> dict[str, Any]:
-        """Return medians and ratios of the samples."""
-
-    def targets(self, summary: dict[str, Any]) -> list[Target]:
-        """Return the targets."""
-
-
-PARTS: dict[str, tuple[str, Part]] = {
+PARTS: dict[str, tuple[str, ModuleType]] = {
     "load": ("a", reload_load),
     "publish": ("b", reload_publish),
     "training": ("c", reload_training),
@@ -42,6 +29,7 @@ PARTS: dict[str, tuple[str, Part]] = {
     "leak": ("d", reload_leak),
     "journal": ("e", reload_journal),
 }
+"""Letter and module of each part; a module has `measure(stage)`, `summarise(part)` and `targets(summary)`."""
 LETTERS = "abcde"
 OPTIONS = {
     "parts": Option(list(LETTERS), "measure these, keep what DIR has of the others", known=LETTERS),
@@ -76,11 +64,12 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     earlier, facts = read_json(record.out / "result.json") or {}, {**record.result}
     record.result |= {key: earlier.get(key, {}) for key in ("parts", "measured")}
     cores = Cores.of_machine()
-    record.say(_describe(cores))
+    record.say(f"{cores}, which share a core where one is named twice")
     servers = record.out / "servers"
     with on_core(cores.clients):
-        clients = Clients(servers / "clients.log")
+        clients = BenchChild("load generator", "reload_clients:serve", {}, servers / "clients.log")
     try:
+        clients.wait_ready()
         with on_core(*cores.trainer):
             stage = Stage(settings, servers, cores, clients, record.say)
             for name, (letter, part) in PARTS.items():
@@ -91,7 +80,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
                     record.result["measured"][name] = {**kept, "date": now_utc(), "load_after": os.getloadavg()[0]}
                     record.save()
     finally:
-        clients.close()
+        clients.stop()
     shutil.rmtree(servers)
 
 
@@ -108,13 +97,3 @@ def targets(result: Result) -> list[Target]:
 def draw(result: Result, out: Path) -> None:
     """Draw latency over time, p99 while training, and memory over reloads, as far as measured."""
     draw_parts(result["parts"], result["summary"], out / "reload.png")
-
-
-def _describe(cores: Cores) -> str:
-    if cores.server == cores.clients:
-        return (
-            "one core for all: server, clients and trainer disturb each other, and the targets are not meant for this"
-        )
-    others = " and ".join(map(str, cores.trainer))
-    trainer = "the clients' core, at the lowest priority" if cores.clients in cores.trainer else f"core {others}"
-    return f"the server has core {cores.server}, the clients core {cores.clients}, the trainer {trainer}"

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from actor.client import RequestFailed, TritonClient
 from python_backend.config import ClientSection
 from python_backend.contract import VALUES, WEIGHTS_VERSION
-from tools.bench.children import BenchChild, serve_json
+from tools.bench.children import serve_json
 from tools.bench.trace import make_trace
 
 DEADLINE_S = 300.0
@@ -22,28 +21,8 @@ NUM_ROWS = 256
 AFTER_FAILURE_S = 0.01
 
 
-class Clients:
-    """Handle on the process of the clients."""
-
-    def __init__(self, log: Path) -> None:
-        self._child = BenchChild("load generator", "reload_clients:serve", {}, log)
-        self._child.wait_ready()
-
-    def start(self, url: str, num_clients: int) -> None:
-        """Start clients that each request the values of one row at a time, without a pause and without retries."""
-        self._child.ask("/start", {"url": url, "num_clients": num_clients})
-
-    def stop(self) -> dict[str, Any]:
-        """Stop the clients; return what they saw, as `Recording.finish` does."""
-        return self._child.ask("/stop", {})
-
-    def close(self) -> None:
-        """Stop the process."""
-        self._child.stop()
-
-
 class Recording:
-    """Running clients, and what they saw."""
+    """Running clients, and what they saw. Each requests values of one row at a time, without pause or retries."""
 
     def __init__(self, url: str, num_clients: int) -> None:
         self._starts: list[float] = []

@@ -26,7 +26,7 @@ def measure(stage: Stage) -> dict[str, Any]:
     settings = stage.settings
     windows: list[dict[str, Any]] = []
     with Bed(stage, "gaps", under_load(settings.models)[0]) as bed:
-        stage.clients.start(bed.url, settings.clients)
+        stage.clients.ask("/start", {"url": bed.url, "num_clients": settings.clients})
         for number in range(settings.gap_reloads):
             for way in WAYS:
                 time.sleep(PAUSE_S)
@@ -34,7 +34,7 @@ def measure(stage: Stage) -> dict[str, Any]:
                 windows.append({"way": way, "begin_s": begin, "end_s": end})
             stage.say(f"c: {number + 1} swaps and loads over HTTP")
         time.sleep(PAUSE_S)
-        return {"windows": windows, "samples": stage.clients.stop(), "clients": settings.clients}
+        return {"windows": windows, "samples": stage.clients.ask("/stop", {}), "clients": settings.clients}
 
 
 def _reload(bed: Bed, way: str) -> Window:

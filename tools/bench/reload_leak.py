@@ -38,7 +38,7 @@ def measure(stage: Stage) -> dict[str, Any]:
 def _measure_kind(stage: Stage, kind: str, total: int, reload: Callable[[Bed], Any]) -> dict[str, Any]:
     samples = []
     with Bed(stage, f"leak-{kind}", under_load(stage.settings.models)[0]) as bed:
-        stage.clients.start(bed.url, stage.settings.leak_clients)
+        stage.clients.ask("/start", {"url": bed.url, "num_clients": stage.settings.leak_clients})
         samples.append({"reloads": 0, **look(bed.server.pid, bed.config.run.weights_dir)})
         for number in range(1, total + 1):
             reload(bed)
@@ -46,7 +46,7 @@ def _measure_kind(stage: Stage, kind: str, total: int, reload: Callable[[Bed], A
                 samples.append({"reloads": number, **look(bed.server.pid, bed.config.run.weights_dir)})
             if number % max(1, total // 5) == 0:
                 stage.say(f"d: {number} of {total} {kind} reloads")
-        seen = stage.clients.stop()
+        seen = stage.clients.ask("/stop", {})
     facts = {"requests": len(seen["start_s"]), "failed": len(seen["failures"])}
     return {"samples": samples, **facts}
 

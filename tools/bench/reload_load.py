@@ -33,7 +33,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     with Bed(stage, "load", model) as bed:
         before = bed.failed_requests()
-        stage.clients.start(bed.url, settings.clients)
+        stage.clients.ask("/start", {"url": bed.url, "num_clients": settings.clients})
         time.sleep(SETTLE_S)
         for cycle in range(settings.cycles):
             for kind in ("quiet", "swap", "quiet", "triton"):
@@ -42,7 +42,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
                 blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
             counts = {how: sum(r.reload == how for r in reloads) for how in ("swap", "triton")}
             stage.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
-        samples = stage.clients.stop()
+        samples = stage.clients.ask("/stop", {})
         failed = bed.failed_requests() - before
     return {
         "samples": samples, "reloads": [dataclasses.asdict(reload) for reload in reloads], "blocks": blocks,

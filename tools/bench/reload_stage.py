@@ -17,7 +17,7 @@ from typing import TypeVar
 from python_backend.config import CriticSection, RewardSection, RunConfig, RunSection, ServerSection, TrainerSection
 from python_backend.contract import CRITIC
 from python_backend.weights import WeightsStore
-from tools.bench.reload_clients import Clients
+from tools.bench.children import BenchChild
 from tools.bench.trace import SIZES, make_checkpoint, model_size
 from tools.bench.tritonservers import SERVED, start_triton
 from tools.serve import with_fixed_ports
@@ -70,7 +70,8 @@ class Stage:
     folder: Path
     """For files that go when the measurement ends."""
     cores: Cores
-    clients: Clients
+    clients: BenchChild
+    """Serves `/start` and `/stop` of `reload_clients`."""
     say: Callable[[str], None]
 
 

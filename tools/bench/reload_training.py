@@ -55,10 +55,10 @@ def make_payload(num_rows: int, *, copies: int) -> dict[str, np.ndarray]:
 
 
 def _one_update(stage: Stage, url: str, payload: dict[str, np.ndarray], step: int) -> dict[str, Any]:
-    stage.clients.start(url, stage.settings.update_clients)
+    stage.clients.ask("/start", {"url": url, "num_clients": stage.settings.update_clients})
     time.sleep(SETTLE_S)
     window = asyncio.run(_train(url, payload, step))
-    return {"window": window, "samples": stage.clients.stop()}
+    return {"window": window, "samples": stage.clients.ask("/stop", {})}
 
 
 async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
@@ -86,7 +86,7 @@ def _locked(stage: Stage, bed: Bed) -> Iterator[BenchChild]:
     arguments = {"critic": bed.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
     log = bed.folder / "locked.log"
     with on_core(stage.cores.server):
-        child = BenchChild("server with one lock", "pytriton:serve_critic", arguments, log, num_ports=3)
+        child = BenchChild("server with one lock", "pytriton:serve_critic", arguments, log)
     try:
         child.wait_ready(f"/v2/models/{CRITIC_TRAIN}/ready")  # the one that it binds last
         yield child

@@ -159,7 +159,7 @@ class ModelBench:
             answer = run_plan(contender, cell.num_rows, NUM_CHECKED)
         else:
             answer = self.load.ask("/measure", {
-                "urls": contender.urls, "plain": contender.plain, "width": contender.width, "num_rows": cell.num_rows,
+                "urls": contender.urls, "plain": bool(contender.children), "width": contender.width, "num_rows": cell.num_rows,
                 "rows": cell.rows, "concurrency": cell.concurrency, "num_warmup": warmup, "num_checked": NUM_CHECKED,
                 "pids": contender.pids, "counters": str(contender.counters),
             })  # fmt: skip

@@ -62,11 +62,6 @@ def cpu_ms_per_token(sample: Sample) -> float:
     return float((sample["server_cpu_s"] + sample["client_cpu_s"]) * 1e3 / sample["tokens"])
 
 
-def speed_ratio(samples: Sequence[Sample], one: str, other: str) -> float | None:
-    """Return how many times as fast `one` is at a point: the median over matched rounds."""
-    return median_of(throughput(a) / throughput(b) for a, b in pairs(samples, one, other))
-
-
 def summarise(result: Result) -> list[dict[str, Any]]:
     """Return medians of every contender at every point, the fastest of a point first."""
     rows = [
@@ -75,7 +70,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
             "split": own[-1]["split"], "rounds": len(own),
             "sequences_per_s": median_of(s["sequences"] / s["seconds"] for s in own),
             "tokens_per_s": statistics.median(map(throughput, own)),
-            "ours_over_this": speed_ratio(samples, OURS, name),
+            "ours_over_this": ratio(samples, name, OURS, "seconds"),
             "p50_ms": median_of(s["p50_ms"] for s in own),
             "p99_ms": median_of(s["p99_ms"] for s in own),
             "padding_share": median_of(map(padding_share, own)),
@@ -106,7 +101,9 @@ def _least_ratio(points: dict[Point, list[Sample]], model: str, other: str, leas
     samples = points.get((model, HEADLINE_ROWS, HEADLINE_CONCURRENCY), [])
     count = len(pairs(samples, OURS, other))
     detail = f"median of {count} matched rounds" + (f", fewer than {MIN_ROUNDS}" if count < MIN_ROUNDS else "")
-    return Target(f"{model}: ours / {other}, times as fast", speed_ratio(samples, OURS, other), least, None, detail)
+    return Target(
+        f"{model}: ours / {other}, times as fast", ratio(samples, other, OURS, "seconds"), least, None, detail
+    )
 
 
 def _never_slower(points: dict[Point, list[Sample]]) -> Target:
@@ -115,7 +112,7 @@ def _never_slower(points: dict[Point, list[Sample]]) -> Target:
         for point, samples in points.items()
         if point[2] >= NEVER_SLOWER_FROM
         for other in _other_servers(samples)
-        if (least := speed_ratio(samples, OURS, other)) is not None
+        if (least := ratio(samples, other, OURS, "seconds")) is not None
     ]
     worst, detail = min(found, default=(None, ""))
     name = f"ours / any other server from concurrency {NEVER_SLOWER_FROM} on, times as fast"

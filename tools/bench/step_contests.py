@@ -131,7 +131,7 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
             ("pytriton:serve_critic", (CRITIC_INFER, CRITIC_TRAIN), critic),
         ):
             log = folder / f"{models[0]}.log"
-            child = BenchChild(f"PyTriton {models[0]}", target, arguments, log, num_ports=3)
+            child = BenchChild(f"PyTriton {models[0]}", target, arguments, log)
             stack.callback(child.stop)
             for model in models:
                 child.wait_ready(f"/v2/models/{model}/ready")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from python_backend.config import RunConfig
 from python_backend.control_key import control_key
 from python_backend.durable import write_json
 from python_backend.journal import Journal
-from tools.bench.benchmark import BenchError
+from tools.bench.children import wait_until
 from tools.child import Child
 from tools.render_configs import render_repository
 from tools.run import LIBRARY_ENV
@@ -23,7 +22,6 @@ from tools.tritonserver import TritonServer
 SERVED: dict[str, Any] = {
     "workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64, "allocator": "retain",
 }  # fmt: skip
-START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 
 
@@ -64,12 +62,7 @@ def running_sidecar(config: RunConfig, command: Callable[[Path], list[str]]) -> 
     child = Child("sidecar", command(path), config.run.logs_dir / "sidecar.log", environment)
     try:
         journal = Journal(config.run.journal_dir, config.run.identity)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not journal.is_followed():
-            child.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise BenchError(f"the sidecar did not follow {journal.root} within {START_TIMEOUT_S:g} s")
-            time.sleep(0.05)
+        wait_until(journal.is_followed, child)
         yield child
     finally:
         child.stop(signal.SIGINT, STOP_TIMEOUT_S)

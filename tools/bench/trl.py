@@ -19,7 +19,6 @@ from tools.bench.benchmark import no_pictures as draw
 from tools.bench.samples import grouped, in_turn, ratio
 from tools.bench.trace import SIZES
 from tools.bench.trl_stage import GROUP, prepare_cell, prepare_environment, prepare_model, running
-from tools.bench.trl_turns import ContenderFailed
 
 __all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
 OURS, TRL = "ours", "trl"
@@ -62,10 +61,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
                     steps: dict[str, Steps] = {}
                     for name in settings.contenders:
                         steps[name] = stack.enter_context(running(name, shared, theirs)).steps
-                    try:
-                        take_turns(steps, settings, cell, record)
-                    except ContenderFailed as error:
-                        raise BenchError(str(error)) from error
+                    take_turns(steps, settings, cell, record)
 
 
 def take_turns(

@@ -11,20 +11,24 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from python_backend.config import ServerSection, load_config
+from tools.bench.benchmark import BenchError
 from tools.bench.trace import SIZES, VOCAB_SIZE, make_policy, trace_tokenizer
 from tools.bench.tritonservers import start_triton
-from tools.bench.trl_turns import Contender
+from tools.bench.trl_turns import GO
+from tools.bench.usage import cpu_seconds, peak_rss_mb
 from tools.ports import with_free_ports
 from tools.run import LIBRARY_ENV
+from tools.server_log import tail
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
+STOP_TIMEOUT_S = 20.0
 GROUP = 8  # responses per prompt
 LEARNING_RATE = 1e-6
 PROMPTS = (
@@ -103,7 +107,7 @@ def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any],
 
 
 @contextlib.contextmanager
-def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> Iterator[Contender]:
+def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> Iterator[SteppedTrainer]:
     """Run one side of the comparison."""
     folder = Path(settings["folder"])
     env = {
@@ -122,7 +126,7 @@ def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> 
             stack.callback(server.stop)
             servers.append(server.pid)
             command = [sys.executable, "-u", "-m", "tools.bench.trl_ours", "--config", str(path)]
-        contender = Contender(name, command, folder / f"{name}.log", env, servers)
+        contender = SteppedTrainer(name, command, folder / f"{name}.log", env, servers)
         stack.callback(contender.stop)
         yield contender
 
@@ -143,3 +147,57 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
             "mask_unfinished": False, "kl_coef": 0.0, "lr": settings["lr"], "weight_decay": 0.0,
         },
     }  # fmt: skip
+
+
+class SteppedTrainer:
+    """A trainer in a process of its own, with the processes that serve it."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], servers: Sequence[int] = ()
+    ) -> None:
+        """`servers`: ids of processes whose CPU time and memory count as the contender's."""
+        self.name, self._log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
+                env={**os.environ, **env}, start_new_session=True,
+            )  # fmt: skip
+        self._pids = [self._process.pid, *servers]
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Take `count` steps; return means per step, tokens of one step, and peak memory. Raises BenchError."""
+        cpu = cpu_seconds(self._pids)
+        answers = [self._step() for _ in range(count)]
+        cpu = cpu_seconds(self._pids) - cpu
+        phases = {name: sum(a["phases"].get(name, 0.0) for a in answers) / count for name in answers[0]["phases"]}
+        return {
+            "seconds_per_step": sum(answer["seconds"] for answer in answers) / count,
+            "cpu_seconds_per_step": cpu / count, "steps": count, "tokens": answers[-1]["tokens"],
+            "peak_rss_mb": peak_rss_mb(self._pids), "phases": phases,
+        }  # fmt: skip
+
+    def _step(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(GO)
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise BenchError(f"{self.name} ended with exit code {code}; {self._log} ends with:\n{tail(self._log)}")
+        return dict(json.loads(line))
+
+    def stop(self) -> None:
+        """Close the process's input, at which it ends; kill it if it does not."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()

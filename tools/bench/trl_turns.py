@@ -1,7 +1,6 @@
-"""Training steps in turns: two trainers stay loaded, and each takes a step when the driver says "go".
+"""Training steps in turns, the trainer's end: it stays loaded and takes a step when the driver, `trl_stage`, says "go".
 
-`Turns` is the trainer's end, `Contender` the driver's. TRL's interpreter imports this module too, so it needs nothing
-but the standard library; what measures processes is imported where the driver uses it.
+TRL's interpreter imports this module too, so it needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -11,20 +10,13 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 GO = "go\n"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-STOP_TIMEOUT_S = 20.0
-
-
-class ContenderFailed(RuntimeError):
-    """A trainer ended before the measurement did; the message holds the end of its log."""
 
 
 class Turns:
@@ -68,59 +60,3 @@ class Turns:
                 return original(*args, **kwargs)
 
         setattr(owner, method, measured)
-
-
-class Contender:
-    """A trainer in a process of its own, with the processes that serve it."""
-
-    def __init__(
-        self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], servers: Sequence[int] = ()
-    ) -> None:
-        """`servers`: ids of processes whose CPU time and memory count as the contender's."""
-        self.name, self._log = name, log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
-                env={**os.environ, **env}, start_new_session=True,
-            )  # fmt: skip
-        self._pids = [self._process.pid, *servers]
-
-    def steps(self, count: int) -> dict[str, Any]:
-        """Take `count` steps: means per step of seconds, CPU seconds and phases; tokens of one step; peak memory."""
-        from tools.bench.usage import cpu_seconds, peak_rss_mb
-
-        cpu = cpu_seconds(self._pids)
-        answers = [self._step() for _ in range(count)]
-        cpu = cpu_seconds(self._pids) - cpu
-        phases = {name: sum(a["phases"].get(name, 0.0) for a in answers) / count for name in answers[0]["phases"]}
-        return {
-            "seconds_per_step": sum(answer["seconds"] for answer in answers) / count,
-            "cpu_seconds_per_step": cpu / count, "steps": count, "tokens": answers[-1]["tokens"],
-            "peak_rss_mb": peak_rss_mb(self._pids), "phases": phases,
-        }  # fmt: skip
-
-    def _step(self) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(GO)
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
-            raise ContenderFailed(f"{self.name} ended with exit code {self._process.wait()}; {self._log} ends:\n{tail}")
-        return dict(json.loads(line))
-
-    def stop(self) -> None:
-        """End the process: its input ends, and it leaves; killed if it does not."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()

@@ -21,14 +21,13 @@ from tools.bench.samples import grouped, in_turn, median_of, ratio, select
 from tools.bench.trace import SIZES, make_checkpoint, make_trace, noise_payload
 
 __all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
-OURS, PADDED, FIXED = "ours", "padded", "fixed"
+OURS, PADDED = "ours", "padded"
 LEAST_RATIO = 2.0
 OPTIONS = {
     "models": Option(["1m", "7m"], f"of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
     "rows": Option(128, "rows of the payload", quick=16),
     "repeats": Option(3, "matched rounds", quick=1),
     "budgets": Option([512, 1024, 2048, 8192], "further token budgets of ours", quick=[512]),
-    "fixed_rows": Option(4, "rows of a micro-batch in the fixed contender"),
     "threads": Option(TrainerSection().threads, "torch threads"),
     "allocator": Option("retain", "malloc settings of all contenders", known=("retain", "default")),
 }
@@ -42,7 +41,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     use_allocator(settings.allocator)
     payload = make_payload(settings.rows)
     budgets = list(dict.fromkeys([TrainerSection().token_budget, *settings.budgets]))
-    contenders = contenders_of(payload, budgets, settings.fixed_rows)
+    contenders = contenders_of(payload, budgets)
     record.result["tokens"] = int(payload.lengths.sum())
     with tempfile.TemporaryDirectory() as scratch:
         for model in settings.models:
@@ -74,16 +73,10 @@ def padded_payload(payload: TrainPayload) -> TrainPayload:
     return TrainPayload(tokens, np.full_like(payload.lengths, longest), *fields)
 
 
-def contenders_of(
-    payload: TrainPayload, budgets: Sequence[int], fixed_rows: int
-) -> dict[str, tuple[TrainPayload, int]]:
+def contenders_of(payload: TrainPayload, budgets: Sequence[int]) -> dict[str, tuple[TrainPayload, int]]:
     """Return payload and token budget of each contender; the target compares the first of `budgets`."""
-    padded, longest = padded_payload(payload), int(payload.lengths.max())
-    return {
-        **{f"{OURS}-{budget}": (payload, budget) for budget in budgets},
-        f"{PADDED}-{budgets[0]}": (padded, budgets[0]),
-        f"{FIXED}-{fixed_rows}-rows": (padded, fixed_rows * longest),
-    }
+    ours = {f"{OURS}-{budget}": (payload, budget) for budget in budgets}
+    return {**ours, f"{PADDED}-{budgets[0]}": (padded_payload(payload), budgets[0])}
 
 
 def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> dict[str, float]:
