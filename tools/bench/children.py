@@ -35,8 +35,7 @@ class BenchChild:
 
     def __init__(self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1) -> None:
         """Start `target`, `module:function`, with three `ports` and `arguments`, which are JSON or paths."""
-        section = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
-        self.ports = [getattr(section, key) for key in PORT_KEYS]
+        self.ports = list(free_ports().values())
         self.url = f"{HOST}:{self.ports[0]}"
         # OMP_NUM_THREADS reaches the threads that a library starts; torch.set_num_threads only the one that calls it.
         # PyTriton's stubs need our libpython, as those of a tritonserver of our own do.
@@ -89,6 +88,12 @@ def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
         if time.monotonic() > deadline:
             raise BenchError(f"the {child.name} was not ready within {START_TIMEOUT_S:g} s; its log: {child.log_path}")
         time.sleep(0.05)
+
+
+def free_ports() -> dict[str, int]:
+    """Return free ports for HTTP, gRPC and metrics under the keys of a server section."""
+    section = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
+    return {key: getattr(section, key) for key in PORT_KEYS}
 
 
 def child_command(target: str, **arguments: Any) -> list[str]:

@@ -54,8 +54,9 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        result = json.loads((out / "result.json").read_text()) if settings.report_only else None
-        print(report(benchmark, result or _measure(benchmark, settings, out), out))
+        if settings.report_only is None:
+            _measure(benchmark, settings, out)
+        print(report(benchmark, json.loads((out / "result.json").read_text()), out))
     except (BenchError, ChildDied, ConfigError, ControlPlaneError, RequestFailed, ServerStartError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -136,7 +137,7 @@ def _limits(low: float | None, high: float | None) -> str:
     return f">= {low:g}" if low is not None else f"<= {high:g}" if high is not None else ""
 
 
-def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> Result:
+def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:
     from tools.bench.benchmark import Record
     from tools.bench.machine import describe_machine, describe_versions, now_utc
 
@@ -147,7 +148,6 @@ def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> R
     })  # fmt: skip
     benchmark.measure(settings, record)
     record.save()
-    return record.result
 
 
 def _interrupt(number: int, frame: object) -> None:

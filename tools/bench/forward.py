@@ -11,8 +11,8 @@ import numpy as np
 
 from python_backend.allocator import use_allocator
 
-FIELDS = ("forwards", "forward_rows", "forward_tokens", "computed_tokens")
-"""Forwards, their rows, the rows' tokens, and their positions, padding included."""
+FIELDS = ("forward_tokens", "computed_tokens")
+"""Tokens of the rows, and positions that were computed, padding included."""
 
 
 class Counters:
@@ -24,7 +24,7 @@ class Counters:
 
     def add(self, lengths: Sequence[int], width: int) -> None:
         """Count one forward of rows of these lengths, padded to `width` tokens."""
-        self._counts[:] += np.asarray([1, len(lengths), sum(lengths), len(lengths) * width])
+        self._counts[:] += np.asarray([sum(lengths), len(lengths) * width])
 
 
 def read_counters(folder: Path) -> dict[str, int]:

@@ -16,6 +16,7 @@ from tools.bench.pictures import figure_of
 from tools.bench.reward_functions import OPTIMUM, WORD
 from tools.bench.samples import grouped
 from tools.bench.trace import word_tokenizer
+from tools.bench.tritonservers import SERVED
 from tools.child import Child
 
 LEAST_SHARE = 0.95
@@ -75,10 +76,7 @@ def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) ->
 
 def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
     """Return the run's YAML; algorithms differ by `ALGORITHMS` alone."""
-    served = {
-        "checkpoint": str(folder / "critic"), "workers": 1, "threads": 1, "token_budget": 1024,
-        "forward_overhead_tokens": 64, "allocator": "retain",
-    }  # fmt: skip
+    served = {**SERVED, "checkpoint": str(folder / "critic"), "token_budget": 1024}
     return {
         "run": {"dir": str(folder / "run"), "seed": seed},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},

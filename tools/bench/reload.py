@@ -33,9 +33,7 @@ PARTS: dict[str, tuple[str, ModuleType]] = {
 LETTERS = "abcde"
 OPTIONS = {
     "parts": Option(list(LETTERS), "measure these, keep what DIR has of the others", known=LETTERS),
-    "models": Option(
-        ["1m", "7m", "110m"], f"of {', '.join(SIZES)}; above 7m: part b alone", quick=["tiny"], known=SIZES
-    ),
+    "models": Option(["1m", "7m", "110m"], f"of {', '.join(SIZES)}; above 7m: part b alone", ["tiny"], SIZES),
     "swaps": Option(200, "part a", quick=4),
     "triton_reloads": Option(50, "part a", quick=1),
     "clients": Option(32, "parts a and c: value requests in flight while the critic is reloaded", quick=4),

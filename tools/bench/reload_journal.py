@@ -37,11 +37,10 @@ def measure(stage: Stage) -> dict[str, Any]:
     folder = stage.folder / "journal"
     shutil.rmtree(folder, ignore_errors=True)
     journal = Journal(folder, RUN_ID)
-    samples = []
     use_allocator("retain")  # as critic_train does
     with on_core(*range(os.cpu_count() or 1)):  # critic_train computes the digest in a second thread
-        for step in range(1, settings.journal_repeats + 1):
-            samples.append(accept_once(journal, arrays, limits, step, folder))
+        steps = range(1, settings.journal_repeats + 1)
+        samples = [accept_once(journal, arrays, limits, step, folder) for step in steps]
     stage.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
     shutil.rmtree(folder)
     model = under_load(settings.models)[0]

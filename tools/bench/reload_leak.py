@@ -6,7 +6,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +92,14 @@ def _disk_bytes(paths: Any) -> int:
     return total
 
 
-def settled(samples: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the samples after the warm-up: the first 50 reloads, or a fifth of them where they are few."""
-    last = samples[-1]["reloads"]
-    warm = min(WARM_UP, last // 5)
-    return [sample for sample in samples if sample["reloads"] >= warm]
-
-
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
     """Return slopes of memory (kB per reload), and growth of the rest from the first to the last fifth."""
     return {kind: _summarise_kind(found) for kind, found in part.items()}
 
 
 def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
-    samples = settled(found["samples"])
+    warm = min(WARM_UP, found["samples"][-1]["reloads"] // 5)
+    samples = [sample for sample in found["samples"] if sample["reloads"] >= warm]
     reloads = [sample["reloads"] for sample in samples]
     fifth = max(1, len(samples) // 5)
     slopes = dict.fromkeys(("server_slope_kb", "stub_slope_kb"))

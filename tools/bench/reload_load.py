@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from tools.bench.benchmark import Target
 from tools.bench.reload_stage import Bed, Stage, Timed, under_load
 from tools.bench.reload_windows import Samples, Window, p99, quiet_windows, ratio
+from tools.bench.samples import median_of
 
 MOST_P99 = {"swap": 1.5, "triton": 3.0}
 WORDS = {"swap": "swaps", "triton": "Triton reloads"}
@@ -78,24 +80,25 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     samples = Samples.of(found["samples"])
     quiet = _quiet(found["blocks"])
     swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
+    windows = {how: [(r["begin_s"], r["end_s"]) for r in found["reloads"] if r["reload"] == how] for how in MOST_P99}
     # Silences count while the version comes into service; it is written elsewhere.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
     around = samples.longest_silences(serving, margin_s=MARGIN_S)
     draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
-    without = [samples.longest_silences(windows, margin_s=MARGIN_S) for windows in draws if windows]
+    without = [samples.longest_silences(drawn, margin_s=MARGIN_S) for drawn in draws if drawn]
     longest = sorted(map(max, without))  # a maximum is noisy: what it is by chance, in as many moments without a swap
     return {
         "requests": int(samples.start.size),
         "failed_by_clients": len(found["samples"]["failures"]),
         "failed_by_server": found["failed_by_server"],
         "versions_seen": int(np.unique(samples.version).size),
-        **{how: _latencies(samples, _windows(found["reloads"], how), quiet) for how in MOST_P99},
-        "silence_ms": {"swap_median": _median(around), "swap_longest": max(around, default=None),
-                       "quiet_median": _median([ms for draw in without for ms in draw]),
-                       "quiet_longest": _median(longest),
+        **{how: _latencies(samples, windows[how], quiet) for how in MOST_P99},
+        "silence_ms": {"swap_median": median_of(around), "swap_longest": max(around, default=None),
+                       "quiet_median": median_of(ms for draw in without for ms in draw),
+                       "quiet_longest": median_of(longest),
                        "quiet_longest_95": [longest[int(share * (len(longest) - 1))] for share in (0.025, 0.975)]
                        if longest else None},
-        "pause_ms": max(0.0, max(around) - float(np.median(longest))) if around and longest else None,
+        "pause_ms": max(0.0, max(around) - statistics.median(longest)) if around and longest else None,
     }  # fmt: skip
 
 
@@ -109,26 +112,15 @@ def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
     ]
 
 
-def _windows(reloads: Sequence[dict[str, Any]], how: str) -> list[Window]:
-    return [(r["begin_s"], r["end_s"]) for r in reloads if r["reload"] == how]
-
-
 def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
     """Compare requests in flight in a reload with as many equally long moments of quiet (whole blocks if too short)."""
     during = samples.in_flight(windows)
     # Of those alone that saw nothing else: a request at a block's end may wait for the reload that follows.
     without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
     return {
-        "reloads": len(windows), "requests": int(during.size), "p50_ms": _median(during),
-        "p99_ms": p99(during), "longest_ms": float(during.max()) if during.size else None,
-        "quiet_p50_ms": _median(without), "quiet_p99_ms": p99(without),
-        "p99_ratio": ratio(p99(during), p99(without)),
-        "reload_s": _median([end - begin for begin, end in windows]),
+        "reloads": len(windows), "requests": int(during.size), "p99_ms": p99(during), "quiet_p99_ms": p99(without),
+        "p99_ratio": ratio(p99(during), p99(without)), "reload_s": median_of(end - begin for begin, end in windows),
     }  # fmt: skip
-
-
-def _median(values: Sequence[float] | np.ndarray) -> float | None:
-    return float(np.median(values)) if len(values) else None
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:

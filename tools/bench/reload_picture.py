@@ -58,7 +58,10 @@ def _draw_load(axes: Axes, model: str, part: dict[str, Any], summary: dict[str, 
         _mark_block(axes, block, begin, end)
     for reload in part["reloads"]:
         if begin <= reload["begin_s"] <= end:
-            _mark_reload(axes, reload, begin)
+            left, right = reload["begin_s"] - begin, reload["end_s"] - begin
+            axes.axvline(right, color=KINDS[reload["reload"]][1], lw=1.0, zorder=2)
+            if reload["reload"] == "triton":
+                axes.axvspan(left, right, color=TRITON, alpha=0.14, lw=0, zorder=1)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
@@ -81,14 +84,6 @@ def _mark_block(axes: Axes, block: dict[str, Any], begin: float, end: float) -> 
     if (right - left) / (end - begin) >= LABEL_FROM:
         place = {"xy": ((left + right) / 2, 1), "xycoords": ("data", "axes fraction")}
         axes.annotate(label, **place, xytext=(0, 4), textcoords="offset points", ha="center", color=colour, fontsize=9)
-
-
-def _mark_reload(axes: Axes, reload: dict[str, Any], begin: float) -> None:
-    if reload["reload"] == "swap":
-        axes.axvline(reload["end_s"] - begin, color=SWAP, lw=0.9, alpha=0.9, zorder=2)
-    else:
-        axes.axvspan(reload["begin_s"] - begin, reload["end_s"] - begin, color=TRITON, alpha=0.14, lw=0, zorder=1)
-        axes.axvline(reload["end_s"] - begin, color=TRITON, lw=1.2, zorder=2)
 
 
 def _legend(axes: Axes, summary: dict[str, Any]) -> None:

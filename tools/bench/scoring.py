@@ -34,9 +34,7 @@ OPTIONS = {
     "max_rows_under_way": Option(256, "leave out cells with more rows in flight"),
     "seconds": Option(1.0, "of the fastest contender in one cell", quick=0.2),
     "contenders": Option(list(CONTENDERS), f"of {', '.join(CONTENDERS)}", known=CONTENDERS),
-    "splits": Option(
-        list(dict.fromkeys([f"1x{CORES}", f"{CORES}x1"])), "instances x threads to choose from", quick=["2x1"]
-    ),
+    "splits": Option([f"1x{CORES}", f"{CORES}x1"], "instances x threads to choose from", quick=["2x1"]),
     "token_budget": Option([256, 512, 1024], "of ours; `ideal` picks the fastest", quick=[256]),
     "queue_delay_us": Option(2000, "of ours"),
     "allocator": Option("tuned", "malloc settings of all contenders", known=("tuned", "default")),
@@ -104,7 +102,7 @@ class ModelBench:
         budgets = self.settings.token_budget if name == "ideal" else [setup.token_budget]
         best: tuple[Contender, Pace] | None = None
         with contextlib.ExitStack() as started:
-            for split in map(Split.of, self.settings.splits):
+            for split in map(Split.of, dict.fromkeys(self.settings.splits)):
                 contender = CONTENDERS[name](name, setup, split)
                 started.callback(contender.stop)
                 tried = [(asked, self._calibrate(asked)) for asked in map(contender.with_budget, budgets)]
@@ -159,9 +157,9 @@ class ModelBench:
             answer = run_plan(contender, cell.num_rows, NUM_CHECKED)
         else:
             answer = self.load.ask("/measure", {
-                "urls": contender.urls, "plain": bool(contender.children), "width": contender.width, "num_rows": cell.num_rows,
+                "urls": contender.urls, "plain": bool(contender.children), "width": contender.width,
+                "pids": contender.pids, "counters": str(contender.counters), "num_rows": cell.num_rows,
                 "rows": cell.rows, "concurrency": cell.concurrency, "num_warmup": warmup, "num_checked": NUM_CHECKED,
-                "pids": contender.pids, "counters": str(contender.counters),
             })  # fmt: skip
         self.check_rewards(contender.name, answer.pop("rewards"))
         sample = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,28 +107,31 @@ def _least_ratio(points: dict[Point, list[Sample]], model: str, other: str, leas
 
 
 def _never_slower(points: dict[Point, list[Sample]]) -> Target:
-    found = [
-        (least, f"worst at {_where(point)} against {other}")
-        for point, samples in points.items()
-        if point[2] >= NEVER_SLOWER_FROM
-        for other in _other_servers(samples)
-        if (least := ratio(samples, other, OURS, "seconds")) is not None
-    ]
-    worst, detail = min(found, default=(None, ""))
+    busy = {point: samples for point, samples in points.items() if point[2] >= NEVER_SLOWER_FROM}
+    worst, detail = _worst(busy, lambda samples, other: ratio(samples, other, OURS, "seconds"), min)
     name = f"ours / any other server from concurrency {NEVER_SLOWER_FROM} on, times as fast"
     return Target(name, worst, 1.0, None, detail)
 
 
 def _latency(points: dict[Point, list[Sample]], most_ms: float) -> Target:
-    found = [
-        (excess, f"worst at {_where(point)} against {other}")
-        for point, samples in points.items()
-        if point[2] == 1
-        for other in _other_servers(samples)
-        if (excess := median_of(a["p50_ms"] - b["p50_ms"] for a, b in pairs(samples, OURS, other))) is not None
-    ]
-    worst, detail = max(found, default=(None, ""))
+    def excess(samples: list[Sample], other: str) -> float | None:
+        return median_of(a["p50_ms"] - b["p50_ms"] for a, b in pairs(samples, OURS, other))
+
+    worst, detail = _worst({point: samples for point, samples in points.items() if point[2] == 1}, excess, max)
     return Target("concurrency 1: ours - other, ms of median latency", worst, None, most_ms, detail)
+
+
+def _worst(
+    points: dict[Point, list[Sample]], value: Callable[[list[Sample], str], float | None], pick: Callable[..., Any]
+) -> tuple[float | None, str]:
+    """Pick the worst of ours against any other server at any point; return it and where it is."""
+    found = [
+        (number, f"worst at {_where(point)} against {other}")
+        for point, samples in points.items()
+        for (other,) in grouped(samples, "contender")
+        if other not in (OURS, IDEAL, LATE) and (number := value(samples, other)) is not None
+    ]
+    return pick(found, default=(None, ""))
 
 
 def _flat(points: dict[Point, list[Sample]]) -> Target:
@@ -173,10 +176,6 @@ def _growth(samples: Sequence[Sample]) -> list[Target]:
 def power_law(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the exponent e of the least-squares fit y = c x^e, in logarithms."""
     return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
-
-
-def _other_servers(samples: Sequence[Sample]) -> list[str]:
-    return [name for (name,) in grouped(samples, "contender") if name not in (OURS, IDEAL, LATE)]
 
 
 def _where(point: Point) -> str:

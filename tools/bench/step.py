@@ -70,14 +70,13 @@ def targets(result: Result) -> list[Target]:
     computed, waited = (select(result["samples"], contest=contest) for contest in ("computed", "waited"))
     found = []
     for what, samples, most in (("computed", computed, None), ("waited", waited, MOST_RATIO)):
-        if samples:
-            serial = median_step(select(samples, mode="serial"))
+        if serial := select(samples, mode="serial"):
             found += [
                 Target(f"{what}: overlapped / serial", mode_ratio(samples, "overlapped", "serial"), None, most),
-                Target(f"{what}: the actor's own computing / serial", critical_path(samples) / serial),
+                Target(f"{what}: the actor's own computing / serial", critical_path(serial) / median_step(serial)),
             ]
     cores = result["settings"]["cores"]
-    if computed:
+    if select(computed, mode="serial"):
         found += [
             Target(f"computed: all processor time on {cores} cores / serial", cores_bound(computed, cores)),
             Target("computed: overlapped / serial over padded PyTriton", mode_ratio(computed, "overlapped", "padded")),

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
-import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,15 @@ import numpy as np
 
 from actor.client import TritonClient
 from python_backend.batching import plan_micro_batches
-from python_backend.config import ClientSection, RunConfig, ServerSection, TrainerSection, load_config
+from python_backend.config import ClientSection, RunConfig, TrainerSection, load_config
 from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
 from python_backend.weights import WeightsStore
 from tools.bench.benchmark import Record
-from tools.bench.children import BenchChild, child_command
+from tools.bench.children import BenchChild, child_command, free_ports
 from tools.bench.generation import LONGEST_PROMPT, make_prompts
 from tools.bench.step_runs import OVERLAPPED, PADDED, SERIAL, MeasuredRun, PaddedServices
 from tools.bench.trace import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, noise_payload, trace_tokenizer
 from tools.bench.tritonservers import SERVED, replace_model, running_sidecar, start_triton
-from tools.ports import with_free_ports
 
 MEASURED_ROWS = 32
 
@@ -36,7 +35,7 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
     waits = seconds_per_token(checkpoints, longest)
     record.result["waits_s_per_token"] = waits
     for contest in ("computed", "waited"):
-        config = configuration(out / contest, checkpoints, size, longest)
+        config = configuration(out / contest, checkpoints, size, longest, free_ports())
         with services(config, waits if contest == "waited" else None), contextlib.ExitStack() as others:
             modes, urls = [OVERLAPPED, SERIAL], None
             if contest == "computed":
@@ -45,10 +44,10 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
     rollouts, lengths = settings.scaling_rollouts, settings.scaling_lengths
     middle = rollouts[len(rollouts) // 2], lengths[len(lengths) // 2]
     checkpoints = make_checkpoints(out / "checkpoints" / "scaling", settings.scaling_model, max(rollouts))
-    base = configuration(out / "scaling", checkpoints, *middle)
-    with services(base, None):
+    ports = free_ports()
+    with services(configuration(out / "scaling", checkpoints, *middle, ports), None):
         for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
-            config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, base.server)
+            config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, ports)
             measure_run(record, "scaling", config, [OVERLAPPED, SERIAL], 2, max(1, settings.rounds - 1))
 
 
@@ -64,16 +63,13 @@ def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
     return folder
 
 
-def configuration(
-    folder: Path, checkpoints: Path, size: int, longest: int, server: ServerSection | None = None
-) -> RunConfig:
-    """Write the run's YAML to `folder` and load it; `server`: of the run whose services it uses."""
+def configuration(folder: Path, checkpoints: Path, size: int, longest: int, ports: dict[str, int]) -> RunConfig:
+    """Write the run's YAML to `folder` and load it."""
     folder.mkdir(parents=True, exist_ok=True)
-    ports = server or with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
     scoring = {"checkpoint": str(checkpoints / "scoring"), **SERVED}
     sections = {
         "run": {"dir": str(folder / "run"), "run_id": "bench"},
-        "server": {name: getattr(ports, name) for name in ("http_port", "grpc_port", "metrics_port")},
+        "server": ports,
         "reward": scoring,
         "critic": scoring,
         "trainer": {"token_budget": 2048, "reload_on_save": "none", "checkpoint_every": 100_000, "nice": 0},
@@ -188,27 +184,15 @@ def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
     payload = noise_payload(rows)
     update = CriticUpdate(critic, TrainerSection(token_budget=2048))
 
-    def forwards(score: Callable[[list[np.ndarray], int], Any]) -> float:
+    def forwards(score: Callable[[list[np.ndarray], int], Any]) -> None:
         for batch in plan:
             score([rows[i] for i in batch], max(int(lengths[i]) for i in batch))
-        return computed
 
-    def train() -> float:
-        update.train(payload, lambda done: None)
-        return float(lengths.sum())
+    def seconds_of(action: Callable[[], Any]) -> float:
+        return min(timeit.repeat(action, number=1, repeat=3))
 
     return {
-        "reward": _best_of_three(lambda: forwards(reward.score)),
-        "critic": _best_of_three(lambda: forwards(critic.values)),
-        "train": _best_of_three(train),
+        "reward": seconds_of(lambda: forwards(reward.score)) / computed,
+        "critic": seconds_of(lambda: forwards(critic.values)) / computed,
+        "train": seconds_of(lambda: update.train(payload, lambda done: None)) / float(lengths.sum()),
     }
-
-
-def _best_of_three(action: Callable[[], float]) -> float:
-    """Return the fewest seconds for a token; `action` returns its tokens."""
-    found = []
-    for _ in range(3):
-        start = time.monotonic()
-        tokens = action()
-        found.append((time.monotonic() - start) / tokens)
-    return min(found)

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.config import ServerSection, load_config
+from python_backend.config import load_config
 from tools.bench.benchmark import BenchError
+from tools.bench.children import free_ports
 from tools.bench.trace import SIZES, VOCAB_SIZE, make_policy, trace_tokenizer
 from tools.bench.tritonservers import start_triton
 from tools.bench.trl_turns import GO
 from tools.bench.usage import cpu_seconds, peak_rss_mb
-from tools.ports import with_free_ports
 from tools.run import LIBRARY_ENV
 from tools.server_log import tail
 
@@ -41,10 +41,6 @@ PROMPTS = (
     "A shop sells two apples for one euro and three pears for two euros. Which fruit is cheaper, by how much?",
     "Give me some advice for learning to play chess as an adult with little time.",
 )
-VERSIONS = (
-    "import importlib.metadata as m, json; "
-    "print(json.dumps({name: m.version(name) for name in ('trl', 'torch', 'transformers', 'numpy')}))"
-)
 
 
 @dataclass(frozen=True)
@@ -58,14 +54,14 @@ class Environment:
 def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment:
     """Make TRL's environment in `folder` unless it is complete."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if not done.is_file():
         log(f"installing TRL into {folder}: a few minutes, once")
         venv.create(folder, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
-        subprocess.run(pip, check=True)
+        subprocess.run([*pip, "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
         done.write_text(REQUIREMENTS.read_text())
-    answer = subprocess.run([str(python), "-c", VERSIONS], check=True, capture_output=True, text=True).stdout
-    return Environment(python, json.loads(answer))
+    listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True, text=True).stdout
+    return Environment(python, {package["name"]: package["version"] for package in json.loads(listed)})
 
 
 def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
@@ -133,11 +129,10 @@ def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> 
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
     """Return our run's YAML: a reward function alone, the rest as on TRL's side."""
-    ports = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
     tokens = settings["new_tokens"]
     return {
         "run": {"dir": f"{settings['folder']}/run"},
-        "server": {name: getattr(ports, name) for name in ("http_port", "grpc_port", "metrics_port")},
+        "server": free_ports(),
         "rewards": {"variety": {"function": "tools.bench.reward_functions:variety"}},
         "actor": {
             "algorithm": settings["algorithm"], "checkpoint": settings["checkpoint"], "prompts": settings["prompts"],
