@@ -66,4 +66,4 @@ def test_a_short_run(tmp_path: Path):
     assert [sample["step"] for sample in samples] == [1, 2]
     assert set(samples[0]) == {"algorithm", "seed", "step", "reward", "optimum", "kl"}
     assert 0 <= samples[0]["reward"] <= 1
-    assert not list((tmp_path / "runs" / "rloo-0" / "run").glob("journal/*/entries/*"))  # nobody asked for a critic
+    assert not list((tmp_path / "runs" / "rloo-0" / "run").glob("journal/*/entries/*"))  # no critic in this run

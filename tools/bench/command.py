@@ -152,7 +152,7 @@ def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> N
 
 def _interrupt(number: int, frame: object) -> None:
     for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, signal.SIG_IGN)  # stopping is under way
+        signal.signal(again, signal.SIG_IGN)  # already stopping
     raise KeyboardInterrupt
 
 

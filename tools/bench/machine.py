@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made. Given: nothing. Returns: facts for result.json."""
+"""Machine, versions and date of a measurement, for result.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "numpy", "tritonclient", "nvidia-pytriton",
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, system."""
+    """Return processor, cores, memory, system and load."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     return {
@@ -30,7 +30,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Python, packages, and the commit of this checkout."""
+    """Return the versions of Python and packages, and the commit of this checkout."""
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
     root = Path(__file__).resolve().parent
@@ -39,5 +39,5 @@ def describe_versions() -> dict[str, str]:
 
 
 def now_utc() -> str:
-    """Date and time in ISO 8601."""
+    """Return date and time in ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -52,7 +52,7 @@ class Turns:
             self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - start
 
     def timed(self, owner: Any, method: str, name: Callable[[], str]) -> None:
-        """Replace `owner.method` by itself, timed as the phase `name()`."""
+        """Wrap `owner.method` so that its time counts as the phase `name()`."""
         original = getattr(owner, method)
 
         def measured(*args: Any, **kwargs: Any) -> Any:
