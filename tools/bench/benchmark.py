@@ -76,7 +76,7 @@ class Target:
 
 
 class Record:
-    """A measurement under way. result.json is rewritten after every sample, so that a stop loses one at most."""
+    """A running measurement. result.json is rewritten after every sample, so that a stop loses one at most."""
 
     def __init__(self, out: Path, result: Result) -> None:
         self.out = out

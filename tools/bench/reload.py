@@ -62,7 +62,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     earlier, facts = read_json(record.out / "result.json") or {}, {**record.result}
     record.result |= {key: earlier.get(key, {}) for key in ("parts", "measured")}
     cores = Cores.of_machine()
-    record.say(f"{cores}, which share a core where one is named twice")
+    record.say(f"cores: server {cores.server}, clients {cores.clients}, trainer {cores.trainer}")
     servers = record.out / "servers"
     with on_core(cores.clients):
         clients = BenchChild("load generator", "reload_clients:serve", {}, servers / "clients.log")

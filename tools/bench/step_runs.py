@@ -86,11 +86,11 @@ class MeasuredRun(PPORun):
         self.policy.generation = given
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """Return the same in each block."""
+        """Return the prompts of this place in the block."""
         return super().prompts_of(self.place)
 
     def seed_of(self, step: int) -> int:
-        """Return the same in each block."""
+        """Return the seed of this place in the block."""
         return super().seed_of(self.place)
 
     async def blocks(
