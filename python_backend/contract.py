@@ -66,7 +66,6 @@ REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
 TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
 """Names the client, `<session>/<n>`, n counting the rewinds that it asked for (python_backend/ownership.py)."""
-DEFAULT_RUN_ID = "default"
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import stat
-import struct
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -36,6 +35,7 @@ from python_backend.durable import (
     sync_directory,
     sync_tree,
 )
+from python_backend.safetensors_header import read_header
 from python_backend.serving_records import ServingRecord, ServingRecords
 
 WEIGHTS_FILE = "model.safetensors"
@@ -237,22 +237,8 @@ def sha256_of(path: Path) -> str:
 
 
 def tensor_types(path: Path) -> dict[str, list[Any]]:
-    """`{name: [dtype, shape]}` from a safetensors header. Raises ValueError if it is none, or cut short."""
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 2 <= size <= 100_000_000:
-            raise ValueError("not a safetensors file")
-        try:
-            header = json.loads(file.read(size))
-            tensors = {name: item for name, item in sorted(header.items()) if name != "__metadata__"}
-            end = max((item["data_offsets"][1] for item in tensors.values()), default=0)
-            types = {name: [item["dtype"], item["shape"]] for name, item in tensors.items()}
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ValueError("not a safetensors file") from error
-    if path.stat().st_size != 8 + size + end:
-        raise ValueError(f"{path.stat().st_size} bytes long, its header says {8 + size + end}")
-    return types
+    """Return `{name: [dtype, shape]}` of a safetensors file. Raises ValueError if it is damaged."""
+    return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
 
 
 def _read_number(path: Path) -> int | None:

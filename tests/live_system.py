@@ -30,6 +30,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.control_key import GRPC_HEADER, control_key
 from python_backend.journal import Journal
 from python_backend.modeling import quiet_transformers
+from python_backend.sections import UNMEASURED
 from python_backend.weights import WeightsStore
 from tools.child import Child
 from tools.model_loading import probe
@@ -59,9 +60,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'nobody' %}{{ raise_exception('nobody cannot speak') }}"
     "{% endif %}{{ message.role[0] }} {{ message.content }}</s>{% endfor %}"
 )
-MEASURED = {
-    "workers": 1, "threads": 1, "token_budget": 1024, "forward_overhead_tokens": 64, "allocator": "retain",
-}  # fmt: skip
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -249,9 +247,9 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
     data: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "run_id": "test"},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
-        "reward": {"checkpoint": str(checkpoints.reward), **MEASURED},
-        "critic": {"checkpoint": str(checkpoints.critic), **MEASURED},
-        "reference": {**MEASURED},
+        "reward": {"checkpoint": str(checkpoints.reward), **UNMEASURED},
+        "critic": {"checkpoint": str(checkpoints.critic), **UNMEASURED},
+        "reference": {**UNMEASURED},
         "trainer": {
             "lr": 1e-3, "warmup_steps": 0, "constant_steps": 10, "max_steps": 100, "checkpoint_every": 100,
             "publish": {"keep": 12},

@@ -9,7 +9,7 @@ import pytest
 from tiny_checkpoints import save_tiny
 
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.sections import ModelSection
+from python_backend.sections import UNMEASURED, ModelSection
 from tools import calibration
 from tools.calibration import Settled, choose, settle, splits
 
@@ -62,7 +62,7 @@ def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
     assert (settled.workers, settled.threads) == (1, 1)
     assert settled.token_budget in calibration.BUDGETS
     assert settled.allocator in ("default", "retain")
-    assert "auto" not in [getattr(settled, name) for name in calibration.AUTO]
+    assert "auto" not in [getattr(settled, name) for name in UNMEASURED]
     assert len(lines) == 3
     monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured again"))
     assert settle(load_config(path), lines.append) == overrides

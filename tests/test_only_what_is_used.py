@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from live_system import MEASURED, Checkpoints, make_tokenizer
+from live_system import Checkpoints, make_tokenizer
 from tiny_models import regions
 
 import actor.__main__
@@ -24,6 +24,7 @@ from actor.client import RequestFailed
 from actor.scoring import ModelMismatch, Scorer
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.required_files import check_files
+from python_backend.sections import UNMEASURED
 from python_backend.tokenization import load_tokenizer
 from tools import calibration, render_configs
 from tools.model_loading import load_order
@@ -63,7 +64,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
         },
     }  # fmt: skip
     for section in checkpoints_of(algorithm, reward):
-        data[section] = {"checkpoint": str(getattr(checkpoints, section)), **MEASURED}
+        data[section] = {"checkpoint": str(getattr(checkpoints, section)), **UNMEASURED}
     if algorithm == "ppo":
         data["trainer"] = {"nice": 0}  # on a busy machine the run would wait for it
     if REWARDS[reward] is not None:

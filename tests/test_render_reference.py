@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from live_system import MEASURED, make_checkpoint, make_tokenizer
+from live_system import make_checkpoint, make_tokenizer
 
 from python_backend import contract
 from python_backend.checkpoints import fingerprint_weights
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.sections import UNMEASURED
 from python_backend.tokenization import fingerprint
 from tools import render_configs as render
 from tools.calibration import settle
@@ -106,7 +107,7 @@ def test_a_policy_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_it_is_measured_only_where_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {"reward": MEASURED, "critic": MEASURED}
+    others = {"reward": UNMEASURED, "critic": UNMEASURED}
     monkeypatch.setattr("tools.calibration._remembered", lambda role, *_: pytest.fail(role))
     assert settle(load(tmp_path, **others), print) == []
     with pytest.raises(pytest.fail.Exception, match="reference"):

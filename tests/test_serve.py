@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from live_system import MEASURED
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
 from python_backend.durable import read_json
+from python_backend.sections import UNMEASURED
 from tools.serve import demo_preparation
 from trainer.control_plane import ControlPlane
 
@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "weights" / "critic").mkdir(parents=True)
     (tmp_path / "weights" / "critic" / "CURRENT").write_text("0\n")
     ports = "http_port: 0, grpc_port: 0, metrics_port: 0"
-    models = "".join(f"{role}: {json.dumps(MEASURED)}\n" for role in ("reward", "critic"))
+    models = "".join(f"{role}: {json.dumps(UNMEASURED)}\n" for role in ("reward", "critic"))
     (tmp_path / "run.yaml").write_text(f"{models}server: {{{ports}, exit_timeout_s: 1}}")
     return tmp_path
 

@@ -69,7 +69,7 @@ def unreadable(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[: len(data) // 2]),
-        r"version 1: cannot read model\.safetensors: \d+ bytes long, its header says \d+",
+        r"version 1: cannot read model\.safetensors: .* is damaged .*\d+ bytes are missing at its end",
     ),
     "one bit flipped": (
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
@@ -77,7 +77,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no safetensors": (
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: b"PK" + data[2:]),
-        r"version 1: cannot read model\.safetensors: not a safetensors file",
+        r"version 1: cannot read model\.safetensors: .* is damaged or no safetensors file",
     ),
     "no weights file": (
         lambda folder: (folder / WEIGHTS_FILE).unlink(),

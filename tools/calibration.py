@@ -18,8 +18,8 @@ from typing import Any
 
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
 from python_backend.durable import read_json, write_json
+from python_backend.sections import UNMEASURED
 
-AUTO = ("workers", "threads", "token_budget", "forward_overhead_tokens", "allocator")
 CACHE_VARIABLE = "RLHF_ON_TRITON_CACHE"
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 NEARLY = 0.97  # of the best speed: the smaller budget needs less memory
@@ -48,7 +48,7 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
     on_cpu = sum(section.device == "cpu" for section in sections.values())
     overrides = []
     for role, section in sections.items():
-        names = [name for name in AUTO if getattr(section, name) == "auto"]
+        names = [name for name in UNMEASURED if getattr(section, name) == "auto"]
         if names:
             cores = max(1, _cores() // max(1, on_cpu) // section.instances)
             found = _remembered(role, section, cores, log)
@@ -94,7 +94,7 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
     pairs = splits(cores, section)
     log(
         f"{role}: measuring the fastest settings, once for this model on this machine (some minutes); to skip it, set "
-        f"{role}.{', '.join(AUTO)}"
+        f"{role}.{', '.join(UNMEASURED)}"
     )
     results = {}
     for workers, threads in pairs:
@@ -140,7 +140,7 @@ def _measure(
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{role}: measuring its fastest settings took longer than {TIMEOUT_S:g} s; set {role}."
-            f"{f', {role}.'.join(AUTO)} instead of leaving them `auto`"
+            f"{f', {role}.'.join(UNMEASURED)} instead of leaving them `auto`"
         ) from error
     if done.returncode != 0:
         raise ConfigError(f"{role}.checkpoint: {(done.stderr.strip() or 'the measurement died').splitlines()[-1]}")

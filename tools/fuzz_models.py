@@ -8,13 +8,11 @@ from typing import Any
 import yaml
 
 from python_backend.config import RunConfig, load_config
+from python_backend.sections import UNMEASURED
 from tools.fuzz_requests import POSITIONS, VOCAB_SIZE
 from tools.ports import with_free_ports
 
 KEY_VARIABLE, KEY = "FUZZ_TRAINING_KEY", "open sesame"
-MEASURED = {
-    "workers": 1, "threads": 1, "token_budget": 1024, "forward_overhead_tokens": 64, "allocator": "retain",
-}  # fmt: skip
 STAGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "guarded": {
@@ -34,8 +32,8 @@ def write_config(out: Path, stage: str) -> RunConfig:
     data: dict[str, Any] = {
         "run": {"dir": str(folder)},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
-        **{name: {"checkpoint": str(checkpoints / name), **MEASURED} for name in ("reward", "critic")},
-        "reference": dict(MEASURED),
+        **{name: {"checkpoint": str(checkpoints / name), **UNMEASURED} for name in ("reward", "critic")},
+        "reference": dict(UNMEASURED),
         "actor": {"checkpoint": str(checkpoints / "policy")},
     }  # fmt: skip
     for section, values in STAGES[stage].items():

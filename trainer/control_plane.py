@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -22,7 +21,6 @@ from python_backend import control_key
 from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
 
 CALL_TIMEOUT_S = 10.0
-POLL_INTERVAL_S = 0.05
 
 # A server that is just starting must be seen at once, and a proxy never stands between us and loopback.
 _CHANNEL_OPTIONS = [
@@ -95,15 +93,6 @@ class ControlPlane:
     def close(self) -> None:
         """Close the connection; calls under way fail."""
         self._client.close()
-
-    def wait_live(self, timeout_s: float, still_alive: Callable[[], None]) -> None:
-        """Return when the server answers. `still_alive` is called between attempts; it raises to give up."""
-        deadline = time.monotonic() + timeout_s
-        while not self.is_live():
-            still_alive()
-            if time.monotonic() > deadline:
-                raise ControlPlaneError(f"no server answered on {self._url} within {timeout_s:g} s")
-            time.sleep(POLL_INTERVAL_S)
 
     def is_live(self) -> bool:
         """Whether a server answers; no error if none does."""

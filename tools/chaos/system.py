@@ -19,6 +19,7 @@ import yaml
 
 from python_backend.config import RunConfig, load_config
 from python_backend.positions import max_positions
+from python_backend.sections import UNMEASURED
 from python_backend.weights import WeightsStore
 from tools.bench.trace import SIZES, make_checkpoint
 from tools.chaos.traffic import Shape
@@ -34,9 +35,6 @@ SIDECAR_STOP_S = 90.0
 LONGEST_PAUSE_S = 1.5  # of the sidecar, before somebody starts it again
 LONGEST_ROW = 96
 FAILED_STARTS = 3
-MEASURED = {
-    "workers": 1, "threads": 1, "token_budget": 1024, "forward_overhead_tokens": 64, "allocator": "retain",
-}  # fmt: skip
 
 
 def write_config(folder: Path, given: Path | None) -> Path:
@@ -47,7 +45,7 @@ def write_config(folder: Path, given: Path | None) -> Path:
     for model in ("reward", "critic"):
         if given is None:
             make_checkpoint(SIZES["tiny"], folder / "checkpoints" / model)
-            data[model] |= {"checkpoint": str(folder / "checkpoints" / model), **MEASURED}
+            data[model] |= {"checkpoint": str(folder / "checkpoints" / model), **UNMEASURED}
     data["run"] = {"dir": str(folder), "run_id": "chaos"}
     data["server"] = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1}
     data["critic"] |= {"reload": "swap"}
