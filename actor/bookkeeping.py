@@ -24,16 +24,7 @@ from actor.checkpoint import (
 )
 from actor.client import RequestFailed, TritonClient
 from actor.experience import rollout_metrics, text_metrics
-from actor.metrics import (
-    Metric,
-    MetricsLog,
-    Text,
-    append_jsonl,
-    drop_steps_from,
-    each_line,
-    read_jsonl,
-    write_jsonl,
-)
+from actor.metrics import Metric, MetricsLog, Text
 from actor.rollout import PPOBatch, ScoredRollout, Scores
 from actor.scoring import Scorer
 from actor.staleness import VersionSteps, staleness_metrics
@@ -43,6 +34,7 @@ from python_backend.checkpoints import CheckpointError
 from python_backend.config import RunConfig
 from python_backend.contract import STEP_AHEAD
 from python_backend.durable import read_json, sweep, write_folder, write_json
+from python_backend.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 from python_backend.sealed_folder import DamagedCheckpoint
 from python_backend.weights import WeightsError, WeightsStore
 

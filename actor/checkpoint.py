@@ -24,6 +24,7 @@ from actor.adapters import load_trained, trained_tensors
 from actor.kl_control import KLControl
 from actor.policy import Policy
 from actor.reward_shaping import RewardShaper, RunningMoments
+from python_backend.adamw import load_state, state_tensors
 from python_backend.checkpoints import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
 from python_backend.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
@@ -81,7 +82,8 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
             save_file(trained_tensors(policy.model), folder / ADAPTERS_FILE)
         else:
             policy.save(folder)
-        save_file(_optimizer_tensors(policy), folder / OPTIMIZER_FILE)
+        parameters = dict(policy.model.named_parameters())
+        save_file(state_tensors(policy.optimizer, parameters), folder / OPTIMIZER_FILE)
         (folder / STATE_FILE).write_text(json.dumps(seal(whole, folder)))
 
     write_folder(root / str(state["step"]), fill)
@@ -153,19 +155,7 @@ def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
         load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE)
     else:
         policy.load(folder)
-    names = dict(policy.model.named_parameters())
-    policy.optimizer.state.clear()
-    for full_name, tensor in load_file(folder / OPTIMIZER_FILE).items():
-        key, _, name = full_name.partition("/")
-        policy.optimizer.state[names[name]][key] = tensor.to(names[name].device)  # the step too: AdamW is fused
+    load_state(policy.optimizer, dict(policy.model.named_parameters()), load_file(folder / OPTIMIZER_FILE))
     policy.optimizer_step = state["optimizer_step"]
     run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])
-
-
-def _optimizer_tensors(policy: Policy) -> dict[str, Any]:
-    return {
-        f"{key}/{name}": value.detach().cpu().contiguous()
-        for name, parameter in policy.model.named_parameters()
-        for key, value in policy.optimizer.state.get(parameter, {}).items()
-    }

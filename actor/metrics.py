@@ -1,21 +1,17 @@
-"""What a run writes about itself: metrics.jsonl, TensorBoard events, samples.jsonl, and how long each phase took.
-Given: the run's folder. Returns: files that reports and dashboards read.
-"""
+"""What a run records about itself: metrics.jsonl, rollouts.jsonl, TensorBoard events, and how long each phase took."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from actor.trackers import Trackers
-from python_backend.durable import replace_file
+from python_backend.jsonl import append_jsonl, drop_steps_from
 
 Metric = float | dict[str, int]  # a number, or how often each whole number occurred
 
@@ -109,50 +105,3 @@ class MetricsLog:
         self._board.close()
         if self._trackers is not None:
             self._trackers.finish()
-
-
-def each_line(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file, one by one: those of a run of months are more than memory should hold.
-
-    A last line cut short by a crash is left out, a missing file is empty.
-    """
-    for line, _ in _parsed_lines(path):
-        yield line
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """As `each_line`, of a small file."""
-    return list(each_line(path))
-
-
-def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replace `path` by one JSON object a line."""
-    replace_file(path, map(_line, lines))
-
-
-def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Add one JSON object a line."""
-    with path.open("ab") as file:
-        file.writelines(map(_line, lines))
-
-
-def drop_steps_from(first_step: int, path: Path) -> None:
-    """Leave out the lines of steps that a resumed run repeats; makes the file if there is none."""
-    replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
-
-
-def _parsed_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Each object, and its line as it stands in the file."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                yield json.loads(raw), raw if raw.endswith(b"\n") else raw + b"\n"
-            except ValueError:  # cut short, perhaps within a letter
-                if file.read().strip():  # and not the last one
-                    raise

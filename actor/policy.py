@@ -24,6 +24,7 @@ from actor.decoding import Response
 from actor.generation import Generation
 from actor.rollout import Prompt, Rollout
 from actor.shared_prompts import can_share, response_hidden
+from python_backend.adamw import make_adamw
 from python_backend.batching import plan_micro_batches
 from python_backend.checkpoints import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.config import ActorSection
@@ -79,14 +80,10 @@ class Policy:
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
         # Its log-probs with a forward's: found out with the first rollout, or, if rounding differs, never so.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-            fused=True,  # one pass over the weights instead of one for each operation
-        )
+        self.optimizer = make_adamw(
+            dict(self.model.named_parameters()), lr=settings.lr, betas=settings.betas,
+            weight_decay=settings.weight_decay, fused=True,  # one pass over the weights instead of one per operation
+        )  # fmt: skip
         self.optimizer_step = 0
 
     def _make_generation(self, eos: int | list[int] | None) -> Generation:

@@ -9,7 +9,12 @@ from torch.optim import AdamW
 
 
 def make_adamw(
-    parameters: Mapping[str, nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float, fused: bool
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    fused: bool | None = None,
 ) -> AdamW:
     """Return the optimizer of those parameters that require a gradient, with weight decay on matrices only."""
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]

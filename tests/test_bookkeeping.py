@@ -20,13 +20,13 @@ from actor.bookkeeping import Bookkeeper
 from actor.checkpoint import RunState, critic_steps, saved_steps
 from actor.client import Counters, RequestFailed
 from actor.kl_control import KLControl
-from actor.metrics import read_jsonl
 from actor.reward_shaping import RewardShaper
 from actor.rollout import Prompt, Rollout, Scores
 from actor.validation import Validation
 from python_backend.checkpoints import CheckpointError
 from python_backend.config import ActorSection, RunConfig
 from python_backend.contract import STEP_AHEAD
+from python_backend.jsonl import read_jsonl
 from python_backend.weights import WeightsStore
 
 

@@ -25,9 +25,9 @@ from live_system import (
 )
 
 from actor.client import TritonClient
-from actor.metrics import read_jsonl
 from python_backend.config import ClientSection
 from python_backend.contract import CRITIC, CRITIC_TRAIN
+from python_backend.jsonl import read_jsonl
 from python_backend.modeling import load_critic, save_critic
 from python_backend.training_payload import train_payload
 from python_backend.weights import WEIGHTS_FILE, sha256_of

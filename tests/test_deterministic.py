@@ -13,7 +13,7 @@ import pytest
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
 
 from actor.checkpoint import saved_steps
-from actor.metrics import read_jsonl
+from python_backend.jsonl import read_jsonl
 from python_backend.weights import sha256_of
 from tools.child import Child
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from python_backend.jsonl import JsonlTail
 from tools.display import CURVE_POINTS, Curve, RunDisplay, sparkline
-from tools.jsonl_tail import JsonlTail
 
 
 def step_row(step: int, **more: float) -> dict[str, Any]:

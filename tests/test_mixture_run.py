@@ -13,7 +13,7 @@ from tiny_checkpoints import MIXTURES, save_tiny
 from transformers import AutoModelForCausalLM
 
 from actor.checkpoint import saved_steps
-from actor.metrics import read_jsonl
+from python_backend.jsonl import read_jsonl
 from python_backend.tokenization import load_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

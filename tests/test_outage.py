@@ -13,8 +13,8 @@ import pytest
 from live_system import Checkpoints, LiveRun, stop_process, wait_for
 from server_pair import Pair
 
-from actor.metrics import read_jsonl
 from python_backend.contract import CRITIC_INFER
+from python_backend.jsonl import read_jsonl
 from tools.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

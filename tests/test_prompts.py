@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actor.metrics import MetricsLog, Timers, drop_steps_from, each_line, read_jsonl, write_jsonl
+from actor.metrics import MetricsLog, Timers
 from actor.prompts import PromptError, read_prompts, take
 from actor.rollout import Prompt
+from python_backend.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 
@@ -177,7 +178,7 @@ def test_a_last_line_cut_short_is_left_out_and_any_other_is_an_error(tmp_path: P
     path.write_bytes('{"step": 1}\n{"text": "é'.encode()[:-1])  # within a letter
     assert read_jsonl(path) == [{"step": 1}]
     path.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(json.JSONDecodeError):
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
         read_jsonl(path)
 
 

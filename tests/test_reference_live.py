@@ -33,7 +33,6 @@ from live_system import (
 from tritonclient.grpc import InferenceServerClient as GrpcClient
 
 from actor.client import TritonClient
-from actor.metrics import read_jsonl
 from actor.policy import Policy
 from actor.reference import ServedReference
 from actor.rollout import Prompt, ReferenceLogprobs, Rollout
@@ -42,6 +41,7 @@ from python_backend.config import load_config
 from python_backend.contract import REFERENCE, REWARD_MODEL
 from python_backend.control_key import GRPC_HEADER, control_key
 from python_backend.durable import read_json
+from python_backend.jsonl import read_jsonl
 from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5

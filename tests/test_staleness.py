@@ -13,12 +13,13 @@ from live_system import Checkpoints, make_run
 
 from actor.client import Counters, TrainAnswer
 from actor.loop import PPORun
-from actor.metrics import MetricsLog, read_jsonl
+from actor.metrics import MetricsLog
 from actor.retry import ServerFailed
 from actor.rollout import Prompt, Rollout
 from actor.scoring import Scorer
 from actor.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
 from python_backend.contract import REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.jsonl import read_jsonl
 from python_backend.tokenization import fingerprint, load_tokenizer
 
 # ---- which update to wait for ----

@@ -20,10 +20,10 @@ from live_system import Checkpoints, make_run
 
 from actor.checkpoint import saved_steps
 from actor.loop import PPORun
-from actor.metrics import read_jsonl
 from actor.retry import Counters
 from actor.stopping import Stop, Stopped
 from python_backend.contract import REWARDS
+from python_backend.jsonl import read_jsonl
 from python_backend.tokenization import fingerprint
 from python_backend.weights import sha256_of
 

@@ -10,11 +10,11 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.jsonl import write_jsonl
 from tools.demo_chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
 from tools.demo_gold import gold_scorer
 from tools.demo_prepare import import_torch
@@ -75,8 +75,8 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     start = time.monotonic()
     training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
     random.Random(seed).shuffle(held_out)  # the run validates on the first ones
-    _write_lines(root / "prompts.jsonl", training)
-    _write_lines(root / "validation.jsonl", held_out)
+    write_jsonl(root / "prompts.jsonl", training)
+    write_jsonl(root / "validation.jsonl", held_out)
     texts = _sample(pretrained / "policy", root / "prompts.jsonl", recipe.num_replies, recipe, seed, log)
     unseen = _sample(pretrained / "policy", root / "validation.jsonl", recipe.num_held_out, recipe, seed + 1, log)
     score = gold_scorer()
@@ -127,10 +127,6 @@ def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
     parts = [reply[start : start + size] for start in range(0, len(reply), size)]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
     return [text for text in texts if len(text.split()) > 3]
-
-
-def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    path.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
 
 
 def main() -> int:

@@ -8,12 +8,13 @@ import json
 import os
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from python_backend.jsonl import write_jsonl
 from tools.demo_corpus import Corpus, corpus_fingerprint, load_corpus
 from tools.demo_gold import gold_scorer
 from tools.prepared_folder import Log, build_once, code_fingerprint
@@ -126,8 +127,8 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> Prepar
     prompts = _prompts(tokenizer, train_rows, recipe.prompt_tokens)
     unseen = _prompts(tokenizer, held_out_rows, recipe.prompt_tokens, known=set(prompts))
     validation = dict(list(unseen.items())[:NUM_VALIDATION_PROMPTS])
-    _write_prompts(root / "prompts.jsonl", "train", list(prompts))
-    _write_prompts(root / "validation.jsonl", "validation", list(validation))
+    write_jsonl(root / "prompts.jsonl", _prompt_lines("train", prompts))
+    write_jsonl(root / "validation.jsonl", _prompt_lines("validation", validation))
 
     log(f"reward model: sampling {recipe.num_samples} texts and rating them")
     texts = _RewardTexts(policy, tokenizer, recipe)
@@ -206,9 +207,8 @@ def _prompts(
     return {text: start for text, start, ids in same if ids == start and text not in known}
 
 
-def _write_prompts(path: Path, name: str, texts: Sequence[str]) -> None:
-    lines = (json.dumps({"text": text, "prompt_id": f"{name}-{i:05d}"}) for i, text in enumerate(texts))
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
+    return ({"text": text, "prompt_id": f"{name}-{i:05d}"} for i, text in enumerate(texts))
 
 
 def main() -> None:

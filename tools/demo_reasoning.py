@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from python_backend.jsonl import write_jsonl
 from tools.demo_pretrained import SMOLLM2, FetchError, fetch, save_smollm2
 from tools.prepared_folder import Built, Log, build_once, code_fingerprint
 
@@ -74,7 +75,7 @@ def _write(path: Path, name: str, entries: Iterable[dict[str, Any]]) -> None:
         {"text": entry["question"].strip(), "prompt_id": f"{name}-{number:05d}", "task": entry}
         for number, entry in enumerate(entries)
     )
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    write_jsonl(path, lines)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tools.jsonl_tail import JsonlTail
+from python_backend.jsonl import JsonlTail
 from tools.report_data import PHASES, SHOWN_S, formatted, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"

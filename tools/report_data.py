@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.durable import read_json
+from python_backend.jsonl import each_line
 from tools.demo_gold import paired_ci95
-from tools.summary import Pair, each_row, gold_gains, has_samples, read_pairs
+from tools.summary import Pair, gold_gains, has_samples, read_pairs
 
 SETTINGS_FILE = "settings.json"
 ALL_WORDS = "all words"
@@ -116,7 +117,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     """Returns metrics.jsonl by rising step, thinned; of a step done again after a resume, the last line."""
     chosen = Thinned()
-    for row in each_row(run_dir / "metrics.jsonl"):
+    for row in each_line(run_dir / "metrics.jsonl", required=True):
         while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
             chosen.rows.pop()
         chosen.add(row)
@@ -125,8 +126,7 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_texts(run_dir: Path) -> list[Sample]:
     """Returns the first and the last MOST_TEXTS lines of rollouts.jsonl; nothing where that is absent."""
-    path = run_dir / "rollouts.jsonl"
-    rows = each_row(path) if path.is_file() else iter(())
+    rows = each_line(run_dir / "rollouts.jsonl")
     first = list(islice(rows, MOST_TEXTS))
     names = ("step", "prompt", "response", "reward")
     return [Sample(**{name: row[name] for name in names}) for row in (*first, *deque(rows, MOST_TEXTS))]
@@ -135,7 +135,7 @@ def read_texts(run_dir: Path) -> list[Sample]:
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
     """Returns critic_metrics.jsonl in its order, updates and each kind of reload thinned by themselves."""
     chosen: dict[str | None, Thinned] = {}
-    for row in each_row(run_dir / "critic_metrics.jsonl"):
+    for row in each_line(run_dir / "critic_metrics.jsonl", required=True):
         chosen.setdefault(row.get("reload"), Thinned()).add(row)
     return sorted((row for kind in chosen.values() for row in kind.rows), key=lambda row: row["time"])
 

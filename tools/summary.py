@@ -6,13 +6,14 @@ Returns the summary; with `gold`, samples.jsonl gets each text's gold score as w
 import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from python_backend.durable import replace_file
+from python_backend.jsonl import each_line, write_jsonl
 from tools.demo_gold import gold_scorer, paired_ci95, words_that_gained
 
 OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
@@ -70,7 +71,7 @@ def write_summary(
         pairs = read_pairs(run_dir)
         figures |= _text_figures(pairs) | (_gold_figures(pairs) if gold else {})
     if "critic_updates" in actor:
-        figures |= _reload_figures(each_row(run_dir / "critic_metrics.jsonl"))
+        figures |= _reload_figures(each_line(run_dir / "critic_metrics.jsonl", required=True))
     figures |= {
         "server_failures": server_failures,
         "peak_rss_mb": peak_rss_mb,
@@ -80,34 +81,6 @@ def write_summary(
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     replace_file(run_dir / "summary.json", text.encode(), durable=False)
     return summary
-
-
-def each_row(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the file's objects, one by one: those of a run of months are more than memory should hold.
-
-    A last line that is still being written is left out.
-    Raises FileNotFoundError, and ValueError naming the line that is no JSON object.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: did the run get as far as writing it?")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise ValueError(f"{path} line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
-            yield row
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a small file; otherwise as `each_row`."""
-    return list(each_row(path))
 
 
 def has_samples(run_dir: Path) -> bool:
@@ -120,7 +93,7 @@ def read_pairs(run_dir: Path) -> list[Pair]:
     """Returns samples.jsonl as pairs in the file's order. Raises ValueError for texts that do not pair."""
     path = run_dir / "samples.jsonl"
     sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
-    for row in read_jsonl(path):
+    for row in each_line(path, required=True):
         side = sides.get(row["when"])
         if side is None:
             raise ValueError(f"{path}: 'when' is {row['when']!r}, not 'before' or 'after'")
@@ -190,9 +163,8 @@ def _add_gold(path: Path) -> None:
     before, after = gold_gains(pairs := read_pairs(path.parent))
     gold = {("before", pair.prompt_id): score for pair, score in zip(pairs, before, strict=True)}
     gold |= {("after", pair.prompt_id): score for pair, score in zip(pairs, after, strict=True)}
-    rows = [row | {"gold": gold[row["when"], row["prompt_id"]]} for row in read_jsonl(path)]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    replace_file(path, lines.encode(), durable=False)
+    rows = (row | {"gold": gold[row["when"], row["prompt_id"]]} for row in each_line(path))
+    write_jsonl(path, rows, durable=False)
 
 
 def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:

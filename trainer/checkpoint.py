@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from python_backend.adamw import load_state, state_tensors
 from python_backend.durable import (
     disk_errors,
     make_folder,
@@ -93,7 +94,8 @@ class CheckpointFolder:
         try:
             save_critic(update.critic, staging)
             with disk_errors(staging / OPTIMIZER_FILE):
-                save_file(_optimizer_tensors(update), staging / OPTIMIZER_FILE)
+                tensors = {RANDOM_STATE: torch.get_rng_state(), **state_tensors(update.optimizer, update.parameters)}
+                save_file(tensors, staging / OPTIMIZER_FILE)
             (staging / STATE_FILE).write_text(json.dumps(seal(asdict(state), staging)))
             sync_tree(staging)
             staging.rename(final)
@@ -117,7 +119,9 @@ class CheckpointFolder:
         state = self.verify(step)
         folder = self.root / str(step)
         update.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        _restore_optimizer(update, load_file(folder / OPTIMIZER_FILE))
+        tensors = load_file(folder / OPTIMIZER_FILE)
+        torch.set_rng_state(tensors.pop(RANDOM_STATE))
+        load_state(update.optimizer, update.parameters, tensors)
         update.optimizer_step = state.optimizer_step
         return state
 
@@ -179,21 +183,3 @@ class CheckpointFolder:
 
     def _read_state(self, step: int) -> dict[str, Any]:
         return read_state(self.root / str(step))
-
-
-def _optimizer_tensors(update: CriticUpdate) -> dict[str, torch.Tensor]:
-    tensors = {RANDOM_STATE: torch.get_rng_state()}
-    for name, parameter in update.parameters.items():
-        for key, value in update.optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
-    return tensors
-
-
-def _restore_optimizer(update: CriticUpdate, tensors: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(tensors.pop(RANDOM_STATE))
-    update.optimizer.state.clear()
-    for full_name, tensor in tensors.items():
-        key, _, name = full_name.partition("/")
-        parameter = update.parameters[name]
-        device = "cpu" if key == "step" else parameter.device
-        update.optimizer.state[parameter][key] = tensor.to(device)

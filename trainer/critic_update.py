@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from python_backend.adamw import make_adamw
 from python_backend.batching import plan_micro_batches
 from python_backend.collation import collate
 from python_backend.config import TrainerSection
@@ -54,10 +55,9 @@ class CriticUpdate:
         self.optimizer_step = 0
         self._settings = settings
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
-        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
-        others = [p for p in self.parameters.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas)
+        self.optimizer = make_adamw(
+            self.parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
 
     def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
         """Train on one payload: `epochs` passes, global batches in the order received.

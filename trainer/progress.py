@@ -5,8 +5,6 @@ Given: what it is doing. Returns: nothing; `wait` raises when a stop came while 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import logging
 import threading
 import time
@@ -16,6 +14,7 @@ from pathlib import Path
 
 from python_backend.heartbeat import Heartbeat
 from python_backend.journal import Journal
+from python_backend.jsonl import append_jsonl
 from trainer.critic_update import UpdateReport
 from trainer.patience import StoppedWaiting
 from trainer.publish import Reload
@@ -100,21 +99,11 @@ class Progress:
 
     def _write(self, line: dict[str, object]) -> None:
         try:
-            _append_line(self._metrics_path, json.dumps({"time": time.time(), **line}))
+            append_jsonl(self._metrics_path, [{"time": time.time(), **line}])
         except OSError as error:  # training goes on without it; the log has the figures
             logger.error("a line of %s is lost: %s", self._metrics_path.name, error)
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
         logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))
-
-
-def _append_line(path: Path, line: str) -> None:
-    """All of it or nothing: half a line would spoil the next one, too."""
-    data = f"{line}\n".encode()
-    with path.open("ab", buffering=0) as file:
-        start = file.tell()
-        if file.write(data) != len(data):
-            file.truncate(start)
-            raise OSError(errno.ENOSPC, "no space for the whole line", str(path))
 
 
 def _timing(reload: Reload | None) -> dict[str, object]:

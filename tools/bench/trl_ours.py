@@ -15,8 +15,8 @@ def main() -> int:
 
     from actor import __main__ as actor
     from actor import loop
-    from actor.metrics import read_jsonl
     from python_backend.config import RunConfig
+    from python_backend.jsonl import read_jsonl
 
     class InTurns(loop.PPORun):
         """A run that reports each step's timers from the line that it wrote to metrics.jsonl."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from python_backend.config import RunConfig
 from python_backend.journal import Journal
-from tools.jsonl_tail import JsonlTail
+from python_backend.jsonl import JsonlTail
 
 POLL_S = 0.001
 VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
