@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from python_backend.command_line import interrupt_on_signals, log_to_stderr, run_arguments
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.required_files import check_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, then run PPO to its end."""
-    parser = argparse.ArgumentParser(prog="python -m actor", description="The PPO loop.")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = argparse.ArgumentParser(prog="python -m actor", description="The PPO loop.", parents=[run_arguments()])
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
@@ -29,10 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    log_to_stderr()
+    interrupt_on_signals()
     try:
         return _run(config)
     except KeyboardInterrupt:

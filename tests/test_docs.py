@@ -103,11 +103,13 @@ def script_of(arguments: list[str]) -> str | None:
 
 @cache
 def options_in(file: Path) -> set[str]:
-    """The options of a benchmark, or those that a file's argument parser declares by literal names."""
+    """The options of a benchmark, or those that a file's argument parser declares by literal names or shares."""
     if file.parent.name == "bench" and file.stem in BENCHMARKS:
         keys = importlib.import_module(f"tools.bench.{file.stem}").OPTIONS
         return {"--out", "--report-only", "--quick", *(f"--{key.replace('_', '-')}" for key in keys)}
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    source = file.read_text()
+    shared = (ROOT / "python_backend/command_line.py").read_text() if "command_line" in source else ""
+    calls = [node for text in (source, shared) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     added = [call.args for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from actor.prompt_files import PromptError, read_rows, source_of
+from python_backend.command_line import interrupt_on_signals, run_arguments
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.durable import numbers_in, write_json
 from python_backend.journal import Journal
@@ -227,13 +228,12 @@ def set_aside(run_dir: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; 0 done, 1 with the reason, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m tools run", description="The whole system in one terminal.")
-    parser.add_argument("--config", type=Path, required=True, help="the YAML of the run")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools run", description="The whole system in one terminal.", parents=[run_arguments()]
+    )
     parser.add_argument("--fresh", action="store_true", help="set an earlier run aside (<dir>.previous), not resume it")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
     args = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+    interrupt_on_signals()
     try:
         config = load_config(args.config, args.overrides)
         if config.demo is None:  # its files are made first

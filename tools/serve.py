@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
+from python_backend.command_line import run_arguments
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.control_key import control_key
 from python_backend.required_files import check_files
@@ -41,10 +42,10 @@ class Stopped(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; 0 then, 1 if the server cannot start or dies."""
-    parser = argparse.ArgumentParser(prog="python -m tools serve", description="Serve the models.")
-    parser.add_argument("--config", type=Path, required=True, help="the YAML of the run")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools serve", description="Serve the models.", parents=[run_arguments()]
+    )
     parser.add_argument("--tritonserver", type=Path, help="the executable; default: the wheel's, then PATH")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
     arguments = parser.parse_args(argv)
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:

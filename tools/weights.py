@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from python_backend.command_line import run_arguments
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.journal import Journal
 from python_backend.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
@@ -54,15 +55,13 @@ def _parser() -> argparse.ArgumentParser:
         ("rollback", "serve the bytes of an older version again, under a new number"),
         ("ready", "exit code 0 if a server serves CURRENT: for readiness probes"),
     ):
-        action = actions.add_parser(name, help=what, description=what)
-        action.add_argument("--config", type=Path, required=True, help="the YAML of the run")
+        action = actions.add_parser(name, help=what, description=what, parents=[run_arguments()])
         if name == "verify":
             action.add_argument("--version", type=int, action="append", help="only this one; may be repeated")
         if name == "rollback":
             action.add_argument("--to", type=int, help="version; default: the parent of CURRENT")
         if name == "ready":
             action.add_argument("--server", help="gRPC address; default: the one in the YAML")
-        action.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
+from python_backend.command_line import log_to_stderr, run_arguments
 from python_backend.config import ConfigError, RunConfig, TrainerSection, load_config
 from python_backend.required_files import check_critic
 from python_backend.stop_signal import stop_event
@@ -21,10 +20,10 @@ from python_backend.stop_signal import stop_event
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, then follow the journal until a signal."""
-    parser = argparse.ArgumentParser(prog="python -m trainer", description="The critic sidecar.")
-    parser.add_argument("--config", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="The critic sidecar.", parents=[run_arguments()]
+    )
     parser.add_argument("--init-only", action="store_true", help="make weights version 0 and exit")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    log_to_stderr()
     stop = stop_event(signal.SIGINT, signal.SIGTERM)
     return _run(config, stop, init_only=args.init_only)
 

@@ -1,0 +1,31 @@
+"""The command line that all commands on a run share: the YAML, overrides, signals and logging."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+from pathlib import Path
+
+
+def run_arguments(default: Path | None = None) -> argparse.ArgumentParser:
+    """Return a parent parser with `--config` and overrides; without `default` the option is required."""
+    parser = argparse.ArgumentParser(add_help=False)
+    about_default = f"; default: {default.parent.name}/{default.name}" if default else ""
+    parser.add_argument(
+        "--config", type=Path, default=default, required=default is None, help=f"the YAML of the run{about_default}"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
+    return parser
+
+
+def log_to_stderr() -> None:
+    """Log from INFO on, a line each, as `tools run` reads it in the processes' logs."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def interrupt_on_signals() -> None:
+    """Raise KeyboardInterrupt for SIGTERM too, and for a SIGINT that the shell of a background job has ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
