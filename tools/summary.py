@@ -17,13 +17,37 @@ from python_backend.jsonl import each_line, write_jsonl
 from tools.demo_gold import gold_scorer, paired_ci95, words_that_gained
 
 OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
-SUMMARY_KEYS = (
-    "steps", "reward_before", "reward_after", "reward_gain_ci95", "gold_before", "gold_after", "gold_ci95",
-    "top_word", "gold_gain_without_top_word_ci95", "kl_final", "distinct2_before", "distinct2_after", "unique_before",
-    "unique_after", "ev_v0", "ev_last", "weights_version", "critic_updates", "failed_critic_updates", "reloads_swap",
-    "reloads_triton", "failed_requests", "server_failures", "masked_samples", "seconds_total", "seconds_per_step",
-    "swap_ms_p50", "triton_reload_ms_p50", "peak_rss_mb",
-)  # fmt: skip
+SUMMARY_KEYS = {  # what summary.json may hold, in its order, and what the report says of each
+    "steps": "Steps: one batch of rollouts and its update each.",
+    "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
+    "reward_after": "The same for the final policy, same prompts and sampling seeds.",
+    "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",
+    "gold_before": "Mean gold score of the initial policy's texts; PPO never sees it.",
+    "gold_after": "The same for the final policy.",
+    "gold_ci95": "95 % interval of the gold gain: paired bootstrap over the prompts.",
+    "top_word": "The rated word that contributed most to the gold gain.",
+    "gold_gain_without_top_word_ci95": "The gain's 95 % interval when that word is taken out of the lexicon.",
+    "kl_final": "KL from the initial to the final policy, nats per sequence, on the held-out prompts.",
+    "distinct2_before": "Distinct bigrams of words over all bigrams, in all held-out responses before training.",
+    "distinct2_after": "The same after training: a collapse onto a few phrases would show here.",
+    "unique_before": "Share of different responses among the held-out responses before training.",
+    "unique_after": "The same after training.",
+    "ev_v0": "Share of the returns' variance that critic version 0 explains on the held-out rollouts.",
+    "ev_last": "The same for the last version, asked through the server, on the same rollouts.",
+    "weights_version": "Version of the critic's weights that the server ended with.",
+    "critic_updates": "Updates of the critic that the sidecar was sent.",
+    "failed_critic_updates": "Those of them that the sidecar answered with an error; the run went on.",
+    "reloads_swap": "New weights taken in place, inside the running server process.",
+    "reloads_triton": "New weights taken through Triton's load call, in a fresh model instance.",
+    "failed_requests": "Requests that failed, by the client's count.",
+    "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
+    "masked_samples": "Samples left out of training because they have no reward.",
+    "seconds_total": "Seconds of the whole command, preparation included.",
+    "seconds_per_step": "Seconds per step.",
+    "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
+    "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
+    "peak_rss_mb": "Largest memory of all processes together, in MB.",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
