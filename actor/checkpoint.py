@@ -141,13 +141,6 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     return state
 
 
-def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
-    """Put what was saved at `step` into `run`; return the saved state. Raises as `check_checkpoint_of`."""
-    state = check_checkpoint_of(run.policy, root / str(step))
-    restore(root / str(step), state, run)
-    return state
-
-
 def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     """Put a checkpoint that `check_checkpoint_of` has found whole into `run`."""
     policy = run.policy

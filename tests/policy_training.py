@@ -1,10 +1,16 @@
-"""One training step of a policy, for tests of what it leaves behind."""
+"""One training step of a policy and its checkpoint, for tests of what it leaves behind."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
+from actor.checkpoint import RunState, check_checkpoint_of, restore
+from actor.kl_control import KLControl
 from actor.policy import Policy
+from actor.reward_shaping import RewardShaper
 from actor.rollout import Rollout
 
 
@@ -16,3 +22,15 @@ def train(policy: Policy, rollout: Rollout) -> None:
     policy.optimizer.step()
     policy.optimizer.zero_grad()
     policy.optimizer_step += 1
+
+
+def states(policy: Policy) -> RunState:
+    """The state of a run that trains `policy`."""
+    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
+
+
+def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
+    """As the actor resumes; returns the saved state."""
+    state = check_checkpoint_of(run.policy, root / str(step))
+    restore(root / str(step), state, run)
+    return state

@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
-from policy_training import train
+from policy_training import load_checkpoint, states, train
 from safetensors import safe_open
 from tiny_checkpoints import MIXTURES, save_tiny
 
-from actor.checkpoint import RunState, check_checkpoint_of, critic_steps, load_checkpoint, save_checkpoint
-from actor.kl_control import KLControl
+from actor.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
 from actor.policy import Policy
-from actor.reward_shaping import RewardShaper
 from actor.rollout import Prompt, Rollout
 from python_backend.checkpoints import CheckpointError
 from python_backend.config import ActorSection
@@ -51,10 +49,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_policy(folder: Path, **settings: Any) -> Policy:
     limits = {"checkpoint": folder, "max_new_tokens": 6, "max_prompt_tokens": 8}
     return Policy(folder, ActorSection(**{**limits, "lr": 1e-2, **settings}))
-
-
-def states(policy: Policy) -> RunState:
-    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
 
 
 def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:

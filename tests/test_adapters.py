@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
-from policy_training import train
+from policy_training import load_checkpoint, states, train
 from transformers import AutoModelForCausalLM
 
 from actor.adapters import trained_tensors
 from actor.advantages import response_mask
 from actor.algorithms import Method
-from actor.checkpoint import RunState, load_checkpoint, save_checkpoint
-from actor.kl_control import KLControl
+from actor.checkpoint import save_checkpoint
 from actor.policy import Policy
 from actor.policy_update import PolicyUpdate
-from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch, Prompt, Rollout
 from python_backend.checkpoints import CheckpointError
 from python_backend.config import ActorSection, RunConfig
@@ -34,10 +32,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_policy(checkpoint: Path, **settings: Any) -> Policy:
     return Policy(checkpoint, ActorSection(**{"max_new_tokens": 8, "lr": 1e-2, "lora_rank": 4, **settings}))
-
-
-def states(policy: Policy) -> RunState:
-    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
 
 
 def test_a_new_policy_is_its_reference(checkpoint: Path):

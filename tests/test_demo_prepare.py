@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from tools import demo_models, demo_prepare
-from tools.demo_prepare import PreparedDemo, prepare
-from tools.prepared_folder import MANIFEST
+from tools.demo_prepare import prepare
+from tools.prepared_folder import MANIFEST, Built
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedDemo:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return prepare(tmp_path_factory.mktemp("demo") / "out", 3, quick=True, log=lambda line: None)
 
 
-def _hashes(demo: PreparedDemo) -> dict[str, str]:
+def _hashes(demo: Built) -> dict[str, str]:
     """Of everything but the manifest, which holds the seconds it took."""
     files = (p for p in demo.root.rglob("*") if p.is_file() and p.name != MANIFEST)
     return {str(p.relative_to(demo.root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -29,13 +29,13 @@ def test_the_module_is_imported_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_the_checkpoints_load_through_the_auto_classes(prepared: PreparedDemo) -> None:
+def test_the_checkpoints_load_through_the_auto_classes(prepared: Built) -> None:
     import torch
     import transformers as hf
 
-    policy = hf.AutoModelForCausalLM.from_pretrained(prepared.policy)
-    reward = hf.AutoModelForSequenceClassification.from_pretrained(prepared.reward)
-    critic = hf.AutoModelForTokenClassification.from_pretrained(prepared.critic)
+    policy = hf.AutoModelForCausalLM.from_pretrained(prepared.root / "policy")
+    reward = hf.AutoModelForSequenceClassification.from_pretrained(prepared.root / "reward")
+    critic = hf.AutoModelForTokenClassification.from_pretrained(prepared.root / "critic")
     tokens = torch.tensor([[5, 6, 7, 8, 0, 0], [5, 6, 7, 8, 9, 1]])
     assert policy(tokens).logits.shape == (2, 6, policy.config.vocab_size)
     assert critic(tokens).logits.shape == (2, 6, 1)
@@ -49,47 +49,50 @@ def test_the_checkpoints_load_through_the_auto_classes(prepared: PreparedDemo) -
     assert len(list(prepared.root.rglob("*.safetensors"))) == 3
 
 
-def test_the_reward_s_mean_and_deviation_travel_in_its_config(prepared: PreparedDemo) -> None:
+def test_the_reward_s_mean_and_deviation_travel_in_its_config(prepared: Built) -> None:
     from transformers import AutoConfig
 
-    stored = AutoConfig.from_pretrained(prepared.reward).reward_standardization
-    assert stored == {"mean": prepared.figures.reward_mean, "std": prepared.figures.reward_std}
+    stored = AutoConfig.from_pretrained(prepared.root / "reward").reward_standardization
+    assert stored == {"mean": prepared.figures["reward_mean"], "std": prepared.figures["reward_std"]}
     assert stored["std"] > 0.0
 
 
-def test_the_tokenizers_are_one_with_its_own_padding(prepared: PreparedDemo) -> None:
+def test_the_tokenizers_are_one_with_its_own_padding(prepared: Built) -> None:
     from transformers import AutoTokenizer
 
-    folders = (prepared.policy, prepared.reward, prepared.critic)
+    folders = (prepared.root / "policy", prepared.root / "reward", prepared.root / "critic")
     assert len({(folder / "tokenizer.json").read_bytes() for folder in folders}) == 1
-    tokenizer = AutoTokenizer.from_pretrained(prepared.reward)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.root / "reward")
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<pad>", "</s>")
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (demo_models.PAD, demo_models.EOS)
     text = "Return the object's name."
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_prompts_are_six_tokens_again_and_the_parts_share_none(prepared: PreparedDemo) -> None:
+def test_prompts_are_six_tokens_again_and_the_parts_share_none(prepared: Built) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(prepared.policy)
-    parts = [[json.loads(line) for line in p.read_text().splitlines()] for p in (prepared.prompts, prepared.validation)]
+    tokenizer = AutoTokenizer.from_pretrained(prepared.root / "policy")
+    parts = [
+        [json.loads(line) for line in p.read_text().splitlines()]
+        for p in (prepared.root / "prompts.jsonl", prepared.root / "validation.jsonl")
+    ]
     texts = [[line["text"] for line in part] for part in parts]
     assert {len(ids) for part in texts for ids in tokenizer(part)["input_ids"]} == {6}
     assert not set(texts[0]) & set(texts[1])
-    assert len(texts[0]) == prepared.figures.num_train_prompts
-    assert len(texts[1]) == prepared.figures.num_validation_prompts >= 256
+    assert len(texts[0]) == prepared.figures["num_train_prompts"]
+    assert len(texts[1]) == prepared.figures["num_validation_prompts"] >= 256
     ids = [line["prompt_id"] for part in parts for line in part]
     assert len(set(ids)) == len(ids)
 
 
-def test_a_second_call_returns_what_is_there(prepared: PreparedDemo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_returns_what_is_there(prepared: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_prepare, "_build", lambda *_: pytest.fail("built again"))
     assert prepare(prepared.root, 3, quick=True, log=lambda line: None) == prepared
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits(prepared: PreparedDemo, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bits(prepared: Built, tmp_path: Path) -> None:
     """In another process: no hash seed or earlier draw may matter."""
     command = [sys.executable, "-m", "tools.demo_prepare", "--out", str(tmp_path / "again"), "--seed", "3", "--quick"]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
@@ -98,7 +101,7 @@ def test_the_same_seed_gives_the_same_bits(prepared: PreparedDemo, tmp_path: Pat
 
 
 def test_an_interrupted_preparation_leaves_nothing_that_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: PreparedDemo
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Built
 ) -> None:
     out = tmp_path / "out"
     abandoned = tmp_path / ".out.building-999999999"
@@ -117,9 +120,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_counts(
     assert prepare(out, 3, quick=True).figures == prepared.figures
 
 
-def test_another_seed_replaces_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: PreparedDemo
-) -> None:
+def test_another_seed_replaces_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Built) -> None:
     monkeypatch.setattr(demo_prepare, "_build", lambda root, *_: ((root / "x").touch(), prepared.figures)[1])
     prepare(tmp_path / "out", 1, quick=True)
     (tmp_path / "out" / "stale").touch()

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
+from policy_training import load_checkpoint, states
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms import ALGORITHMS, Method
-from actor.checkpoint import RunState, load_checkpoint, save_checkpoint, saved_steps
-from actor.kl_control import KLControl
+from actor.checkpoint import save_checkpoint, saved_steps
 from actor.policy import Policy
 from actor.policy_update import PolicyUpdate
-from actor.reward_shaping import RewardShaper
 from actor.rollout import PPOBatch
 from python_backend.config import ActorSection
 
@@ -253,8 +252,8 @@ def test_a_resumed_policy_goes_on_in_the_schedule(checkpoint: Path, tmp_path: Pa
     one, other = make_policy(checkpoint, **schedule), make_policy(checkpoint, **schedule)
     batch = make_batch(one)
     assert updated(one, batch)[0]["train_optim/lr"] == pytest.approx(1e-2 * 2 / 5)
-    save_checkpoint(tmp_path, state_of(one), {"step": 1}, keep=1)
-    load_checkpoint(tmp_path, 1, state_of(other))
+    save_checkpoint(tmp_path, states(one), {"step": 1}, keep=1)
+    load_checkpoint(tmp_path, 1, states(other))
     (stats, weights), (resumed_stats, resumed_weights) = updated(one, batch), updated(other, batch)
     assert stats == resumed_stats
     assert stats["train_optim/lr"] == one.optimizer.param_groups[1]["lr"] == pytest.approx(1e-2 * 4 / 5)
@@ -267,7 +266,7 @@ def test_a_folder_whose_name_is_no_step_takes_no_checkpoints_place(checkpoint: P
     (tmp_path / name).mkdir()
     (tmp_path / name / "state.json").write_text("{}")
     for step in (1, 2):
-        save_checkpoint(tmp_path, state_of(policy), {"step": step}, keep=1)
+        save_checkpoint(tmp_path, states(policy), {"step": step}, keep=1)
     assert saved_steps(tmp_path) == [2]
     assert (tmp_path / name).is_dir()
 
@@ -276,9 +275,9 @@ def test_all_of_a_resumed_optimizer_is_on_the_device_of_its_parameter(checkpoint
     """The step too: fused AdamW refuses it elsewhere ("found at least two devices"). `meta` stands for CUDA."""
     policy = make_policy(checkpoint, double=False)
     updated(policy, make_batch(policy))
-    save_checkpoint(tmp_path, state_of(policy), {"step": 1}, keep=1)
+    save_checkpoint(tmp_path, states(policy), {"step": 1}, keep=1)
     policy.model.to("meta")
-    load_checkpoint(tmp_path, 1, state_of(policy))
+    load_checkpoint(tmp_path, 1, states(policy))
     state = [tensor for parameter in policy.optimizer.state.values() for tensor in parameter.values()]
     assert len(state) == 3 * len(list(policy.model.parameters()))
     assert {tensor.device.type for tensor in state} == {"meta"}
@@ -293,7 +292,3 @@ def test_a_kl_that_is_measured_does_not_change_an_update_of_one_minibatch(checkp
         logprobs = None if offset is None else batch.logprobs + offset * batch.mask
         results.append(updated(policy, dataclasses.replace(batch, logprobs=logprobs)))
     assert_same(results)
-
-
-def state_of(policy: Policy) -> RunState:
-    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))

@@ -1,6 +1,6 @@
 """Prepares the demo: corpus -> tokenizer -> language model -> reward, critic and prompts, in one folder.
-Given an output folder and a seed; `python -m tools.demo_prepare --out DIR --seed N [--quick]` does the same.
-Returns the paths and figures; a finished folder with the same fingerprint is returned at once.
+
+`python -m tools.demo_prepare --out DIR --seed N [--quick]`; a finished folder with the same fingerprint is kept.
 """
 
 import argparse
@@ -9,15 +9,15 @@ import os
 import random
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from python_backend.jsonl import write_jsonl
 from tools.demo_corpus import Corpus, corpus_fingerprint, load_corpus
 from tools.demo_gold import gold_scorer
-from tools.prepared_folder import Log, build_once, code_fingerprint
+from tools.prepared_folder import Built, Log, build_once, code_fingerprint
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -28,59 +28,21 @@ NUM_VALIDATION_PROMPTS = 512
 _SOURCES = ("demo_corpus.py", "demo_gold.py", "demo_models.py", "demo_prepare.py")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparationFigures:
-    """What the preparation measured; accuracies and the perplexity are over held-out sentences."""
+def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
+    """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`, built if need be.
 
-    perplexity: float
-    pair_accuracy_real: float
-    pair_accuracy_samples: float
-    reward_mean: float
-    reward_std: float
-    num_train_sentences: int
-    num_train_prompts: int
-    num_validation_prompts: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedDemo:
-    """Hugging Face folders and prompt files (one {"text", "prompt_id"} a line)."""
-
-    root: Path
-    policy: Path
-    reward: Path
-    critic: Path
-    prompts: Path
-    validation: Path
-    figures: PreparationFigures
-
-
-def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> PreparedDemo:
-    """Returns the prepared demo in `out_dir`, built only where it is not there yet. Raises as `build_once`."""
+    The figures' accuracies and perplexity are over held-out sentences. Raises as `build_once`.
+    """
     fingerprint = {
         "seed": seed,
         "quick": quick,
         "corpus": corpus_fingerprint(),
         **code_fingerprint(_SOURCES, ("torch", "transformers", "tokenizers", "vaderSentiment")),
     }
-    built = build_once(out_dir, fingerprint, lambda folder: asdict(_build(folder, seed, quick, log)), log)
-    return _prepared(built.root, PreparationFigures(**built.figures))
+    return build_once(out_dir, fingerprint, lambda folder: _build(folder, seed, quick, log), log)
 
 
-def _prepared(root: Path, figures: PreparationFigures) -> PreparedDemo:
-    return PreparedDemo(
-        root=root,
-        policy=root / "policy",
-        reward=root / "reward",
-        critic=root / "critic",
-        prompts=root / "prompts.jsonl",
-        validation=root / "validation.jsonl",
-        figures=figures,
-    )
-
-
-def _build(root: Path, seed: int, quick: bool, log: Log) -> PreparationFigures:
+def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
     torch = import_torch()
     from tools.demo_models import FULL, QUICK
 
@@ -108,7 +70,7 @@ def import_torch() -> ModuleType:
     return torch
 
 
-def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> PreparationFigures:
+def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[str, Any]:
     """The whole story, top to bottom."""
     from tools import demo_models as m
 
@@ -144,19 +106,14 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> Prepar
     mean, std = initial.mean().item(), initial.std().item()
     reward.config.reward_standardization = {"mean": mean, "std": std}
     m.save_checkpoint(reward, tokenizer, root / "reward")
-    figures = PreparationFigures(
-        perplexity=perplexity,
-        pair_accuracy_real=accuracies[0],
-        pair_accuracy_samples=accuracies[1],
-        reward_mean=mean,
-        reward_std=std,
-        num_train_sentences=len(train_rows),
-        num_train_prompts=len(prompts),
-        num_validation_prompts=len(validation),
-        seconds=time.monotonic() - start,
-    )
+    figures = {
+        "perplexity": perplexity, "pair_accuracy_real": accuracies[0], "pair_accuracy_samples": accuracies[1],
+        "reward_mean": mean, "reward_std": std, "num_train_sentences": len(train_rows),
+        "num_train_prompts": len(prompts), "num_validation_prompts": len(validation),
+        "seconds": time.monotonic() - start,
+    }  # fmt: skip
     log(f"reward model: pairs right {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
-    log(f"prepared in {figures.seconds:.0f} s")
+    log(f"prepared in {figures['seconds']:.0f} s")
     return figures
 
 
@@ -217,8 +174,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny version in seconds; it hardly learns")
     arguments = parser.parse_args()
-    prepared = prepare(arguments.out, arguments.seed, arguments.quick)
-    print(json.dumps(asdict(prepared.figures), indent=2))
+    print(json.dumps(prepare(arguments.out, arguments.seed, arguments.quick).figures, indent=2))
 
 
 if __name__ == "__main__":
