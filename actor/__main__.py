@@ -10,8 +10,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from python_backend.command_line import interrupt_on_signals, log_to_stderr, run_arguments
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.command_line import interrupt_on_signals, log_to_stderr, report, run_arguments
+from python_backend.config import RunConfig, load_config
+from python_backend.errors import REPORTED
 from python_backend.required_files import check_files
 
 
@@ -22,13 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         check_files(config, actor=True)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    log_to_stderr()
-    interrupt_on_signals()
-    try:
+        log_to_stderr()
+        interrupt_on_signals()
         return _run(config)
+    except REPORTED as error:
+        return report(error, 2)
     except KeyboardInterrupt:
         print("stopped; the next start resumes from the newest checkpoint", file=sys.stderr)
         return 130
@@ -37,15 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: RunConfig) -> int:
     import torch  # deferred: --help and a wrong key answer at once
 
-    from actor.client import RequestFailed, TritonClient
-    from actor.experience import TooManyFailed
+    from actor.client import TritonClient
     from actor.loop import PPORun
-    from actor.only_actor import ActorRuns, only_actor
-    from actor.prompts import PromptError
-    from actor.scoring import ModelMismatch
+    from actor.only_actor import only_actor
     from actor.stopping import INTERRUPTED, Stopped, stop_on_signals
-    from actor.trackers import TrackerMissing
-    from python_backend.checkpoints import CheckpointError
     from python_backend.contract import REWARD_MODEL
     from python_backend.modeling import quiet_transformers
 
@@ -67,12 +61,6 @@ def _run(config: RunConfig) -> int:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return INTERRUPTED
-    except (
-        RequestFailed, TooManyFailed, ModelMismatch, PromptError, CheckpointError, FloatingPointError, OSError,
-        ActorRuns, TrackerMissing,
-    ) as error:  # fmt: skip
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     return 0
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from actor.slot_cache import SlotCache, cache_layers
+from python_backend.errors import NotFinite
 
 REFILL_SHARE = 4  # new rows come in when one slot in so many is free: a forward over prompts costs more than a token's
 
@@ -90,7 +91,7 @@ class Decoder:
             finished: gets the prompt's index and the response, as soon as that has ended.
 
         Raises:
-            FloatingPointError: the model's logits are not numbers.
+            NotFinite: the model's logits are not numbers.
         """
         longest = max(len(prompt) for prompt in prompts)
         slots = min(self._slots, len(prompts))
@@ -169,7 +170,7 @@ class Decoder:
         scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
         normaliser = scaled.logsumexp(-1)
         if not normaliser.isfinite().all():
-            raise FloatingPointError(
+            raise NotFinite(
                 "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
                 "steps before, and lower actor.lr"
             )

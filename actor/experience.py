@@ -18,9 +18,10 @@ from actor.advantages import (
 from actor.algorithms import Episodes, Method, returns_to_go
 from actor.rollout import PPOBatch, Rollout, ScoredRollout, Scores
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+from python_backend.errors import RlhfError
 
 
-class TooManyFailed(RuntimeError):
+class TooManyFailed(RlhfError):
     """More rewards are missing than the configuration allows."""
 
 

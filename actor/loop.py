@@ -94,7 +94,7 @@ class PPORun:
 
         Raises:
             Stopped: as `stop` asked, with a checkpoint of the last whole step.
-            RequestFailed, TooManyFailed, FloatingPointError: what ended it early.
+            RequestFailed, TooManyFailed, NotFinite: what ended it early.
         """
         try:
             return await self.all_steps()

@@ -9,10 +9,12 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+from python_backend.errors import RlhfError
+
 LOCK_FILE = "actor.lock"
 
 
-class ActorRuns(RuntimeError):
+class ActorRuns(RlhfError):
     """Another actor works in the folder."""
 
 

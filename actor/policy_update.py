@@ -12,6 +12,7 @@ from actor.algorithms import Method
 from actor.policy import Policy, trim
 from actor.policy_loss import kl_loss
 from actor.rollout import PPOBatch
+from python_backend.errors import NotFinite
 
 
 class PolicyUpdate:
@@ -30,7 +31,7 @@ class PolicyUpdate:
         that sampled; `train_optim/minibatches` counts those that were taken.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the weights are as they were before that minibatch.
+            NotFinite: the gradient is not finite; the weights are as they were before that minibatch.
         """
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
@@ -107,7 +108,7 @@ class PolicyUpdate:
         norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), s.grad_clip)
         if not torch.isfinite(norm):
             policy.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(
+            raise NotFinite(
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower actor.lr "
                 f"({s.lr:g}) or look at the rewards of this step in metrics.jsonl"
             )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.errors import RlhfError
+
 SOURCES = ("text", "messages", "prompt")  # columns of the prompt itself; the first one that a row has counts
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
 ROWS_AT_ONCE = 1024
@@ -18,7 +20,7 @@ ARROW_FILE_MAGIC = b"ARROW1"  # of the file format; streams have none
 JSON_TYPES = (str, int, float, bool, type(None))
 
 
-class PromptError(ValueError):
+class PromptError(RlhfError, ValueError):
     """The prompt file cannot be used; the message names file, row and cause."""
 
 

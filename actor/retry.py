@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from python_backend.config import ClientSection
+from python_backend.errors import RlhfError
 
 MAX_BACKOFF_S = 8.0
 
 
-class RequestFailed(RuntimeError):
+class RequestFailed(RlhfError):
     """A request got no answer worth having; the message names model, server, attempts and cause."""
 
 

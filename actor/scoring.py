@@ -15,12 +15,13 @@ from actor.prompts import MESSAGES_KEY
 from actor.reward_mixture import RewardMixture
 from actor.rollout import Rollout, Scores
 from python_backend.contract import CRITIC, REWARD_COMPONENTS, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.errors import RlhfError
 from python_backend.tokenization import fingerprint
 
 Answer = dict[str, np.ndarray] | str  # outputs, or why there are none
 
 
-class ModelMismatch(RuntimeError):
+class ModelMismatch(RlhfError):
     """The served models do not fit the policy: another vocabulary, or several rewards for a row."""
 
 

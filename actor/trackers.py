@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from python_backend.errors import RlhfError
+
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TABLE = "train_rollouts/table"
 
 
-class TrackerMissing(RuntimeError):
+class TrackerMissing(RlhfError):
     """A tracker that was asked for is not installed; the message says what to install."""
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from python_backend.errors import RlhfError
 from python_backend.positions import max_positions
 from python_backend.safetensors_header import TensorInfo, read_header
 from python_backend.weights import CONFIG_FILE, WEIGHTS_FILE
@@ -41,7 +42,7 @@ NUM_PIECES, PIECE_BYTES = 256, 4096  # of a weights file, looked at for its fing
 HeadKind = Literal["sequence", "token", "value"]
 
 
-class CheckpointError(ValueError):
+class CheckpointError(RlhfError, ValueError):
     """A folder cannot be used as a checkpoint; the message names it and says why."""
 
 

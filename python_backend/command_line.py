@@ -1,10 +1,12 @@
-"""The command line that all commands on a run share: the YAML, overrides, signals and logging."""
+"""What all commands on a run share: the YAML, overrides, logging, signals, and how an error is reported."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import signal
+import sys
 from pathlib import Path
 
 
@@ -29,3 +31,10 @@ def interrupt_on_signals() -> None:
     """Raise KeyboardInterrupt for SIGTERM too, and for a SIGINT that the shell of a background job has ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+
+
+def report(error: BaseException, code: int) -> int:
+    """Print the error as one sentence and return the exit code."""
+    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+        sys.stderr.write(f"error: {error}\n")
+    return code

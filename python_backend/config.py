@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from python_backend.actor_sections import ActorSection, ClientSection, check_actor
 from python_backend.deterministic import with_fixed_values
+from python_backend.errors import RlhfError
 from python_backend.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.sections import (
     CriticSection,
@@ -58,7 +59,7 @@ OTHER_NAMES = {  # what TRL and others call a key, by the section of ours
 }  # fmt: skip
 
 
-class ConfigError(ValueError):
+class ConfigError(RlhfError, ValueError):
     """The YAML or an override is wrong; the message names the key, the value and the way out."""
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from python_backend.errors import RlhfError
+
 REWARD_MODEL = "reward_model"
 CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
@@ -69,7 +71,7 @@ SENDER_HEADER = "x-triton-sender"
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class ContractError(ValueError):
+class ContractError(RlhfError, ValueError):
     """A request breaks the contract; the message names the field and the value."""
 
 

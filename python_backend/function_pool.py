@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.errors import RlhfError
 from python_backend.function_rewards import FunctionError, Sample
 from python_backend.function_worker import receive_frame, send_frame
 
@@ -39,7 +40,7 @@ class Outcome:
     error: str = ""
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(RlhfError):
     """The worker process is gone; the message says how it ended."""
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from python_backend.errors import RlhfError
+
 PROMPT_KEY = "prompt"  # reserved in the metadata: the actor puts both texts there
 RESPONSE_KEY = "response"
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -24,11 +26,11 @@ MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>
 LONGEST_ERROR = 500  # characters of a cause that travel back
 
 
-class FunctionError(ValueError):
+class FunctionError(RlhfError, ValueError):
     """A reward function cannot be had; the message names it and the cause."""
 
 
-class BadScore(ValueError):
+class BadScore(RlhfError, ValueError):
     """A function returned what is no score."""
 
 

@@ -39,6 +39,7 @@ from python_backend.durable import (
     sync_tree,
     write_json,
 )
+from python_backend.errors import RlhfError
 from python_backend.heartbeat import Heartbeat, write_heartbeat
 from python_backend.journal_entry import (
     RESULT_SUFFIX,
@@ -57,7 +58,7 @@ KEPT_RESULTS = 1000
 ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds: a process that holds it longer was stopped
 
 
-class JournalLocked(RuntimeError):
+class JournalLocked(RlhfError):
     """Another sidecar holds the journal."""
 
 

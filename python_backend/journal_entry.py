@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from python_backend.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 from python_backend.durable import INT64_MAX
+from python_backend.errors import RlhfError
 from python_backend.training_payload import TrainPayload
 
 Kind = Literal["train", "save", "rewind"]
@@ -26,7 +27,7 @@ DIGEST = "digest"
 RESULT_SUFFIX = ".json"  # of an entry's result, behind the entry's name
 
 
-class DamagedEntry(RuntimeError):
+class DamagedEntry(RlhfError):
     """An entry's file does not hold what was accepted; the message names the file."""
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from python_backend.contract import ContractError
+from python_backend.errors import RlhfError
 from python_backend.printable import printable
 
 
@@ -52,11 +53,11 @@ class Parameters:
         return Path(self.text(name)).absolute()
 
 
-class Unavailable(RuntimeError):
+class Unavailable(RlhfError):
     """Not now: the caller may repeat the request."""
 
 
-class StepFailed(RuntimeError):
+class StepFailed(RlhfError):
     """The sidecar did what was journalled, and it failed; the message is the sidecar's."""
 
 

@@ -35,6 +35,7 @@ from python_backend.durable import (
     sync_directory,
     sync_tree,
 )
+from python_backend.errors import RlhfError
 from python_backend.safetensors_header import read_header
 from python_backend.serving_records import ServingRecord, ServingRecords
 
@@ -47,7 +48,7 @@ READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 FIRST_VERSION = "make version 0 with `python -m trainer --config YAML --init-only`"
 
 
-class WeightsError(RuntimeError):
+class WeightsError(RlhfError):
     """A version cannot be used; the message says which and why."""
 
 

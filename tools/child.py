@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from python_backend.errors import RlhfError
 from tools.server_log import set_aside_if_large, tail
 
 # prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does
@@ -42,7 +43,7 @@ def start_bound(
     )  # fmt: skip
 
 
-class ChildDied(RuntimeError):
+class ChildDied(RlhfError):
     """A process of the run ended by itself; the message names it, how it ended, and what it said last."""
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.command_line import report
 from python_backend.jsonl import write_jsonl
 from tools.demo_chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
 from tools.demo_gold import gold_scorer
@@ -139,8 +140,7 @@ def main() -> int:
     try:
         built = prepare(arguments.out, arguments.seed, arguments.quick)
     except FetchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return report(error, 1)
     print(json.dumps(built.figures, indent=2))
     return 0
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from python_backend.errors import RlhfError
 from tools.prepared_folder import Log
 
 PRETRAINED = "pretrained"  # folder in the cache, shared by every seed
@@ -22,7 +23,7 @@ SMOLLM2_CONTEXT = 8192
 CRITIC_LAYERS = 12  # of 30
 
 
-class FetchError(RuntimeError):
+class FetchError(RlhfError):
     """A pretrained model is unavailable; the message says which and what to do."""
 
 

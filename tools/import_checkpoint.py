@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from python_backend.checkpoints import CheckpointError, CheckpointInfo, inspect_checkpoint
+from python_backend.command_line import report
 from python_backend.config import RunConfig
 
 FROM_REWARD = "from-reward"
@@ -38,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
     except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return report(error, 1)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:

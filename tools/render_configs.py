@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints import CheckpointError, inspect_checkpoint
-from python_backend.command_line import run_arguments
+from python_backend.command_line import report, run_arguments
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from python_backend.contract import (
     CRITIC,
@@ -321,8 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1 if drifts else 0
         written = render_repository(config, out, resolve_paths=resolve)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return report(error, 2)
     print(f"{out}: {len(written)} files written, the others were up to date")
     return 0
 

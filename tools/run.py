@@ -22,9 +22,10 @@ from pathlib import Path
 import psutil
 
 from actor.prompt_files import PromptError, read_rows, source_of
-from python_backend.command_line import interrupt_on_signals, run_arguments
+from python_backend.command_line import interrupt_on_signals, report, run_arguments
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.durable import numbers_in, write_json
+from python_backend.errors import RlhfError
 from python_backend.journal import Journal
 from python_backend.required_files import check_files, has_chat_template
 from tools.calibration import settle
@@ -34,7 +35,6 @@ from tools.ports import with_free_ports
 from tools.report_data import SETTINGS_FILE
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.supervisor import Supervisor
-from tools.triton_home import ServerStartError
 
 POLL_S = 0.25
 CHECKED_ROWS = 1000
@@ -44,13 +44,6 @@ LIBRARY_ENV = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE",
     "TQDM_DISABLE": "1",  # a progress bar in a log file is noise
 }  # fmt: skip
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message says why and what to do."""
-
-
-ERRORS = (ConfigError, ServerStartError, ChildDied, RunFailed)
 
 
 class Run:
@@ -69,7 +62,7 @@ class Run:
         self.config = config
 
     def execute(self) -> None:
-        """Everything, to the report. Raises ConfigError, ServerStartError, ChildDied, RunFailed."""
+        """Everything, to the report. Raises ConfigError, ServerStartError, ChildDied."""
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
@@ -240,8 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_files(config, server=True, actor=True)
             check_prompts(config)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return report(error, 1)
     if args.fresh:
         set_aside(config.run.dir)
     return _supervise(args.config, config, args.overrides)
@@ -291,14 +283,13 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
             try:
                 run.execute()
             except BaseException as error:
-                if isinstance(error, ERRORS):  # said again at the end, with the log; stopping may take a minute
+                if isinstance(error, RlhfError):  # said again at the end, with the log; stopping may take a minute
                     display.log(f"error: {str(error).partition(chr(10))[0]}")
                 display.phase(f"stopping {run.parts}")
                 run.stop()
                 raise
-    except ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except RlhfError as error:
+        return report(error, 1)
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
         print(f"stopped; {again} {_what_resumes(config.run.dir)}", file=sys.stderr)

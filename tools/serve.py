@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from python_backend.command_line import run_arguments
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.command_line import report, run_arguments
+from python_backend.config import RunConfig, load_config
 from python_backend.control_key import control_key
+from python_backend.errors import REPORTED
 from python_backend.required_files import check_files
 from tools.calibration import settle
 from tools.demo_pretrained import PRETRAINED
@@ -24,7 +25,6 @@ from tools.ports import with_free_ports
 from tools.supervisor import Supervisor
 from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from tools.tritonserver import TritonServer
-from trainer.control_plane import ControlPlaneError
 
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -72,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(WATCH_INTERVAL_S)
     except Stopped:
         return 0
-    except (ConfigError, ServerStartError, ControlPlaneError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+    except REPORTED as error:
+        return report(error, 1)
     finally:
         if supervisor is not None:
             supervisor.stop()

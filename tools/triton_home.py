@@ -15,13 +15,15 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from python_backend.errors import RlhfError
+
 STUB = "triton_python_backend_stub"
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _SYSTEM_BACKENDS = Path("/opt/tritonserver/backends")
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-class ServerStartError(RuntimeError):
+class ServerStartError(RlhfError):
     """The server cannot start; the message is one sentence with the way out."""
 
 

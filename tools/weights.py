@@ -11,15 +11,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.command_line import run_arguments
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.command_line import report, run_arguments
+from python_backend.config import RunConfig, load_config
+from python_backend.errors import REPORTED, RlhfError
 from python_backend.journal import Journal
 from python_backend.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
 
 PATIENCE_S = 60.0
 
 
-class NotServed(RuntimeError):
+class NotServed(RlhfError):
     """CURRENT has moved, and not every instance has followed."""
 
 
@@ -40,9 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rollback(config, store, args.to)
             case "ready":
                 return ready(store, args.server or config.server.grpc_url)
-    except (ConfigError, WeightsError, NotServed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except REPORTED as error:
+        return report(error, 1)
     return 0
 
 

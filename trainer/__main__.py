@@ -5,15 +5,15 @@ Returns: 0 after SIGINT or SIGTERM, with a checkpoint written; 2 with one senten
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 
-from python_backend.command_line import log_to_stderr, run_arguments
-from python_backend.config import ConfigError, RunConfig, TrainerSection, load_config
+from python_backend.command_line import log_to_stderr, report, run_arguments
+from python_backend.config import RunConfig, TrainerSection, load_config
+from python_backend.errors import REPORTED
 from python_backend.required_files import check_critic
 from python_backend.stop_signal import stop_event
 
@@ -28,24 +28,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         check_critic(config)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    log_to_stderr()
-    stop = stop_event(signal.SIGINT, signal.SIGTERM)
-    return _run(config, stop, init_only=args.init_only)
+        log_to_stderr()
+        stop = stop_event(signal.SIGINT, signal.SIGTERM)
+        _run(config, stop, init_only=args.init_only)
+    except REPORTED as error:
+        return report(error, 2)
+    return 0
 
 
-def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
+def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
     _stay_out_of_the_way(config.trainer)
     import torch  # deferred: --help and a wrong key answer at once
 
-    from python_backend.checkpoints import CheckpointError
-    from python_backend.journal import JournalLocked
     from python_backend.modeling import quiet_transformers
-    from python_backend.weights import WeightsError, WeightsStore
-    from trainer.control_plane import ControlPlaneError
-    from trainer.patience import StoppedWaiting
+    from python_backend.weights import WeightsStore
     from trainer.publish import initialise_store
     from trainer.sidecar import Sidecar
 
@@ -53,16 +49,10 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> int:
     torch.use_deterministic_algorithms(config.run.deterministic)
     torch.set_num_interop_threads(1)
     quiet_transformers()
-    try:
-        if init_only:
-            initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
-        else:
-            Sidecar(config).run(stop)
-    except (JournalLocked, CheckpointError, WeightsError, ControlPlaneError, StoppedWaiting, OSError) as error:
-        with contextlib.suppress(OSError):  # the log may lie on the disk that is full
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if init_only:
+        initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
+    else:
+        Sidecar(config).run(stop)
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:

@@ -19,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from python_backend import control_key
 from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
+from python_backend.errors import RlhfError
 
 CALL_TIMEOUT_S = 10.0
 
@@ -42,7 +43,7 @@ _NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
 
 
-class ControlPlaneError(RuntimeError):
+class ControlPlaneError(RlhfError):
     """The server refused, failed or did not answer; the message names model and cause."""
 
 

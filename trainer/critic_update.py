@@ -16,6 +16,7 @@ from python_backend.adamw import make_adamw
 from python_backend.batching import plan_micro_batches
 from python_backend.collation import collate
 from python_backend.config import TrainerSection
+from python_backend.errors import NotFinite
 from python_backend.lr_schedule import scheduled_lr
 from python_backend.modeling import CriticModel
 from python_backend.training_payload import TrainPayload
@@ -67,7 +68,7 @@ class CriticUpdate:
             progress: called with the number of micro-batches done.
 
         Raises:
-            FloatingPointError: no optimizer step had a finite gradient; the weights are as before.
+            NotFinite: no optimizer step had a finite gradient; the weights are as before.
         """
         start = time.monotonic()
         rows = list(split_rows(payload))
@@ -92,9 +93,7 @@ class CriticUpdate:
             norms.append(norm)
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
         if not norms:
-            raise FloatingPointError(
-                "the critic's gradients are not finite: no step was taken, the weights are as before"
-            )
+            raise NotFinite("the critic's gradients are not finite: no step was taken, the weights are as before")
         return UpdateReport(
             loss_sum / token_sum,
             float(np.mean(norms)),

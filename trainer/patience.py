@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from python_backend.errors import RlhfError
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
@@ -22,7 +24,7 @@ CURABLE = frozenset({
 })  # fmt: skip
 
 
-class StoppedWaiting(RuntimeError):
+class StoppedWaiting(RlhfError):
     """A stop came while a server or the disk was waited for; nothing is lost, the journal holds the step."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from python_backend.checkpoints import CheckpointError
+from python_backend.errors import NotFinite
 from python_backend.journal import Journal
 from python_backend.journal_entry import DamagedEntry, Entry
 from python_backend.training_payload import TrainPayload
@@ -90,7 +91,7 @@ def replay(update: CriticUpdate, journal: Journal, progress: Progress, *, start:
             with progress.working(f"reading step {entry.step}"):
                 payload = _payload(journal, entry)
             if payload is not None:
-                with contextlib.suppress(FloatingPointError):  # its caller was told then, and training went on
+                with contextlib.suppress(NotFinite):  # its caller was told then, and training went on
                     update.train(payload, lambda n: progress.beat("replaying", n))
             start = entry.step
     return start

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from python_backend.checkpoints import CheckpointError
 from python_backend.config import RunConfig
+from python_backend.errors import NotFinite
 from python_backend.journal import Entry, Journal, Result
 from python_backend.journal_entry import DamagedEntry
 from python_backend.modeling import load_critic
@@ -96,7 +97,7 @@ class Sidecar:
             report = self._update.train(payload, lambda n: self._progress.beat("training", n))
             if entry.step % self._settings.publish.every == 0 and not answered:
                 reload = self._publish(entry.step)
-        except (FloatingPointError, VersionRejected) as trouble:  # the caller is told; the old version serves on
+        except (NotFinite, VersionRejected) as trouble:  # the caller is told; the old version serves on
             error = str(trouble)
         except DamagedEntry as damage:
             error = give_up(self._journal, entry, damage)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from python_backend.checkpoints import CheckpointError
+from python_backend.errors import RlhfError
 from python_backend.modeling import CriticModel, load_critic
 from python_backend.weights import Manifest, WeightsError, WeightsStore
 
@@ -21,7 +22,7 @@ STORED_AS = {
 }  # fmt: skip
 
 
-class VersionRejected(RuntimeError):
+class VersionRejected(RlhfError):
     """A version did not pass, here or at an instance; the old one serves on."""
 
 

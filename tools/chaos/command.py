@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from python_backend.config import ConfigError
+from python_backend.command_line import report
+from python_backend.errors import RlhfError
 from python_backend.journal import Entry, Journal, Result
 from tools.bench.machine import describe_machine, describe_versions, now_utc
 from tools.chaos.actor_damage import damage_actor_checkpoints
@@ -42,7 +43,6 @@ from tools.chaos.verdict import (
     check_versions,
     check_whole,
 )
-from tools.triton_home import ServerStartError
 
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6
@@ -72,9 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
             actor_rounds=args.actor_rounds,
         )  # fmt: skip
-    except (ConfigError, ServerStartError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except RlhfError as error:
+        return report(error, 1)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
