@@ -9,9 +9,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from python_backend.allocator import use_allocator
 from python_backend.contract import (
     AFTER_CRITIC,
     PROMPT_LENGTHS,
@@ -24,10 +22,11 @@ from python_backend.contract import (
     check_size,
 )
 from python_backend.follower import Follower, Version
-from python_backend.modeling import CriticModel, load_critic, quiet_transformers
+from python_backend.modeling import CriticModel, load_critic
 from python_backend.reading import RowReader, read_limits
-from python_backend.scoring import Scoring, ScoringModel, padded_rows
-from python_backend.serving import Call, Counters, Gauge, Parameters, log, log_error, refuse_numpy_2
+from python_backend.scoring import Scoring, padded_rows
+from python_backend.serving import Call, Counters, Gauge, log, log_error
+from python_backend.torch_scoring import TorchScoringModel
 from python_backend.weights import WeightsStore
 
 COUNTERS = {
@@ -36,19 +35,13 @@ COUNTERS = {
 }
 
 
-class TritonPythonModel(ScoringModel):
+class TritonPythonModel(TorchScoringModel):
     """Scores rows by the current version; a watcher thread brings the next, taken up between micro-batches."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load: a Triton reload comes in here, in a fresh process."""
-        refuse_numpy_2()
-        quiet_transformers()
-        parameters = Parameters(args)
-        self.set_up(parameters)
-        use_allocator(parameters.text("allocator"))
-        self._threads = parameters.number("threads")
-        torch.set_num_threads(self._threads)
-        self._parameters = parameters
+        self.set_up_torch(args)
+        parameters = self.parameters
         self._served = Gauge(parameters.model, "rlhf_weights_version", "Version of the critic's weights that is served")
         self._versions = Counters(parameters.model, COUNTERS)
         self._follower = Follower(
@@ -71,9 +64,6 @@ class TritonPythonModel(ScoringModel):
         """Triton's entry point at unload."""
         super().finalize()
         self._follower.stop()
-
-    def prepare_worker(self) -> None:
-        torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
 
     def current_model(self) -> Version:
         return self._follower.version
@@ -110,15 +100,7 @@ class TritonPythonModel(ScoringModel):
 
         Looking at every weight also brings the mapped file into memory before the first forward needs it.
         """
-        if served is None:
-            critic = load_critic(
-                folder,
-                device=self._parameters.text("device"),
-                dtype=self._parameters.text("dtype"),
-                compile_forward=self._parameters.text("compile") == "true",
-            )
-        else:
-            critic = served.with_weights(folder)
+        critic = load_critic(folder, **self.loading) if served is None else served.with_weights(folder)
         critic.check_finite()
         return critic
 

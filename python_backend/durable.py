@@ -107,15 +107,25 @@ def make_folder(folder: Path) -> None:
         sync_directory(folder.parent)
 
 
+@contextlib.contextmanager
+def staged_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new folder in `parent`, to be filled and renamed within the block; otherwise it is gone at its end."""
+    make_folder(parent)
+    staging = parent / f".staging-{uuid.uuid4().hex}"
+    staging.mkdir()
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Put a folder with what `fill` writes at `folder`, replacing what was there: whole and on the disk, or not at all.
 
     A crash between the two renames leaves the old content under a `.removed-` name.
     """
-    make_folder(folder.parent)
-    staging, aside = (folder.with_name(f".{name}-{uuid.uuid4().hex}") for name in ("staging", "removed"))
-    staging.mkdir()
-    try:
+    aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
+    with staged_folder(folder.parent) as staging:
         with disk_errors(folder):
             fill(staging)
         sync_tree(staging)
@@ -123,8 +133,6 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
             folder.rename(aside)
         staging.rename(folder)
         sync_directory(folder.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -9,9 +9,7 @@ import json
 from collections.abc import Generator, Mapping
 
 import numpy as np
-import torch
 
-from python_backend.allocator import use_allocator
 from python_backend.contract import (
     BANNED_TOKEN_IDS,
     LOGPROBS,
@@ -23,40 +21,27 @@ from python_backend.contract import (
     scoring_rows,
 )
 from python_backend.language_model import LanguageModel, load_language_model
-from python_backend.modeling import quiet_transformers
 from python_backend.reading import read_limits
-from python_backend.scoring import Scoring, ScoringModel, padded_rows
-from python_backend.serving import Call, Parameters, log, refuse_numpy_2
+from python_backend.scoring import Scoring, padded_rows
+from python_backend.serving import Call, log
+from python_backend.torch_scoring import TorchScoringModel
 
 
-class TritonPythonModel(ScoringModel):
+class TritonPythonModel(TorchScoringModel):
     """Gives log-probs by one fixed checkpoint."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
-        refuse_numpy_2()
-        quiet_transformers()
-        parameters = Parameters(args)
-        self.set_up(parameters)
-        use_allocator(parameters.text("allocator"))
-        self._threads = parameters.number("threads")
-        torch.set_num_threads(self._threads)
+        self.set_up_torch(args)
+        parameters = self.parameters
         folder = parameters.path("checkpoint")
         temperature, banned = parameters.text(TEMPERATURE), parameters.text(BANNED_TOKEN_IDS)
         self._model = load_language_model(
-            folder,
-            device=parameters.text("device"),
-            dtype=parameters.text("dtype"),
-            temperature=float(temperature),
-            banned_token_ids=json.loads(banned),
-            compile_forward=parameters.text("compile") == "true",
+            folder, temperature=float(temperature), banned_token_ids=json.loads(banned), **self.loading
         )
         self.limits = read_limits(self._model.limits, parameters)
         self.start()
         log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, without the tokens {banned}")
-
-    def prepare_worker(self) -> None:
-        torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
 
     def current_model(self) -> LanguageModel:
         return self._model

@@ -10,38 +10,30 @@ from collections.abc import Generator, Mapping
 from typing import cast
 
 import numpy as np
-import torch
 
-from python_backend.allocator import use_allocator
 from python_backend.contract import REWARDS, ScoringRows
-from python_backend.modeling import Pooling, RewardModel, Standardization, load_reward, quiet_transformers
+from python_backend.modeling import Pooling, RewardModel, Standardization, load_reward
 from python_backend.reading import RowReader, read_limits
-from python_backend.scoring import Scoring, ScoringModel
-from python_backend.serving import Call, Parameters, log, refuse_numpy_2
+from python_backend.scoring import Scoring
+from python_backend.serving import Call, log
+from python_backend.torch_scoring import TorchScoringModel
 
 
-class TritonPythonModel(ScoringModel):
+class TritonPythonModel(TorchScoringModel):
     """Scores rows by one fixed checkpoint."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
-        refuse_numpy_2()
-        quiet_transformers()
-        parameters = Parameters(args)
-        self.set_up(parameters)
-        use_allocator(parameters.text("allocator"))
-        self._threads = parameters.number("threads")
-        torch.set_num_threads(self._threads)
+        self.set_up_torch(args)
+        parameters = self.parameters
         folder = parameters.path("checkpoint")
         self._model = load_reward(
             folder,
-            device=parameters.text("device"),
-            dtype=parameters.text("dtype"),
             pooling=cast(Pooling, parameters.text("pooling")),
             attribute_weights=json.loads(parameters.text("attribute_weights")),
             merge_attributes=parameters.text("merge_attributes") == "true",
             standardization=read_standardization(parameters.text("standardization")),
-            compile_forward=parameters.text("compile") == "true",
+            **self.loading,
         )
         self.limits = read_limits(self._model.limits, parameters)
         self._reader = RowReader(
@@ -52,9 +44,6 @@ class TritonPythonModel(ScoringModel):
         )
         self.start()
         log(f"{parameters.model}: {folder.name}, rewards are (score - {self._model.mean:g}) / {self._model.std:g}")
-
-    def prepare_worker(self) -> None:
-        torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
 
     def current_model(self) -> RewardModel:
         return self._model

@@ -14,9 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import stat
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from python_backend.durable import (
     read_json,
     remove_folder,
     replace_file,
+    staged_folder,
     sweep,
     sweep_files,
     sync_directory,
@@ -149,26 +148,21 @@ class WeightsStore:
         Raises:
             OSError: the disk refuses; nothing is left behind.
         """
-        with self._writing():
-            staging = self.root / f".staging-{uuid.uuid4().hex}"
-            staging.mkdir()
-            try:
-                write(staging)
-                digest = sha256_of(staging / WEIGHTS_FILE)
-                existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
-                if existing is not None:
-                    return existing
-                tensors = tensor_types(staging / WEIGHTS_FILE)
-                manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch)
-                (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
-                for path in staging.iterdir():
-                    path.chmod(READ_ONLY)  # instances map the file: who cuts it short in place kills them
-                sync_tree(staging)
-                staging.rename(self.folder(manifest.version))
-                sync_directory(self.root)
-                return manifest
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
+        with self._writing(), staged_folder(self.root) as staging:
+            write(staging)
+            digest = sha256_of(staging / WEIGHTS_FILE)
+            existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
+            if existing is not None:
+                return existing
+            tensors = tensor_types(staging / WEIGHTS_FILE)
+            manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch)
+            (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
+            for path in staging.iterdir():
+                path.chmod(READ_ONLY)  # instances map the file: who cuts it short in place kills them
+            sync_tree(staging)
+            staging.rename(self.folder(manifest.version))
+            sync_directory(self.root)
+            return manifest
 
     def next_version(self) -> int:
         """The number that the next version gets."""

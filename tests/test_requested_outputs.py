@@ -74,7 +74,11 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
             if model in ENSEMBLES:
                 continue
             module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
-            patch.setattr(module, "use_allocator", lambda setting: True, raising=False)  # it cannot be taken back
+            for importer in (
+                module,
+                importlib.import_module("python_backend.torch_scoring"),
+            ):  # it cannot be taken back
+                patch.setattr(importer, "use_allocator", lambda setting: True, raising=False)
             config = parse_config(model, text)
             assert {output.name for output in config.output} == set(OUTPUTS[model])
             loaded[model] = module.TritonPythonModel()

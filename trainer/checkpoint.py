@@ -12,8 +12,6 @@ optimizer.safetensors holds AdamW's moments and torch's random state; state.json
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,14 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from python_backend.adamw import load_state, state_tensors
 from python_backend.durable import (
-    disk_errors,
     make_folder,
     numbers_in,
     read_json,
     remove_folder,
     sweep,
     sync_directory,
-    sync_tree,
+    write_folder,
     write_json,
 )
 from python_backend.modeling import save_critic
@@ -88,21 +85,15 @@ class CheckpointFolder:
         except DamagedCheckpoint:  # or none there
             if final.exists():
                 self.set_aside(state.step)
-        make_folder(self.root)
-        staging = self.root / f".staging-{uuid.uuid4().hex}"
-        staging.mkdir()
-        try:
-            save_critic(update.critic, staging)
-            with disk_errors(staging / OPTIMIZER_FILE):
-                tensors = {RANDOM_STATE: torch.get_rng_state(), **state_tensors(update.optimizer, update.parameters)}
-                save_file(tensors, staging / OPTIMIZER_FILE)
-            (staging / STATE_FILE).write_text(json.dumps(seal(asdict(state), staging)))
-            sync_tree(staging)
-            staging.rename(final)
-            sync_directory(self.root)
-            return final
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+
+        def fill(folder: Path) -> None:
+            save_critic(update.critic, folder)
+            tensors = {RANDOM_STATE: torch.get_rng_state(), **state_tensors(update.optimizer, update.parameters)}
+            save_file(tensors, folder / OPTIMIZER_FILE)
+            (folder / STATE_FILE).write_text(json.dumps(seal(asdict(state), folder)))
+
+        write_folder(final, fill)
+        return final
 
     def state(self, step: int) -> CheckpointState:
         """Where the checkpoint of `step` stands. Raises DamagedCheckpoint."""
