@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from actor.shared_prompts import find_distinct
 from actor.slot_cache import SlotCache, cache_layers
 from python_backend.errors import NotFinite
 
@@ -128,7 +129,7 @@ class Decoder:
 
         Prompts that several rows answer, as in a group, go through the forward once; the other rows copy the result.
         """
-        sources, distinct = _distinct(prompts)
+        sources, distinct = find_distinct([prompt.tobytes() for prompt in prompts])
         width = len(prompts[0])
         ids = torch.zeros(len(distinct), width, dtype=torch.int64)
         for row, i in zip(ids, distinct, strict=True):
@@ -226,16 +227,6 @@ class Decoder:
         for row in rows:
             row.start -= begin
         return end - begin
-
-
-def _distinct(prompts: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """For each prompt which of the distinct ones it equals, and the index at which each of those first comes."""
-    places: dict[bytes, int] = {}
-    first: list[int] = []
-    for i, prompt in enumerate(prompts):
-        if places.setdefault(prompt.tobytes(), len(first)) == len(first):
-            first.append(i)
-    return [places[prompt.tobytes()] for prompt in prompts], first
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:

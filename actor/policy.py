@@ -87,10 +87,7 @@ class Policy:
         self.optimizer_step = 0
 
     def _make_generation(self, eos: int | list[int] | None) -> Generation:
-        try:
-            special = special_tokens(self.tokenizer, eos, vocab_size=self.vocab_size)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
+        special = special_tokens(self.tokenizer, eos, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         return Generation(
             self._causal(self.sampler), self.tokenizer, self.settings, eos_ids=self.eos_ids, pad_id=self.pad_id,
@@ -134,7 +131,8 @@ class Policy:
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
         with torch.no_grad(), self._weights_of(reference) as model:
             for rows in self.plan(rollout.lengths):
-                tokens, lengths = trim(rollout.tokens[rows], rollout.lengths[rows])
+                lengths = rollout.lengths[rows]
+                tokens = rollout.tokens[rows, : int(lengths.max())]
                 part = self.token_logprobs(model, tokens, lengths, mask[rows, : tokens.shape[1] - 1])[0].cpu()
                 out[rows, : part.shape[1]] = part
         return out
@@ -278,11 +276,6 @@ def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
     if len(known) < len(parts):
         return None
     return torch.cat([torch.nn.functional.pad(logprobs, (0, width - 1 - logprobs.shape[1])) for logprobs in known])
-
-
-def trim(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """`tokens` `[B, S]` without the columns that no row reaches, and `lengths` as they are."""
-    return tokens[:, : int(lengths.max())], lengths
 
 
 def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:

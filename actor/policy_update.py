@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actor.adapters import adapter_dropouts, in_training
 from actor.algorithms import Method
-from actor.policy import Policy, trim
+from actor.policy import Policy
 from actor.policy_loss import kl_loss
 from actor.rollout import PPOBatch
 from python_backend.errors import NotFinite
@@ -79,7 +79,8 @@ class PolicyUpdate:
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
         """The share of a micro-batch in the minibatch's loss."""
         s, policy, method = self._settings, self._policy, self._method
-        tokens, lengths = trim(batch.tokens[rows], batch.lengths[rows])
+        lengths = batch.lengths[rows]
+        tokens = batch.tokens[rows, : int(lengths.max())]
 
         def part(tensor: Tensor) -> Tensor:
             return tensor[rows, : tokens.shape[1] - 1].to(policy.model.device)

@@ -7,6 +7,7 @@ of the responses read them from a cache, and gradients flow back through it.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def response_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) 
     Returns: None where a plain forward has hardly more tokens.
     """
     starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths.to(inside.device) - 1)  # of the prompt's end
-    sources, distinct = _groups(tokens, starts.tolist())
+    prompts = [tuple(row[:start]) for row, start in zip(tokens.tolist(), starts.tolist(), strict=True)]
+    sources, distinct = find_distinct(prompts)
     before, after = int(starts.max()), int((lengths.to(starts.device) - 1 - starts).max())
     if before == 0 or len(distinct) * before + len(tokens) * after > WORTH_IT * tokens.numel():
         return None
@@ -62,7 +64,8 @@ def can_share(model: Any) -> bool:
     lengths = torch.tensor([12, 9, 11], device=device)
     positions = torch.arange(11, device=device)[None]
     inside = (positions >= torch.tensor([5, 5, 3], device=device)[:, None]) & (positions < lengths[:, None] - 1)
-    plain = body(input_ids=tokens, attention_mask=_attention(tokens, lengths), use_cache=False)[0][:, :-1][inside]
+    attention = (torch.arange(12, device=device)[None] < lengths[:, None]).long()
+    plain = body(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1][inside]
     try:
         shared = response_hidden(body, tokens, lengths, inside)
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # from a model's own code
@@ -78,17 +81,11 @@ def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> 
     return body(input_ids=ids, attention_mask=attention.long(), past_key_values=cache, use_cache=True, **inputs)[0]
 
 
-def _attention(tokens: Tensor, lengths: Tensor) -> Tensor:
-    return (torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]).long()
-
-
-def _groups(tokens: Tensor, starts: list[int]) -> tuple[list[int], list[int]]:
-    """Which of the distinct prompts `tokens[i, :starts[i]]` each row has, and where each of those first comes."""
-    places: dict[tuple[int, ...], int] = {}
+def find_distinct(prompts: Sequence[Hashable]) -> tuple[list[int], list[int]]:
+    """Return which of the distinct prompts each one equals, and the index at which each of those first comes."""
+    places: dict[Hashable, int] = {}
     first: list[int] = []
-    sources = []
-    for i, (row, start) in enumerate(zip(tokens.tolist(), starts, strict=True)):
-        sources.append(places.setdefault(tuple(row[:start]), len(places)))
-        if sources[-1] == len(first):
+    for i, prompt in enumerate(prompts):
+        if places.setdefault(prompt, len(first)) == len(first):
             first.append(i)
-    return sources, first
+    return [places[prompt] for prompt in prompts], first

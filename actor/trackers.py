@@ -86,21 +86,22 @@ class Trackers:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """A point on each curve, at each tracker."""
-        for name, tracker in list(self._open.items()):
-            self._try(name, functools.partial(tracker.log, metrics, step))
+        self._each(lambda tracker: tracker.log(metrics, step))
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Rows of the table of (step, prompt, response, reward), at each tracker."""
-        for name, tracker in list(self._open.items()):
-            self._try(name, functools.partial(tracker.add_texts, rows))
+        self._each(lambda tracker: tracker.add_texts(rows))
 
     def finish(self) -> None:
         """Close them all."""
-        for name, tracker in list(self._open.items()):
-            self._try(name, tracker.finish)
+        self._each(lambda tracker: tracker.finish())
 
     def _start(self, name: str, module: Any, run_dir: Path, run_id: str) -> None:
         self._open[name] = KINDS[name](module, run_dir, run_id)
+
+    def _each(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            self._try(name, functools.partial(do, tracker))
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:

@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
@@ -209,7 +209,7 @@ def _describe(item: Any) -> str:
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
-    valid = [*_known_keys(), *_term_keys(item["loc"])]
+    valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
     near = _by_other_names(location) or difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
         near = [key for key in valid if key.rsplit(".", 1)[-1] == str(item["loc"][-1])][:1]
@@ -224,19 +224,6 @@ def _by_other_names(location: str) -> list[str]:
     return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
 
 
-def _known_keys() -> list[str]:
-    return [
-        *_keys_of(RunConfig, ""),
-        "demo.cache_dir",
-        "demo.quick",
-        "demo.recipe",
-        "reward.standardization.mean",
-        "reward.standardization.std",
-        "critic.standardization.mean",
-        "critic.standardization.std",
-    ]
-
-
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
     """The keys of the reward term that `location` lies in; terms have names of their own."""
     if location[0] != "rewards" or len(location) < 3:
@@ -248,8 +235,9 @@ def _keys_of(section: type[BaseModel], prefix: str) -> list[str]:
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _keys_of(field.annotation, f"{prefix}{name}.")
+        for part in (field.annotation, *get_args(field.annotation)):  # one of several types, as in `Section | None`
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                keys += _keys_of(part, f"{prefix}{name}.")
     return keys
 
 

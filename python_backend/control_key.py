@@ -22,13 +22,14 @@ def control_key(weights_dir: Path) -> str:
 
     Raises OSError if the file cannot be read or written: only its owner may.
     """
-    given = os.environ.get(VARIABLE)
-    if given:
-        return given
-    path = weights_dir.parent / FILE
+    return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
+
+
+def key_in(path: Path) -> str:
+    """Return the key in a file that only its owner may read; who comes first makes it. Raises OSError."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{FILE}.{os.getpid()}.{secrets.token_hex(4)}")
+        fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
         with contextlib.suppress(FileExistsError):  # another process was faster

@@ -26,6 +26,7 @@ from typing import Any
 from python_backend.errors import RlhfError
 from python_backend.function_rewards import FunctionError, Sample
 from python_backend.function_worker import receive_frame, send_frame
+from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
 START_LIMIT_S = 60.0  # for Python and the function's imports
@@ -118,10 +119,7 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):  # a socket may close before the exit code is there
             self._process.wait(1.0)
         code = self._process.poll()
-        if code is None:
-            return "the worker process closed its channel"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"the worker process {how}"
+        return f"the worker process {'closed its channel' if code is None else how_ended(code)}"
 
 
 Pending = tuple[Sample, Callable[[Outcome], None]]

@@ -1,6 +1,4 @@
-"""Being told to stop: an event that is set when a signal comes.
-Given: signals. Returns: a `threading.Event`, safe to wait on in a loop.
-"""
+"""Signals and processes: an event that is set when a signal comes, and how a process ended."""
 
 from __future__ import annotations
 
@@ -33,3 +31,8 @@ def stop_event(*signals: signal.Signals) -> threading.Event:
     for number in signals:
         signal.signal(number, lambda *_: None)
     return stop
+
+
+def how_ended(code: int) -> str:
+    """Return the predicate for an exit code, which is negative for a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -9,19 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints import CheckpointError
+
 CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # a cut looks no further for the end of one
 
 
 def load_tokenizer(folder: Path | str) -> Any:
-    """The checkpoint's own tokenizer. Raises ValueError if the folder has none."""
+    """Return the checkpoint's own tokenizer. Raises CheckpointError if the folder has none."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no tokenizer that transformers can load: {error}") from error
+        raise CheckpointError(f"{folder} holds no tokenizer that transformers can load: {error}") from error
 
 
 def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
@@ -118,12 +120,12 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
             write nor read: those are not banned, and another id takes the place of such a padding token.
 
     Raises:
-        ValueError: neither names an end-of-sequence token.
+        CheckpointError: neither names an end-of-sequence token.
     """
     ids = eos if isinstance(eos, list) else [eos]
     eos_ids = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
     if not eos_ids:
-        raise ValueError("the policy's tokenizer and generation config name no end-of-sequence token")
+        raise CheckpointError("the policy's tokenizer and generation config name no end-of-sequence token")
 
     def known(token: int | None) -> bool:
         return token is not None and (vocab_size is None or token < vocab_size)
@@ -137,7 +139,7 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
     """What the generation config of the language model in `folder` says of the end of sequence.
 
     Raises:
-        ValueError: the folder holds no model configuration.
+        CheckpointError: the folder holds no model configuration.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -147,14 +149,14 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return GenerationConfig.from_model_config(config).eos_token_id
     except OSError as error:
-        raise ValueError(f"{folder} holds no model configuration: {error}") from error
+        raise CheckpointError(f"{folder} holds no model configuration: {error}") from error
 
 
 class TextCodec:
     """Text of token ids and back; by the bare `tokenizers` where it can: transformers costs seconds to import."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError if the folder has no tokenizer."""
+        """Raises CheckpointError if the folder has no tokenizer."""
         file = folder / "tokenizer.json"
         self._fast: Any = None
         if file.is_file():

@@ -105,7 +105,7 @@ def test_an_interrupted_write_is_ignored_and_swept(
     update = fresh(critic)
     folder.save(update, state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.checkpoint.sync_tree", lambda path: 1 / 0)
+        patch.setattr("python_backend.durable.sync_tree", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             folder.save(update, state(2))
     (folder.root / ".staging-killed").mkdir()  # a kill has no time for `finally`

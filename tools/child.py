@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from python_backend.errors import RlhfError
+from python_backend.stop_signal import how_ended
 from tools.server_log import set_aside_if_large, tail
 
 # prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does
@@ -87,12 +87,7 @@ class Child:
 
     def obituary(self) -> str:
         """How it ended, and the last lines of its log."""
-        code = self.poll()
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"ended with exit code {code}"
-        )
+        how = how_ended(self.process.wait())
         return f"the {self.name} {how}; its log, {self.log_path}, ends with:\n{tail(self.log_path)}"
 
     def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:

@@ -11,18 +11,28 @@ import compileall
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
 
-from python_backend.control_key import closing_arguments, control_key
+from python_backend.control_key import closing_arguments, control_key, key_in
 
 REPOSITORY = Path("model_repository")
 RUNS = Path("runs")
 KEY_VARIABLE = "TRAINING_KEY"
 EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10
 LARGEST_BODY_BYTES = 256 << 20  # a training payload may exceed the server's own limit of 64 MB
+SERVER_ARGUMENTS = (
+    "--model-control-mode=explicit",
+    "--load-model=*",  # whatever was rendered, before the ports open: no client meets a server without its models
+    "--disable-auto-complete-config",
+    "--strict-readiness=true",
+    "--http-header-forward-pattern=x-triton-.*",
+    "--grpc-header-forward-pattern=x-triton-.*",
+    "--allow-sagemaker=false",
+    "--allow-vertex-ai=false",
+)
+"""What every tritonserver of ours is started with, in the image or beside it."""
 _NO_KEY = re.compile(r'(key: "training_key_sha256" value \{ string_value: )""')
 _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
 
@@ -48,11 +58,8 @@ def training_key(runs: Path) -> str:
         return given
     path = runs / "training.key"
     if not path.exists():
-        runs.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
         print(f"{KEY_VARIABLE} is not set: training needs the key in {path}", flush=True)
-    return path.read_text().strip()
+    return key_in(path)
 
 
 def copy_repository(source: Path, target: Path, key: str) -> None:
@@ -76,10 +83,7 @@ def tritonserver_command(repository: Path, *, key: str, address: str, control_ad
     return [
         "tritonserver",
         f"--model-repository={repository}",
-        "--model-control-mode=explicit",
-        "--load-model=*",  # whatever was rendered: `rewards` and `reference` too
-        "--disable-auto-complete-config",
-        "--strict-readiness=true",
+        *SERVER_ARGUMENTS,
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
         f"--http-address={address}",
         "--http-port=8000",
@@ -88,10 +92,6 @@ def tritonserver_command(repository: Path, *, key: str, address: str, control_ad
         f"--grpc-address={control_address}",
         "--grpc-port=8001",
         f"--http-max-input-size={LARGEST_BODY_BYTES}",
-        "--http-header-forward-pattern=x-triton-.*",
-        "--grpc-header-forward-pattern=x-triton-.*",
-        "--allow-sagemaker=false",
-        "--allow-vertex-ai=false",
         *closing_arguments(key),
     ]
 

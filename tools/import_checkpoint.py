@@ -165,10 +165,7 @@ def _tokens_of(folder: Path, text: str) -> list[str]:
     """The tokens, special ones included, that the reward model gets of a sentence. Raises CheckpointError."""
     from python_backend.tokenization import load_tokenizer
 
-    try:
-        tokenizer = load_tokenizer(folder)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    tokenizer = load_tokenizer(folder)
     return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 
 
@@ -200,10 +197,7 @@ def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Cal
 
     if reward is critic or reward.tokenizer is None or critic.tokenizer is None:
         return
-    try:
-        one, other = (fingerprint(load_tokenizer(info.folder)) for info in (reward, critic))
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    one, other = (fingerprint(load_tokenizer(info.folder)) for info in (reward, critic))
     if one == other:
         say("tokenizers: the same vocabulary")
     else:

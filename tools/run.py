@@ -31,7 +31,7 @@ from python_backend.required_files import check_files, has_chat_template
 from tools.calibration import settle
 from tools.child import Child, ChildDied
 from tools.display import RunDisplay
-from tools.ports import with_free_ports
+from tools.ports import PORT_KEYS, with_free_ports
 from tools.report_data import SETTINGS_FILE
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.supervisor import Supervisor
@@ -137,8 +137,7 @@ class Run:
 
     def _fix_ports(self) -> None:
         section = with_free_ports(self.config.server)
-        names = ("http_port", "grpc_port", "metrics_port")
-        self._override(*(f"server.{name}={getattr(section, name)}" for name in names))
+        self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
 
     def _override(self, *overrides: str) -> None:
         self._overrides += overrides

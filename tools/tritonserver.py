@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -19,7 +18,9 @@ import psutil
 from python_backend.config import ServerSection
 from python_backend.control_key import closing_arguments
 from python_backend.durable import write_json
+from python_backend.stop_signal import how_ended
 from tools.child import start_bound
+from tools.container import SERVER_ARGUMENTS
 from tools.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.ports import check_ports, is_open, with_free_ports
 from tools.server_log import follow, poll_failure, set_aside_if_large, stub_failure, tail
@@ -165,8 +166,9 @@ class TritonServer:
         code = self.poll()
         if code is None:
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise ServerStartError(f"tritonserver {how}; its log, {self.log_path}, ends with:\n{self.log_tail()}")
+        raise ServerStartError(
+            f"tritonserver {how_ended(code)}; its log, {self.log_path}, ends with:\n{self.log_tail()}"
+        )
 
     def bound_log(self) -> None:
         """Set the log aside if it has grown beyond `log_limit_mb`."""
@@ -224,11 +226,8 @@ class TritonServer:
             f"--model-repository={self.repository.absolute()}",
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
-            "--model-control-mode=explicit",
-            "--load-model=*",  # before the ports open: nobody meets a server without its models
+            *SERVER_ARGUMENTS,
             "--exit-on-error=false",  # the reason why one does not load is asked for afterwards
-            "--disable-auto-complete-config",
-            "--strict-readiness=true",
             f"--exit-timeout-secs={section.exit_timeout_s}",
             f"--http-address={section.host}",
             f"--http-port={section.http_port}",
@@ -236,10 +235,6 @@ class TritonServer:
             f"--grpc-port={section.grpc_port}",
             f"--metrics-address={section.host}",
             f"--metrics-port={section.metrics_port}",
-            "--http-header-forward-pattern=x-triton-.*",
-            "--grpc-header-forward-pattern=x-triton-.*",
-            "--allow-sagemaker=false",
-            "--allow-vertex-ai=false",
             *closing_arguments(self._control_key),
         ]
 

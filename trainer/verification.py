@@ -11,15 +11,13 @@ import torch
 
 from python_backend.checkpoints import CheckpointError
 from python_backend.errors import RlhfError
+from python_backend.loading import STORED_DTYPES
 from python_backend.modeling import CriticModel, load_critic
 from python_backend.weights import Manifest, WeightsError, WeightsStore
 
 CANARY_TOKENS = 16
 CANARY_TOLERANCE = 1e-5
-STORED_AS = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
-    torch.bool: "BOOL",
-}  # fmt: skip
+STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 class VersionRejected(RlhfError):
