@@ -27,6 +27,7 @@ from actor.retry import Counters, Course, Kind, OverBudget, RequestFailed, Retry
 from actor.servers import Servers
 from actor.turns import Turn, Turns
 from python_backend import contract
+from python_backend.batching import padded_rows
 from python_backend.config import ClientSection
 from python_backend.ownership import Sender
 
@@ -329,9 +330,7 @@ def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
 
 def _padded(rows: list[np.ndarray], width: int = 0) -> dict[str, np.ndarray]:
     """`tokens` [n, S] and `sequence_lengths` [n, 1], S the longest row or `width`, whichever is more."""
-    tokens = np.zeros((len(rows), max(width, *(row.size for row in rows))), np.int64)
-    for i, row in enumerate(rows):
-        tokens[i, : row.size] = row
+    tokens = padded_rows(rows, max(width, *(row.size for row in rows)), np.int64)
     return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64)}
 
 

@@ -1,11 +1,14 @@
-"""Token-budget micro-batches: rows sorted by length, cut so that rows x longest stays within a budget.
-Given: the rows' lengths. Returns: lists of row indices; together they hold each row once.
+"""Token-budget micro-batches, rows sorted by length and cut so that rows x longest stays within a budget; padding.
+
 The same plan serves requests and cuts training batches; losses are token-weighted, so it never changes a result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 
 def plan_micro_batches(lengths: Sequence[int], *, token_budget: int, max_rows: int) -> list[list[int]]:
@@ -40,3 +43,11 @@ def padded_width(longest: int, multiple: int, limit: int | None) -> int:
     """The width of a forward in tokens: its longest row, rounded up to a multiple, but not above the model's limit."""
     width = -(-longest // multiple) * multiple
     return max(longest, width if limit is None else min(width, limit))
+
+
+def padded_rows(rows: Sequence[np.ndarray], width: int, dtype: DTypeLike = np.float32) -> np.ndarray:
+    """Return `[B, width]` with 0 behind each row."""
+    array = np.zeros((len(rows), width), dtype)
+    for i, row in enumerate(rows):
+        array[i, : row.size] = row
+    return array

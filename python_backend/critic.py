@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from python_backend.batching import padded_rows
 from python_backend.contract import (
     AFTER_CRITIC,
     PROMPT_LENGTHS,
@@ -24,7 +25,7 @@ from python_backend.contract import (
 from python_backend.follower import Follower, Version
 from python_backend.modeling import CriticModel, load_critic
 from python_backend.reading import RowReader, read_limits
-from python_backend.scoring import Scoring, padded_rows
+from python_backend.scoring import Scoring
 from python_backend.serving import Call, Counters, Gauge, log, log_error
 from python_backend.torch_scoring import TorchScoringModel
 from python_backend.weights import WeightsStore

@@ -10,6 +10,7 @@ from collections.abc import Generator, Mapping
 
 import numpy as np
 
+from python_backend.batching import padded_rows
 from python_backend.contract import (
     BANNED_TOKEN_IDS,
     LOGPROBS,
@@ -22,7 +23,7 @@ from python_backend.contract import (
 )
 from python_backend.language_model import LanguageModel, load_language_model
 from python_backend.reading import read_limits
-from python_backend.scoring import Scoring, padded_rows
+from python_backend.scoring import Scoring
 from python_backend.serving import Call, log
 from python_backend.torch_scoring import TorchScoringModel
 

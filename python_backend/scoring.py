@@ -257,11 +257,3 @@ class ScoringModel:
             for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
                 self._pool.discard(scoring)
                 scoring.call.fail(error)
-
-
-def padded_rows(rows: list[np.ndarray], width: int) -> np.ndarray:
-    """Float32 `[B, width]` with 0 behind each row."""
-    array = np.zeros((len(rows), width), np.float32)
-    for i, row in enumerate(rows):
-        array[i, : row.size] = row
-    return array

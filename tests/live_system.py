@@ -337,6 +337,18 @@ def start_system(run: LiveRun) -> System:
     return system
 
 
+def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
+    """Run `python -m actor` to its end; its exit code and its log."""
+    actor = run.start(name, *overrides, module="actor")
+    try:
+        code = actor.process.wait(180)
+    finally:
+        stop_process(actor)
+    log = actor.log_path.read_text()
+    print(log)
+    return code, log
+
+
 def start_sidecar(run: LiveRun, *arguments: str) -> Child:
     """`python -m trainer`; returns at once, the journal keeps what it has not seen."""
     return run.start("sidecar", *arguments, module="trainer")

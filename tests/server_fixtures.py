@@ -16,8 +16,8 @@ from live_system import (
     System,
     make_checkpoints,
     make_run,
+    run_actor,
     start_system,
-    stop_process,
 )
 
 KEY_VARIABLE = "RLHF_TEST_TRAINING_KEY"
@@ -46,11 +46,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints)
     Tests may load its models with other settings; one that needs a certain setting loads the model itself.
     """
     system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
-    actor = system.run.start("actor")
     try:
-        code = actor.process.wait(180)
-        system = FinishedRun(system.run, system.server, system.sidecar, code, actor.log_path.read_text())
+        system = FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
         yield system
     finally:
-        stop_process(actor)
         system.stop()

@@ -24,8 +24,8 @@ from live_system import (
     System,
     identity,
     make_run,
+    run_actor,
     start_system,
-    stop_process,
     training_inputs,
     wait_for,
 )
@@ -125,13 +125,7 @@ def test_a_short_run_leaves_checkpoints_and_a_policy(finished: FinishedRun, chec
 
 def actor_error(run: LiveRun, name: str, *overrides: str) -> str:
     """The one sentence with which the actor ends; its exit code is 2 and it shows no traceback."""
-    actor = run.start(name, *overrides, module="actor")
-    try:
-        code = actor.process.wait(120)
-    finally:
-        stop_process(actor)
-    log = actor.log_path.read_text()
-    print(f"\n{log}")
+    code, log = run_actor(run, name, *overrides)
     assert code == 2
     assert "Traceback" not in log
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
@@ -181,14 +175,11 @@ def test_no_sidecar(live: System) -> None:
 def test_a_failed_critic_update_does_not_end_the_run(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """After the first update of this size no gradient is finite: these steps count as done, version 1 serves on."""
     system = start_system(make_run(tmp_path, checkpoints, trainer={"lr": 1e30}, actor={"validation_size": 0}))
-    actor = system.run.start("actor")
     try:
-        assert actor.process.wait(180) == 0, actor.log_path.read_text()
+        code, log = run_actor(system.run, "actor")
     finally:
-        stop_process(actor)
         system.stop()
-    log = actor.log_path.read_text()
-    print(log)
+    assert code == 0
     summary = json.loads((tmp_path / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_critic_updates"], summary["weights_version"]) == (3, 2, 1)
     for step in (2, 3):

@@ -14,6 +14,7 @@ from live_system import (
     make_run,
     make_tokenizer,
     random_rows,
+    run_actor,
     scoring_inputs,
     start_system,
 )
@@ -49,9 +50,8 @@ def test_attributes_that_are_not_merged(tmp_path: Path, checkpoints: Checkpoints
             expected = np.concatenate([model(torch.from_numpy(row)[None]).logits.numpy() for row in rows])
         for name in (REWARD_MODEL, CRITIC_INFER):
             np.testing.assert_allclose(ask(run.url, name, scoring_inputs(rows))["rewards"], expected, atol=1e-5)
-        actor = run.start("actor")
-        assert actor.process.wait(120) == 2
-        last = actor.log_path.read_text().splitlines()[-1]
-        assert last.startswith("error: reward_model gives 3 rewards for a row, PPO needs one")
+        code, log = run_actor(run, "actor")
+        assert code == 2
+        assert log.splitlines()[-1].startswith("error: reward_model gives 3 rewards for a row, PPO needs one")
     finally:
         system.stop()

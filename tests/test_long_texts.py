@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import random
-import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 from live_system import TEXTS
+from scoring_rig import started
 from tiny_tokenizers import CHATS, make_text_tokenizer
 from triton_python_backend_utils import Request
 
@@ -66,14 +64,6 @@ def test_odd_texts_are_cut_as_the_tokenizer_cuts(text: str) -> None:
         assert encode_text(tokenizer, text, 16) == tokenizer(text, truncation=True, max_length=16)["input_ids"], family
 
 
-@pytest.fixture
-def scoring() -> Iterator[Any]:
-    """python_backend.scoring; Triton's module is the stand-in among the tests."""
-    interval = sys.getswitchinterval()
-    yield importlib.import_module("python_backend.scoring")
-    sys.setswitchinterval(interval)
-
-
 def make_model(scoring: Any, go: threading.Event) -> Any:
     """A model that scores 0, and reads sentences when `go` is set."""
 
@@ -98,15 +88,7 @@ def make_model(scoring: Any, go: threading.Event) -> Any:
         def reply(self, done: Any) -> dict[str, Any]:
             return {"rewards": np.zeros((len(done.outputs), 1), np.float32)}
 
-    values = {
-        "token_budget": 100, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
-        "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
-    }  # fmt: skip
-    config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
-    model = Model()
-    model.set_up(sys.modules["python_backend.serving"].Parameters({"model_config": json.dumps(config)}))
-    model.start()
-    return model
+    return started(Model(), token_budget=100)
 
 
 def sentence(text: bytes = b"A list") -> Request:

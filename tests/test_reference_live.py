@@ -26,9 +26,9 @@ from live_system import (
     make_tokenizer,
     random_rows,
     reload_model,
+    run_actor,
     scoring_inputs,
     start_system,
-    stop_process,
 )
 from tritonclient.grpc import InferenceServerClient as GrpcClient
 
@@ -53,12 +53,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
     """The run of `finished` but for one setting: three PPO steps, and the reference is the server's."""
     folder = tmp_path_factory.mktemp("reference")
     system = start_system(make_run(folder, checkpoints, actor={"reference": "triton"}))
-    actor = system.run.start("actor")
     try:
-        code = actor.process.wait(180)
-        yield FinishedRun(system.run, system.server, system.sidecar, code, actor.log_path.read_text())
+        yield FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
     finally:
-        stop_process(actor)
         system.stop()
 
 
@@ -287,15 +284,10 @@ def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: F
     policy = policy_of(run)
     longest = int(np.median([len(policy.tokenizer(text)["input_ids"]) for text in prompts])) + 8
     set_parameters(run, max_length=str(longest))
-    actor = run.start(
-        "actor-again", "actor.steps=4", "actor.max_failed_fraction=0.9", "actor.client.rows_per_request=1",
-        module="actor",
-    )  # fmt: skip
-    try:
-        assert actor.process.wait(120) == 0, actor.log_path.read_text()
-    finally:
-        stop_process(actor)
-    log = actor.log_path.read_text()
+    code, log = run_actor(
+        run, "actor-again", "actor.steps=4", "actor.max_failed_fraction=0.9", "actor.client.rows_per_request=1"
+    )
+    assert code == 0
     line = read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]
     assert line["step"] == 4
     masked = int(line["train_rollouts/masked_samples"])

@@ -18,8 +18,8 @@ from live_system import (
     direct_rewards,
     make_run,
     reload_model,
+    run_actor,
     start_system,
-    stop_process,
 )
 from test_two_tokenizers import written
 
@@ -99,13 +99,8 @@ def test_components_reach_the_actor_and_failures_are_marked(mixed: System, check
 
 @pytest.mark.slow
 def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> None:
-    actor = mixed.run.start("actor")
-    try:
-        code = actor.process.wait(180)
-    finally:
-        stop_process(actor)
-    log = actor.log_path.read_text()
-    assert code == 0, log
+    code, log = run_actor(mixed.run, "actor")
+    assert code == 0
     lines = [json.loads(line) for line in (mixed.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["train_rollouts/masked_samples"] for line in lines] == [2, 2]
     for line in lines:
@@ -120,12 +115,9 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
 def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "Return the", "response": "x", "label": 1}\n')
-    actor = mixed.run.start("actor-column", f"actor.prompts={path}", f"run.dir={tmp_path}", module="actor")
-    try:
-        assert actor.process.wait(120) == 2
-    finally:
-        stop_process(actor)
-    (sentence,) = [line for line in actor.log_path.read_text().splitlines() if line.startswith("error: ")]
+    code, log = run_actor(mixed.run, "actor-column", f"actor.prompts={path}", f"run.dir={tmp_path}")
+    assert code == 2
+    (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert "prompt 1 has a column 'response'" in sentence
 
 
@@ -170,11 +162,9 @@ def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
         "actor": {"prompts": str(prompts), "steps": 1, "max_failed_fraction": 0.25, "validation_size": 0},
     }
     system = start_system(make_run(tmp_path / "run", checkpoints, **sections))
-    actor = system.run.start("actor")
     try:
-        assert actor.process.wait(180) == 0, actor.log_path.read_text()
+        assert run_actor(system.run, "actor")[0] == 0
     finally:
-        stop_process(actor)
         system.stop()
     (line,) = [json.loads(line) for line in (system.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
     assert line["train_rollouts/rewards"] == pytest.approx(0.5 * line["train_rollouts/reward_verdict"])

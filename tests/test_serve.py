@@ -155,21 +155,22 @@ def test_the_demo_is_prepared_where_its_seed_says() -> None:
     assert demo_preparation(RunConfig()) == ([], [])
     config = RunConfig.model_validate({"demo": {"cache_dir": "cache", "quick": True}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo_prepare", "--out", "cache/seed-3-quick", "--seed", "3", "--quick"]
+    assert arguments[:3] == ["tools.demo_prepare", "--recipe", "sentences"]
+    assert arguments[3:] == ["--out", "cache/seed-3-quick", "--seed", "3", "--quick"]
     assert "critic.checkpoint=cache/seed-3-quick/critic" in overrides
 
 
 def test_the_pretrained_models_of_a_chat_demo_serve_every_seed() -> None:
     config = RunConfig.model_validate({"demo": {"recipe": "chat", "cache_dir": "cache"}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo_llm", "--out", "cache/chat-seed-3", "--seed", "3"]
+    assert arguments == ["tools.demo_prepare", "--recipe", "chat", "--out", "cache/chat-seed-3", "--seed", "3"]
     assert {"actor.checkpoint=cache/pretrained/policy", "reward.checkpoint=cache/chat-seed-3/reward"} <= set(overrides)
 
 
 def test_the_reasoning_tasks_are_prepared_once_for_all_seeds() -> None:
     config = RunConfig.model_validate({"demo": {"recipe": "reasoning", "cache_dir": "cache"}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo_reasoning", "--out", "cache/reasoning"]
+    assert arguments == ["tools.demo_prepare", "--recipe", "reasoning", "--out", "cache/reasoning"]
     assert overrides == [
         "actor.checkpoint=cache/reasoning/policy",
         "actor.prompts=cache/reasoning/prompts.jsonl",

@@ -5,31 +5,20 @@ The server's module stands in for itself here: which forward runs with which ver
 
 from __future__ import annotations
 
-import importlib
-import json
 import queue
-import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
-import pytest
+from scoring_rig import started
 
 from python_backend.contract import Limits, ScoringRows
 from python_backend.round_robin import run_to_end
 
 ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
 PATIENCE_S = 30.0
-
-
-@pytest.fixture
-def scoring() -> Iterator[Any]:
-    """python_backend.scoring; the module that it gets from Triton's stub is the stand-in among the tests."""
-    interval = sys.getswitchinterval()
-    yield importlib.import_module("python_backend.scoring")
-    sys.setswitchinterval(interval)
 
 
 class Call:
@@ -87,15 +76,7 @@ def make_model(scoring: Any) -> Any:
             with self._changed:
                 self._line_up([run_to_end(self._begin(call)) for call in calls])
 
-    values = {
-        "token_budget": BUDGET, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
-        "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
-    }  # fmt: skip
-    config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
-    model = Model()
-    model.set_up(sys.modules["python_backend.serving"].Parameters({"model_config": json.dumps(config)}))
-    model.start()
-    return model
+    return started(Model(), token_budget=BUDGET)
 
 
 def wait_for_forward(model: Any, number: int) -> None:

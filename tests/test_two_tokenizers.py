@@ -19,7 +19,7 @@ from live_system import (
     direct_rewards,
     direct_values,
     reload_model,
-    stop_process,
+    run_actor,
 )
 from tiny_tokenizers import save_text_reward
 from transformers import pipeline
@@ -126,13 +126,8 @@ def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) ->
 @pytest.mark.slow
 def test_a_critic_with_another_tokenizer_stops_the_actor_at_its_start(live: System, checkpoints: Checkpoints) -> None:
     last = live.run.journal.last_step()
-    actor = live.run.start("actor-other", f"actor.checkpoint={checkpoints.other_policy}", module="actor")
-    try:
-        assert actor.process.wait(120) == 2
-    finally:
-        stop_process(actor)
-    log = actor.log_path.read_text()
-    print(log)
+    code, log = run_actor(live.run, "actor-other", f"actor.checkpoint={checkpoints.other_policy}")
+    assert code == 2
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert "the critic's tokenizer differs from the policy's" in sentence
     assert str(checkpoints.critic) in sentence

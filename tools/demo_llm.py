@@ -1,25 +1,22 @@
 """Prepares `make demo-llm`: pretrained SmolLM2 and MiniLM, chat prompts, and a reward head trained on VADER's ranking.
 
-`python -m tools.demo_llm --out DIR --seed N [--quick]`; the pretrained models lie beside DIR and serve every seed.
+The pretrained models lie beside the folder of a seed and serve every seed.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.command_line import report
 from python_backend.jsonl import write_jsonl
 from tools.demo_chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
 from tools.demo_gold import gold_scorer
 from tools.demo_prepare import import_torch
-from tools.demo_pretrained import MINILM, PRETRAINED, SMOLLM2, FetchError, build_pretrained
+from tools.demo_pretrained import MINILM, PRETRAINED, SMOLLM2, build_pretrained
 from tools.prepared_folder import Built, Log, build_once, code_fingerprint
 
 PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
@@ -44,7 +41,7 @@ QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32,
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with `reward`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, ValueError."""
+    """Return the folder with `reward`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError."""
     pretrained = prepare_pretrained(out_dir.parent, log)
     sources = ("demo_chats.py", "demo_gold.py", "demo_llm.py", "demo_reward.py")
     fingerprint = {
@@ -128,22 +125,3 @@ def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
     parts = [reply[start : start + size] for start in range(0, len(reply), size)]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
     return [text for text in texts if len(text.split()) > 3]
-
-
-def main() -> int:
-    """Prepare; 1 with one sentence where the pretrained models are unavailable."""
-    parser = argparse.ArgumentParser(description="Fetch the pretrained models and train the reward of make demo-llm.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the reward and the prompts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a reward trained on a few texts")
-    arguments = parser.parse_args()
-    try:
-        built = prepare(arguments.out, arguments.seed, arguments.quick)
-    except FetchError as error:
-        return report(error, 1)
-    print(json.dumps(built.figures, indent=2))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

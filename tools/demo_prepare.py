@@ -1,12 +1,13 @@
-"""Prepares the demo: corpus -> tokenizer -> language model -> reward, critic and prompts, in one folder.
+"""`python -m tools prepare`: the checkpoints and prompts of a demo, in a folder that is built once.
 
-`python -m tools.demo_prepare --out DIR --seed N [--quick]`; a finished folder with the same fingerprint is kept.
+The recipe `sentences` is here: corpus -> tokenizer -> language model -> reward, critic and prompts.
 """
 
 import argparse
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from python_backend.command_line import report
+from python_backend.errors import RlhfError
 from python_backend.jsonl import write_jsonl
 from tools.demo_corpus import Corpus, corpus_fingerprint, load_corpus
 from tools.demo_gold import gold_scorer
@@ -168,14 +171,29 @@ def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
     return ({"text": text, "prompt_id": f"{name}-{i:05d}"} for i, text in enumerate(texts))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo's policy, reward model and critic.")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare what `demo.recipe` names; 1 with one sentence where something that it needs is missing."""
+    parser = argparse.ArgumentParser(prog="python -m tools prepare", description="Prepare checkpoints and prompts.")
+    parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny version in seconds; it hardly learns")
-    arguments = parser.parse_args()
-    print(json.dumps(prepare(arguments.out, arguments.seed, arguments.quick).figures, indent=2))
+    arguments = parser.parse_args(argv)
+    try:
+        built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)
+    except RlhfError as error:
+        return report(error, 1)
+    print(json.dumps(built.figures, indent=2))
+    return 0
+
+
+def _prepare(recipe: str, out: Path, seed: int, quick: bool) -> Built:
+    from tools import demo_llm, demo_reasoning
+
+    if recipe == "reasoning":
+        return demo_reasoning.prepare(out)
+    return (demo_llm.prepare if recipe == "chat" else prepare)(out, seed, quick)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

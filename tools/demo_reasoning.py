@@ -1,15 +1,9 @@
-"""Prepares `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym, whose answers can be verified.
-
-`python -m tools.demo_reasoning --out DIR` does the same as the run; a finished folder is returned at once.
-"""
+"""Prepares `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym, whose answers can be verified."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
-import json
-import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -17,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from python_backend.jsonl import write_jsonl
-from tools.demo_pretrained import SMOLLM2, FetchError, fetch, save_smollm2
-from tools.prepared_folder import Built, Log, build_once, code_fingerprint
+from tools.demo_pretrained import SMOLLM2, fetch, save_smollm2
+from tools.prepared_folder import Built, Log, PreparationError, build_once, code_fingerprint
 
 TASK = "chain_sum"
 TASK_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
@@ -31,12 +25,12 @@ _SOURCES = ("demo_pretrained.py", "demo_reasoning.py")
 
 
 def prepare(out_dir: Path, log: Log = print) -> Built:
-    """Return the folder with `policy`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, ValueError.
+    """Return the folder with `policy`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError.
 
     The same for every seed of a run: seeds differ in the order of the prompts and in what is sampled.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ValueError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
+        raise PreparationError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
     fingerprint = code_fingerprint(_SOURCES, ("reasoning-gym", "torch", "transformers"))
     return build_once(out_dir, fingerprint, lambda folder: _build(folder, log), log)
 
@@ -76,18 +70,3 @@ def _write(path: Path, name: str, entries: Iterable[dict[str, Any]]) -> None:
         for number, entry in enumerate(entries)
     )
     write_jsonl(path, lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Prepare the policy and the tasks of configs/rlvr.yaml.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the policy and the tasks")
-    arguments = parser.parse_args()
-    try:
-        built = prepare(arguments.out)
-    except (FetchError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    print(json.dumps(built.figures, indent=2))
-
-
-if __name__ == "__main__":
-    main()

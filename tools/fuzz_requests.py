@@ -34,20 +34,8 @@ VOCAB_SIZE, POSITIONS = 300, 128
 KEY_HEADER = "x-triton-training-key"
 EDGES = (0, -1, 1, VOCAB_SIZE, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
 DATATYPES = (
-    "BOOL",
-    "UINT8",
-    "INT8",
-    "INT32",
-    "INT64",
-    "UINT64",
-    "FP16",
-    "BF16",
-    "FP32",
-    "FP64",
-    "BYTES",
-    "NONSENSE",
-    "",
-)
+    "BOOL", "UINT8", "INT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP32", "FP64", "BYTES", "NONSENSE", "",
+)  # fmt: skip
 NAMES = (TOKENS, SEQUENCE_LENGTHS, SENTENCES, METADATA, PROMPT_LENGTHS, RETURNS, STEP, "after_critic", "", "x" * 5000)
 TEXTS = (
     b"", b" ", b"A list of words", b"\x00", b"\xff\xfe", b"\x1b[2J\x1b]0;title\x07", b"\xed\xa0\x80", b"</s>" * 500,

@@ -10,8 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from python_backend.errors import RlhfError
+
 Log = Callable[[str], None]
 MANIFEST = "prepared.json"
+
+
+class PreparationError(RlhfError, ValueError):
+    """A demo cannot be prepared; the message says what is in the way."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,8 @@ def build_once(
 ) -> Built:
     """Return the folder `out_dir`, built by `build(folder)` unless it is there with the same fingerprint.
 
-    Built in a sibling folder and renamed at the end: what has a manifest is complete. Raises ValueError when
-    `out_dir` holds something else than a preparation.
+    Built in a sibling folder and renamed at the end: what has a manifest is complete. Raises PreparationError
+    when `out_dir` holds something else than a preparation.
     """
     out_dir = Path(out_dir).absolute()
     ready = _load(out_dir, fingerprint)
@@ -36,7 +42,7 @@ def build_once(
         log(f"prepared before: {out_dir}")
         return ready
     if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file():
-        raise ValueError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
+        raise PreparationError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")
     _remove_abandoned(out_dir)
     building = out_dir.with_name(f".{out_dir.name}.building-{os.getpid()}")
     building.mkdir(parents=True)

@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from tools.display import RunDisplay
 from tools.ports import PORT_KEYS, with_free_ports
 from tools.report_data import SETTINGS_FILE
 from tools.serve import demo_preparation, ensure_first_version, start_server
+from tools.server_health import get_page
 from tools.supervisor import Supervisor
 
 POLL_S = 0.25
@@ -167,12 +167,8 @@ class Run:
 
     def _server_failures(self) -> int:
         assert self._supervisor is not None
-        metrics_url = self._supervisor.server.section.metrics_url
-        try:
-            with urllib.request.urlopen(f"http://{metrics_url}/metrics", timeout=10) as answer:
-                return count_failures(answer.read().decode())
-        except OSError:  # it is being started again, and counts from 0 then
-            return 0
+        # Without an answer it is being started again, and counts from 0 then.
+        return count_failures(get_page(self._supervisor.server.section.metrics_url, "/metrics"))
 
     def _report(self, failures: int) -> None:
         from tools.report import write_report

@@ -87,12 +87,12 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
     if config.demo.recipe == "reasoning":
         out = config.demo.cache_dir / "reasoning"
         made = [f"{key}={out / file}" for key, file in MADE_FOR_ACTOR.items()]
-        return ["tools.demo_reasoning", "--out", str(out)], made
+        return ["tools.demo_prepare", "--recipe", "reasoning", "--out", str(out)], made
     is_llm = config.demo.recipe == "chat"
     name = f"{'chat-' if is_llm else ''}seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
     out = config.demo.cache_dir / name
-    module = "tools.demo_llm" if is_llm else "tools.demo_prepare"
-    arguments = [module, "--out", str(out), "--seed", str(config.run.seed)]
+    recipe = ["--recipe", config.demo.recipe]
+    arguments = ["tools.demo_prepare", *recipe, "--out", str(out), "--seed", str(config.run.seed)]
     shared = config.demo.cache_dir / PRETRAINED if is_llm else out
     paths = {
         "reward.checkpoint": out / "reward",

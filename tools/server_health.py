@@ -85,7 +85,7 @@ class ServerHealth:
     def _server_answers(self, control: ControlPlane) -> bool:
         """Ask over both protocols what never waits behind other requests; sets `trouble` after a long silence."""
         answers = {
-            "HTTP": bool(_get(self._server.section.http_url, "/v2/health/live")),
+            "HTTP": bool(get_page(self._server.section.http_url, "/v2/health/live")),
             "gRPC": control.answers_inference(PROBE_TIMEOUT_S),
         }
         now = time.monotonic()
@@ -140,7 +140,7 @@ class ServerHealth:
 
     def _progresses(self, model: str, watched: _Watched) -> bool:
         """Whether it has done anything since the last look, or has nothing to do."""
-        page = _METRIC.findall(_get(self._server.section.metrics_url, "/metrics"))
+        page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
         found = {name: float(value) for name, labelled, value in page if labelled == model}
         progress = tuple(found.get(name, 0.0) for name in PROGRESS)
         moved, watched.progress = progress != watched.progress, progress
@@ -193,7 +193,7 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     return 0.0
 
 
-def _get(url: str, path: str) -> str:
+def get_page(url: str, path: str) -> str:
     """The page; empty if there is no answer."""
     host, _, port = url.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=PROBE_TIMEOUT_S)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from python_backend.adamw import make_adamw
-from python_backend.batching import plan_micro_batches
+from python_backend.batching import padded_rows, plan_micro_batches
 from python_backend.collation import collate
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
@@ -120,7 +120,7 @@ class CriticUpdate:
         ids, attention, _ = collate([row.tokens for row in rows], self.critic.model.device)
         values = self.critic.forward(ids, attention)[:, :-1]
         prev_values, returns, mask = (
-            _padded([getattr(row, name) for row in rows], ids.shape[1] - 1).to(ids.device)
+            torch.from_numpy(padded_rows([getattr(row, name) for row in rows], ids.shape[1] - 1)).to(ids.device)
             for name in ("prev_values", "returns", "mask")
         )
         loss = clipped_value_loss(
@@ -149,10 +149,3 @@ def split_rows(payload: TrainPayload) -> Iterator[Row]:
         targets = slice(target, target + length - 1)
         yield Row(payload.tokens[tokens], payload.returns[targets], payload.prev_values[targets], payload.mask[targets])
         token, target = token + length, target + length - 1
-
-
-def _padded(arrays: list[np.ndarray], width: int) -> torch.Tensor:
-    out = torch.zeros((len(arrays), width))
-    for i, array in enumerate(arrays):
-        out[i, : array.size] = torch.from_numpy(array)
-    return out

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from python_backend.batching import padded_rows
 from python_backend.config import RunConfig
 from python_backend.weights import WEIGHTS_FILE, WeightsStore, sha256_of
 from tools.chaos.traffic import Shape, batch, probes
@@ -79,10 +80,4 @@ def _padded_each(
     requests: list[list[np.ndarray]], values: Callable[[list[np.ndarray]], list[np.ndarray]]
 ) -> list[np.ndarray]:
     """Each row in a forward of its own, then side by side as an answer has them."""
-    answers = []
-    for rows in requests:
-        padded = np.zeros((len(rows), max(row.size for row in rows)), np.float32)
-        for i, row in enumerate(rows):
-            padded[i, : row.size] = values([row])[0]
-        answers.append(padded)
-    return answers
+    return [padded_rows([values([row])[0] for row in rows], width=max(row.size for row in rows)) for rows in requests]

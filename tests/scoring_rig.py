@@ -1,0 +1,31 @@
+"""`python_backend.scoring` outside a server: Triton's module is the stand-in among the tests."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def scoring() -> Iterator[Any]:
+    """The module; it changes how often threads hand the interpreter on."""
+    interval = sys.getswitchinterval()
+    yield importlib.import_module("python_backend.scoring")
+    sys.setswitchinterval(interval)
+
+
+def started(model: Any, *, token_budget: int) -> Any:
+    """The model, a `ScoringModel` that has begun to serve with one worker."""
+    values = {
+        "token_budget": token_budget, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
+        "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
+    }  # fmt: skip
+    config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
+    model.set_up(sys.modules["python_backend.serving"].Parameters({"model_config": json.dumps(config)}))
+    model.start()
+    return model
