@@ -49,16 +49,14 @@ class LeanDecoder:
         at_end = (self._cos[0, 0, ends][:, None, None], self._sin[0, 0, ends][:, None, None])
         visible = torch.arange(ids.shape[1])[None] < lengths[:, None]
         mask = None if bool(visible.all()) else visible[:, None, None]
-        attended = self._attend(_rotated(query, *at_end), key, value, mask)
+        attended = self._attend(_rotated(query, *at_end), key, value, attn_mask=mask)
         return self._normed(self._body.norm, self._after(layer, x[rows, ends], attended.flatten(1)))
 
     def _layer(self, layer: Any, x: Tensor) -> Tensor:
         normed = self._normed(layer.input_layernorm, x)
         query = _rotated(self._heads(layer.self_attn.q_proj, normed), *self._rotation(x.shape[1]))
         key, value = self._keys_and_values(layer.self_attn, normed)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self._num_kv_heads != self._num_heads
-        )
+        attended = self._attend(query, key, value, is_causal=True)
         return self._after(layer, x, attended.transpose(1, 2).flatten(2))
 
     def _after(self, layer: Any, x: Tensor, attended: Tensor) -> Tensor:
@@ -77,9 +75,9 @@ class LeanDecoder:
     def _rotation(self, width: int) -> tuple[Tensor, Tensor]:
         return self._cos[:, :, :width], self._sin[:, :, :width]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
         grouped = self._num_kv_heads != self._num_heads
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **mask)
 
     def _normed(self, norm: Any, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)

@@ -34,7 +34,7 @@ from python_backend.sections import UNMEASURED
 from python_backend.weights import WeightsStore
 from tools.child import Child
 from tools.model_loading import probe
-from tools.ports import with_free_ports
+from tools.ports import PORT_KEYS, with_free_ports
 from tools.render_configs import render_repository
 from trainer.control_plane import ControlPlane
 from trainer.publish import initialise_store
@@ -269,8 +269,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
-    server = with_free_ports(load_config(path).server)
-    data["server"] |= {key: getattr(server, key) for key in ("http_port", "grpc_port", "metrics_port")}
+    data["server"] |= with_free_ports(load_config(path).server).model_dump(include=set(PORT_KEYS))
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return LiveRun(path, load_config(path))
 

@@ -106,16 +106,15 @@ def draw_gold(axes: Axes, run: Run) -> None:
 
 
 def draw_kl(axes: Axes, run: Run) -> None:
-    x, y = series(run.steps, "train_rollouts/init_policy_kl_per_sequence")
-    axes.plot(x, y, color=PURPLE, lw=1.8, label="training batch", **_markers(x))
+    y = _plot(axes, run, "train_rollouts/init_policy_kl_per_sequence", color=PURPLE, lw=1.8, label="training batch")
     _level(axes, run.summary.get("kl_final"), PURPLE, "held-out, at the end")
     axes.set_ylim(bottom=min(0.0, *y))
     _finish(axes, "KL to the initial policy (nats per sequence)", "step")
 
 
 def draw_explained_variance(axes: Axes, run: Run) -> None:
-    x, y = series(run.steps, "train_rollouts/explained_variance")
-    axes.plot(x, y, color=GREEN, lw=1.4, alpha=0.8, label="training batch, version in service", **_markers(x))
+    style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": "training batch, version in service"}
+    y = _plot(axes, run, "train_rollouts/explained_variance", **style)
     _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
     _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary['weights_version']}, held-out")
     finite = [v for v in (*y, run.summary.get("ev_v0"), run.summary.get("ev_last")) if v is not None]
@@ -143,22 +142,15 @@ def draw_versions(axes: Axes, run: Run) -> None:
     for kind, colour, marker, size in RELOADS:
         points = [(s[0], s[2]) for s, row in zip(served, run.critic, strict=True) if row.get("reload") == kind]
         if points:
-            p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
             count = run.summary[f"reloads_{kind}"]
-            plural = "s" if count > 1 else ""
-            label = f"{count} {kind} reload{plural}" + (f", median {p50:,.0f} ms" if p50 else "")
+            label = f"{count} {kind} reload{'s' if count > 1 else ''}{_median(run, kind, ', ')}"
             axes.scatter(*zip(*points, strict=True), s=size, color=colour, marker=marker, label=label, zorder=3)
     x, y = series(run.steps, "train_rollouts/weights_version")
     minutes = {row["step"]: (row["time"] - start) / 60 for row in run.steps}
     axes.plot(
-        [minutes[step] for step in x],
-        y,
-        color=GREY,
-        lw=1.2,
-        ls=":",
-        drawstyle="steps-post",
+        [minutes[step] for step in x], y, color=GREY, lw=1.2, ls=":", drawstyle="steps-post",
         label="version that scored the step",
-    )
+    )  # fmt: skip
     axes.yaxis.get_major_locator().set_params(integer=True)
     _finish(axes, "Critic weights version in service", "minutes since the first step")
 
@@ -170,8 +162,7 @@ def draw_reload_ms(axes: Axes, run: Run) -> None:
         points = [_reload_point(row, start) for row in run.critic if row.get("reload") == kind]
         known = [(minute, ms) for minute, ms in points if ms is not None and ms > 0]
         if known:
-            p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
-            label = kind + (f": median {p50:,.0f} ms" if p50 else "")
+            label = kind + _median(run, kind, ": ")
             axes.scatter(*zip(*known, strict=True), s=size, color=colour, marker=marker, label=label)
             slowest.append(max(ms for _, ms in known))
     axes.set_yscale("log")
@@ -181,15 +172,12 @@ def draw_reload_ms(axes: Axes, run: Run) -> None:
 
 def draw_distinct(axes: Axes, run: Run) -> None:
     """On a scale of its own: where responses are long or many, few bigrams in a hundred are new."""
-    x, y = series(run.steps, DISTINCT)
-    axes.plot(x, y, color=GREEN, lw=1.6, **_markers(x))
-    axes.set_ylim(0, 1.1 * max(y) or 1.0)
+    axes.set_ylim(0, 1.1 * max(_plot(axes, run, DISTINCT, color=GREEN, lw=1.6)) or 1.0)
     _finish(axes, "Distinct bigrams (share of all)", "step")
 
 
 def draw_ended(axes: Axes, run: Run) -> None:
-    x, y = series(run.steps, ENDED)
-    axes.plot(x, y, color=ORANGE, lw=1.6, **_markers(x))
+    _plot(axes, run, ENDED, color=ORANGE, lw=1.6)
     axes.set_ylim(-0.03, 1.03)
     _finish(axes, "Responses that ended by themselves (share)", "step")
 
@@ -202,9 +190,21 @@ def _reload_point(row: dict[str, Any], start: float) -> tuple[float, float | Non
     return (row["time"] - start) / 60, number(row.get("reload_ms"))
 
 
+def _median(run: Run, kind: str, separator: str) -> str:
+    p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
+    return f"{separator}median {p50:,.0f} ms" if p50 else ""
+
+
 def _thinned(x: Sequence[int]) -> str:
     every = x[1] - x[0] if len(x) > 1 else 1
     return f", one in {every} drawn" if every > 1 else ""
+
+
+def _plot(axes: Axes, run: Run, key: str, **style: Any) -> list[float]:
+    """Draw a metric over the steps; return its values."""
+    x, y = series(run.steps, key)
+    axes.plot(x, y, **style, **_markers(x))
+    return y
 
 
 def _markers(x: Sequence[float]) -> dict[str, Any]:

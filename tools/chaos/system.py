@@ -24,7 +24,7 @@ from python_backend.weights import WeightsStore
 from tools.bench.trace import SIZES, make_checkpoint
 from tools.chaos.traffic import Shape
 from tools.child import Child
-from tools.ports import with_free_ports
+from tools.ports import PORT_KEYS, with_free_ports
 from tools.run import LIBRARY_ENV
 from tools.serve import ensure_first_version, start_server
 from tools.shared_memory import SHARED_MEMORY
@@ -56,8 +56,7 @@ def write_config(folder: Path, given: Path | None) -> Path:
     }  # fmt: skip
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
-    server = with_free_ports(load_config(path).server)
-    data["server"] |= {key: getattr(server, key) for key in ("http_port", "grpc_port", "metrics_port")}
+    data["server"] |= with_free_ports(load_config(path).server).model_dump(include=set(PORT_KEYS))
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path
 
