@@ -1,6 +1,7 @@
 """`python -m actor --config YAML [section.key=value …]`: the PPO loop of one run.
-Returns: 0 with actor_summary.json and the policy written; 2 with one sentence for whatever stopped it; 130 after Ctrl-C
-or SIGTERM, with a checkpoint of the last whole step.
+
+Exits with 0 once the policy and actor_summary.json are written, with 2 after an error, which it reports in one
+sentence, and with 130 after Ctrl-C or SIGTERM, with a checkpoint of the last complete step.
 """
 
 from __future__ import annotations

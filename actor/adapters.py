@@ -1,6 +1,4 @@
-"""LoRA through peft: adapters on a policy, their state, and the ordinary model that comes of merging them.
-Given: a Hugging Face causal LM. Returns: a model with adapters; tensors by name; a model without adapters.
-"""
+"""LoRA through peft: adding adapters to a causal LM, saving and loading them, and merging them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The mathematics between a rollout and its update: mask, KL, token rewards, GAE, normalisation.
-Given per-token tensors `[B, S-1]` in which position t scores token t+1 (so position 0 scores token 1).
-Returns tensors; what lies outside a mask, NaN and infinities included, never reaches a result.
+"""The maths between a rollout and its update: mask, KL, token rewards, GAE, whitening.
+
+Per-token tensors are `[B, S-1]`; position t scores token t+1. Values outside a mask, NaN and infinity included, never
+reach a result.
 """
 
 import torch

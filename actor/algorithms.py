@@ -1,6 +1,6 @@
-"""What tells the algorithms apart: how advantages are made of scored responses, and the loss that uses them.
-Given: `Episodes`. Returns: advantages and returns `[B, S-1]`; by name, an `Algorithm`. The loop knows no names, only
-whether the configuration's algorithm asks the critic.
+"""The algorithms: each is an advantage function over `Episodes` and a policy loss.
+
+The loop does not know their names, only whether the configured one needs the critic.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Baselines of the algorithms without a critic: each response is compared with the others to the same prompt.
-Given one score per response and which prompt it answers. Returns advantages `[B]`, 0 without another to compare with.
-"""
+"""Baselines of the critic-free algorithms: each response is compared with the others to the same prompt."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
-"""What the actor keeps beside the maths: metrics, validations, checkpoints, resume, and the run's summary.
-Large files are written in a thread: on the event loop, answers that arrive meanwhile would miss their deadlines.
-Given: each step's results. Returns: files in the run's folder; how the critic must be rewound to agree with them.
+"""Metrics, validations, checkpoints, resume and the summary of a run.
+
+Large files are written in a thread: on the event loop, they would delay answers beyond their deadlines.
 """
 
 from __future__ import annotations

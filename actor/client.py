@@ -1,6 +1,6 @@
-"""The data plane: every request to the servers over tritonclient's async HTTP, each attempt with a deadline.
-Given: token rows, training payloads. Returns: scores and answers; `RequestFailed` with the cause when there are none.
-The only module that imports tritonclient.http; `servers.py` says which server is asked, `retry.py` how often.
+"""The data plane: all requests to the servers, over tritonclient's async HTTP, each attempt with a deadline.
+
+The only module that imports tritonclient.http; `servers` chooses the server, `retry` decides how often to try.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A scored rollout: written, scored, and its log-probs taken, all at the same time where it can be.
-Given: prompts, and when the critic may be asked. Returns: a `ScoredRollout`.
-"""
+"""Collects a scored rollout: generation, scoring and log-probs overlap where they can."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Torch work off the event loop, so that answers are taken in while it runs.
-Given: a number of torch threads. Returns: a function that runs others in a thread of its own, one after the other.
-"""
+"""Runs torch off the event loop, so that answers are received meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Writing responses, as many rows at once as there are slots; one that ends leaves, the next prompt takes its place.
-Given: a causal LM, prompts, what may be written. Returns: each response as soon as it ends.
+"""Slot-based decoding: when a response ends, the next prompt takes its slot.
 
 `transformers` has two ways that this replaces. `generate` holds every row until the longest has ended, and grows its
 cache by copying it at each token. Its continuous batching is made for paged attention on a GPU.

@@ -1,6 +1,4 @@
-"""From scored rollouts to the batch that policy and critic train on, and the numbers people chart.
-Given: a `ScoredRollout`. Returns: a `PPOBatch`; metrics by the reference's names (reference section 7).
-"""
+"""Turns scored rollouts into the batch that policy and critic train on, and into metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`generate`, the one seam to how responses are written: by our own decoding, or by `transformers` where it must be.
-Given: token prompts, a seed. Returns: each response as soon as it has ended.
-"""
+"""Generates responses by slot-based decoding, or by `transformers` for models that it does not fit."""
 
 from __future__ import annotations
 

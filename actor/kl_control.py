@@ -1,6 +1,4 @@
-"""The weight of the KL penalty: held, or adapted so that the policy stays a given distance from its start.
-Given: the KL of each rollout. Returns: `coef`; its state goes into checkpoints.
-"""
+"""The weight of the KL penalty: fixed, or adapted to keep the policy at a target distance from its start."""
 
 from __future__ import annotations
 

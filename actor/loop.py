@@ -1,7 +1,7 @@
 """The run, top to bottom: prompts -> generate -> score -> advantages -> critic train and policy update.
-Given: the configuration and a live server. Returns: the run's summary; files are written along the way.
-Scoring runs while the next batch is generated; the critic trains and reloads while the policy is updated.
-Which algorithm it is shows in its `Method` alone, an advantage function and a loss, and in whether there is a critic.
+
+Scoring overlaps with generation; the critic trains and reloads while the policy is updated. Algorithms differ only in
+their `Method`, an advantage function and a loss, and in whether there is a critic.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""One actor in a folder: a second one would rewind the critic under the first, and mix its checkpoints with its own.
-Given: the run's folder. Returns: a lock that lasts as long as the process, however it ends; `ActorRuns` if it is held.
-"""
+"""A lock on the run's folder: a second actor would rewind the critic under the first and mix their checkpoints."""
 
 from __future__ import annotations
 

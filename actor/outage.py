@@ -1,6 +1,4 @@
-"""A time in which no server answers: told at its beginning, every half minute, and when it is over.
-Given: who says why. Returns: how long it lasts.
-"""
+"""An outage, while no server answers: logged when it begins, every 30 s, and when it ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The policy: a Hugging Face causal LM that writes responses and gives log-probs; `policy_update` trains it.
-Given: prompts, rollouts. Returns: rollouts, log-probs `[B, S-1]`.
+"""The policy: a Hugging Face causal LM that generates responses and scores their log-probs.
+
+`policy_update` trains it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The losses that algorithms choose from, behind one signature, and the KL penalty as a part of the loss.
-Given per-token tensors `[B, S-1]` in which position t scores token t+1, and weights in place of a mask.
-Returns sums over a micro-batch divided by the weights of the whole minibatch: no split changes the loss.
+"""The policy losses behind one signature, and the KL penalty as a part of the loss.
+
+Tensors are `[B, S-1]`; position t scores token t+1, and weights take the place of a mask. Losses are sums over a
+micro-batch divided by the weights of the whole minibatch, so no split changes them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The policy's update: shuffled minibatches, micro-batches within the token budget, loss, clipped gradient, AdamW.
-Given: a `PPOBatch`. Returns: `train_optim/...` means. No micro-batch plan changes the result.
+"""The policy's update: shuffled minibatches, micro-batches within the token budget, gradient clipping, AdamW.
+
+No micro-batch plan changes the result.
 """
 
 from __future__ import annotations

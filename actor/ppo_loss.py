@@ -1,6 +1,7 @@
-"""The actor's loss: the clipped surrogate of PPO; log-probs and entropies come from `python_backend.logprobs`.
-Given per-token tensors `[B, S-1]` in which position t scores token t+1.
-Returns sums over a micro-batch divided by the tokens of the whole minibatch: no split changes the loss.
+"""PPO's clipped surrogate loss.
+
+Tensors are `[B, S-1]`; position t scores token t+1. Losses are sums over a micro-batch divided by the tokens of the
+whole minibatch, so no split changes them.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""Log-probs of rollouts under the policy as it was before training: from the actor's own copy, or from tritonserver.
-Given: rows as they end, and all of them as one. Returns: `ReferenceLogprobs`.
-Both kinds have the same methods, so collecting reads the same for both.
-"""
+"""Log-probs under the frozen policy, from the actor's own copy or from tritonserver, behind one interface."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What went wrong with an attempt, and whether the request is repeated: its own retries, and the budget of all.
-Given: a `Trouble` after each attempt. Returns: how long to pause before the next one; `RequestFailed` if there is none.
-"""
+"""What went wrong with an attempt, and whether to retry: within the request's own limit and a budget shared by all."""
 
 from __future__ import annotations
 

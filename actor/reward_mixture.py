@@ -1,6 +1,4 @@
-"""Several rewards of one response: what the server says that it serves, what is sent to them, what comes back.
-Given: reward_model's parameters, a rollout's rows, answers. Returns: metadata, components by name, causes.
-"""
+"""Several rewards per response: which ones the server sums up, their metadata, and why a row has none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From the server's scores to what the advantages are made of: normalised, clipped, and with the length's penalties.
-Given: scores `[B]` of a rollout. Returns: shaped scores `[B]`; running statistics go into checkpoints.
-The order is normalisation, clip, penalties: penalties are in units of normalised scores, and nothing clips them away.
+"""Shapes the server's scores: normalisation, then clipping, then the penalties on length.
+
+Penalties come last, so they are in units of normalised scores and are never clipped away.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Scoring a rollout: its rows go out unpadded and at once; failed rows are marked, never scored 0.
-Given: a `Rollout` and the client. Returns: `Scores`.
-"""
+"""Scores a rollout: rows go out unpadded and at once; failed rows are marked, never scored 0."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which server gets a request: of those that answer, the one with the fewest under way; and waiting where none does.
-Given: addresses, what connects to one, and what became of each attempt. Returns: a `Server` for each attempt.
-A server that is lost gets no requests until all models that were asked for are ready there.
+"""Least-loaded balancing over healthy servers; waits while none is healthy.
+
+A lost server receives no requests until all models requested so far are ready there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A key-value cache whose rows come and go: allocated once, no column is ever copied to make room for a token.
-Given: how many rows and columns. Returns: a transformers `Cache` for a window of them.
+"""A key-value cache whose rows come and go: allocated once, and no column is copied to make room for a token.
 
 All rows end in the same column, so a row that comes later begins later: what is left of its begin is masked. Keys hold
 their rotation by position within the row, so the column a row lies in never shows in a result.

@@ -1,6 +1,4 @@
-"""Rows go to the server as they are written: a response that has ended is scored while others are written on.
-Given: rows of a rollout, in the order in which they end. Returns: answers in the order of the prompts.
-"""
+"""Streams rows to the server: a response is scored as soon as it ends, while others are still generated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Weights & Biases and MLflow, where they are installed and asked for; JSONL and TensorBoard are written in any case.
-Given: names, the run's folder and identity. Returns: trackers that take a step's numbers; trouble with one is logged.
-"""
+"""Weights & Biases and MLflow, next to JSONL and TensorBoard; a tracker that fails is dropped and logged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Training requests in the order of their steps, also when they have to be repeated: the journal refuses a gap.
-Given: requests in the order in which they are made. Returns: when each of them may be sent.
-"""
+"""Keeps training requests in the order of their steps, retries included: the journal refuses a gap."""
 
 from __future__ import annotations
 

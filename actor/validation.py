@@ -1,6 +1,4 @@
-"""Held-out prompts, sampled with the same seeds before and after, scored through the server.
-Given: policy, scorer, prompts. Returns: rewards, KL, texts, and how well the served critic explains the returns.
-"""
+"""Validation: held-out prompts, sampled with the same seed each time and scored through the server."""
 
 from __future__ import annotations
 

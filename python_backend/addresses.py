@@ -1,6 +1,4 @@
-"""Addresses of servers as the YAML has them: `host:port`, or `dns:name:port` for every address that the name has.
-Given: one such address. Returns: `host:port` of each server that it means now.
-"""
+"""Server addresses in the YAML: `host:port`, or `dns:name:port` for every address of the name."""
 
 from __future__ import annotations
 

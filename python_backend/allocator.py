@@ -1,6 +1,4 @@
-"""glibc's allocator, told to keep a forward's memory for the next one: page faults cost more than the memory.
-Given: a setting. Returns: whether the C library took it (one that is no glibc does not).
-"""
+"""Has glibc's allocator keep a forward's memory for the next one: page faults cost more than the memory."""
 
 from __future__ import annotations
 

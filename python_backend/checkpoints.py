@@ -1,6 +1,6 @@
-"""What a Hugging Face checkpoint folder holds, read from config.json and the safetensors headers alone.
-Given: a folder. Returns: `CheckpointInfo`: architecture, head, labels, dtypes, sizes, tokenizer, constants.
-Holds neither torch nor transformers, and never opens a pickled file.
+"""Inspects a Hugging Face checkpoint folder through config.json and the safetensors headers alone.
+
+Imports neither torch nor transformers and never opens a pickled file.
 """
 
 from __future__ import annotations

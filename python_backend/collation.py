@@ -1,6 +1,4 @@
-"""Ragged rows as one padded batch.
-Given: token rows. Returns: ids, attention mask and lengths as tensors on a device.
-"""
+"""Collates ragged rows into one padded batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The one YAML, typed: a section per room, unknown keys refused, dotted overrides from the command line.
-Given: a YAML file and overrides such as `actor.steps=3`. Returns: a frozen `RunConfig`.
-A room reads `run` and its own section; nothing that runs inside tritonserver reads this file.
+"""The one YAML, typed: a section per process, unknown keys rejected, dotted overrides from the command line.
+
+A process reads `run` and its own section; nothing inside tritonserver reads this file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The wire contract: model names, tensors, dtypes and shapes, and the checks of every request.
-Given: the numpy arrays of one request. Returns: validated frozen requests, or a `ContractError` naming field and value.
-numpy only: whoever crosses a process boundary imports this, and nothing heavier. Training has `training_payload`.
+"""The wire contract: model names, tensors, dtypes and shapes, and the validation of every request.
+
+Imports numpy alone, because every process imports it; training payloads are in `training_payload`.
 
 `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed one.
 """

@@ -1,6 +1,6 @@
-"""The critic inside tritonserver: serves the version that CURRENT names and changes it in place.
-Given: `tokens` (+ `sequence_lengths`) or `sentences`. Returns: `values` FP32 [B, S], padded with 0 to the request's S,
-and `weights_version` INT64 [B, 1]: one version per request.
+"""The critic inside tritonserver: serves the version that CURRENT names and swaps in the next one.
+
+Replies with `values` FP32 [B, S], 0 behind each row, and `weights_version` INT64 [B, 1], one version per request.
 """
 
 from __future__ import annotations

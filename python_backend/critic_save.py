@@ -1,7 +1,6 @@
-"""critic_save inside tritonserver: asks the sidecar for a checkpoint, or for a rewind to an earlier step.
-Given: `dummy_var` INT64 [1], optional `run_id`, `step` INT64 [1] that the checkpoint is of and `keep_steps` INT64 [K]
-that are needed still, or `rewind_to` INT64 [1].
-Returns: `status` INT64 [1], 0 when it is on disk, and the `weights_version` INT64 [1] that is served then.
+"""critic_save inside tritonserver: has the sidecar write a checkpoint, or rewind to an earlier step.
+
+Replies once that is on disk and served, with `status` 0 and the `weights_version` that is served.
 """
 
 from __future__ import annotations

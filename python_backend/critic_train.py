@@ -1,6 +1,6 @@
 """critic_train inside tritonserver: accepts training payloads into the journal.
-Given: `tokens` INT64 [N, S], `returns`, `prev_values`, `mask` FP32 [N, S-1], optional `sequence_lengths`, `run_id`,
-`step`. Returns: `loss_mean` FP32 [1] and `weights_version` INT64 [1] once every instance serves the outcome.
+
+Replies with `loss_mean` and `weights_version` once every instance serves the result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What `run.deterministic` settles, for every room at once: whatever could make two runs differ in one bit.
-Given: a configuration. Returns: the same with these values, so that no room has to ask for the mode.
-Not covered: reward functions that do not answer alike twice, and machines with another processor or torch.
+"""The settings that `run.deterministic` fixes: all that could make two runs differ in one bit.
+
+Not covered: reward functions that return something else the second time, another processor or torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Files that survive a crash: written whole or not at all, and on disk when the call returns.
-Given: paths and bytes. Returns: nothing; OSError when the disk refuses, with the old content untouched.
-"""
+"""Files that survive a crash: written completely or not at all, and on disk when the call returns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Follows CURRENT for one serving instance: loads what is announced, serves what CURRENT names, says what it serves.
-Given: the weights store and how to load a version. Returns: `version`, rebound in one assignment; never a mixture.
-Imports no torch.
+"""Follows CURRENT for one serving instance: loads announced versions, serves CURRENT, records what it serves.
+
+`version` is rebound in one assignment, so a reader never sees a mixture. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Worker processes for one reward function: each may be killed, and takes only the sample it was at with it.
-Given: samples. Returns: an `Outcome` for each, in any order, from the pool's threads.
-One thread, one process and one socket per worker: nothing is shared that a killed worker could leave locked.
+"""Worker processes of one reward function; killing one costs only the sample that it was scoring.
+
+One thread, one process and one socket per worker: a killed worker leaves nothing locked that others share.
 """
 
 from __future__ import annotations

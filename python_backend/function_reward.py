@@ -1,6 +1,7 @@
-"""A reward function as a Triton model: its rows go to worker processes, each request is answered when they are done.
-Given: `tokens` (+ `sequence_lengths`) or `sentences`, and `metadata`. Returns: `reward_component` FP32 [B, 1], NaN for
-a row that has no score, and `reward_error` BYTES [B, 1] with its cause. Imports no torch; waits for nothing.
+"""A reward function as a Triton model: worker processes score the rows, and the last one completes the reply.
+
+Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1] with the
+cause. Imports no torch.
 """
 
 from __future__ import annotations

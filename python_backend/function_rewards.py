@@ -1,6 +1,6 @@
-"""Rewards that are Python functions: what such a function is given, how it is found, what its result must be.
-Given: `path/to/file.py:name` or `package.module:name`. Returns: the function, or a score; errors name the function.
-The standard library alone: user code imports `Sample` from here, and the worker processes start fast.
+"""Reward functions: their argument `Sample`, how they are imported, and which results are valid.
+
+Imports the standard library alone, so that user code and worker processes start fast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The process that runs a reward function: `python -m python_backend.function_worker SPEC FD MEMORY_MIB`.
-Given: samples over the socket `FD`, one at a time. Returns: `{"score"}` or `{"error"}` for each; ends with its parent.
-The function runs in the main thread and may take the whole process down: the pool starts another.
+"""A reward function's worker: `python -m python_backend.function_worker SPEC FD MEMORY_MIB`.
+
+Receives samples over the socket `FD`, one at a time, and replies with `{"score"}` or `{"error"}`; ends with its parent.
+The function runs in the main thread and may crash the process: the pool starts another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""From what a head says of each token to rewards: pooling, merging of attributes, standardisation.
-Given: tensors. Returns: tensors; no configuration, no files, no device moves.
-NeMo-Aligner's reward heads: hidden -> attributes in fp32, pooled, merged, standardised, in this order.
+"""From per-token outputs to rewards: pooling, merging of attributes, standardisation.
+
+NeMo-Aligner's order: attributes in fp32, pooled, merged, standardised. Tensors in, tensors out.
 """
 
 from __future__ import annotations

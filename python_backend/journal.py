@@ -1,6 +1,6 @@
 """The training journal: what critic_train and critic_save accepted, in order, until the sidecar has done it.
-Given: the journal's folder and the run it belongs to. Returns: tickets to the writers, entries to the sidecar.
-numpy and the standard library only (and safetensors' numpy side): it is used inside tritonserver without torch.
+
+Imports numpy and the standard library (and safetensors' numpy side): tritonserver uses it without torch.
 
     <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
     <root>/<run_id>/results/<entry>.json          written once the entry's outcome is served

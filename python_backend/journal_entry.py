@@ -1,7 +1,4 @@
-"""What the journal holds: entries (what was asked for, by file name), their results, and training files on disk.
-Given: a file name, or a training file as `journal_file` writes it. Returns: entries, a payload whose digest fits.
-numpy and the standard library only (and safetensors' numpy side), as the journal itself.
-"""
+"""Journal entries by file name, their results, and training files on disk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A training entry's file while it is written: its content is checked and its digest computed meanwhile.
-Given: a payload. Returns: the parts of a safetensors file, and the header that goes over the first one at the
-end. A digest takes about as long as writing does; the arrays are never copied into one piece.
+"""Writes a training entry's file while its content is checked and its digest computed.
+
+The header with the digest replaces the first part at the end. A digest takes about as long as writing does; the arrays
+are never copied into one piece.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What critic_train and critic_save share: a request becomes a journal entry; the sidecar's result becomes its answer.
-Given: Triton's request objects. Returns: nothing; a waiter thread answers when the sidecar has served the entry.
-Imports no torch.
+"""The base of critic_train and critic_save: a request becomes a journal entry, its result the reply.
+
+A waiter thread replies once the sidecar has served the entry. Imports no torch.
 """
 
 from __future__ import annotations

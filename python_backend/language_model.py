@@ -1,5 +1,6 @@
-"""The reference as a torch module: a Hugging Face causal LM in, log-probs of ragged rows out.
-Given: a checkpoint folder. Returns: a `LanguageModel`. The server, the calibration and the tests all run this code.
+"""The reference as a torch module: log-probs of ragged rows under a Hugging Face causal LM.
+
+The server, the calibration and the tests run this code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A leaner forward of the common decoder family (Llama, Qwen2): the same weights, fewer operations around them.
-Given: a Hugging Face body. Returns: hidden states, of every token or, for a reward, of each row's last token alone: the
-last layer then computes one token of a row. Used where it is proven equal to the body's own forward, at every load.
+"""A leaner forward of the common decoder family (Llama, Qwen2): the same weights with fewer operations.
+
+For a reward, the last layer computes one token per row. Used only where it is proven equal to the body's own forward,
+at every load.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Hugging Face modules from inspected checkpoints: body memory-mapped where it can be, head in fp32.
-Given: a `CheckpointInfo`. Returns: modules in eval mode, on the CPU; what does not fit raises CheckpointError.
-"""
+"""Loads Hugging Face modules from inspected checkpoints: the body memory-mapped if possible, the head in fp32."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens under the distribution that they were sampled from.
-Given: logits. Returns: one number per predicted token, in nats; differentiable.
-The actor's policy and the served reference run this code: two copies of the formula would show up as KL.
+"""Log-probs of given tokens under the distribution that they were sampled from, in nats; differentiable.
+
+The actor's policy and the served reference share this code: two copies of the formula would show up as KL.
 """
 
 from __future__ import annotations

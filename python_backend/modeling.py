@@ -1,6 +1,6 @@
-"""Reward and critic as torch modules: Hugging Face checkpoints in, scores and values of ragged rows out.
-Given: a checkpoint folder, or a version of the weights store. Returns: `RewardModel`, `CriticModel`.
-The server, the sidecar's verification and the tests all run this code.
+"""Reward and critic as torch modules: scores and values of ragged rows from Hugging Face checkpoints.
+
+The server, the sidecar's verification and the tests run this code.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""How long the rows of a model may be, and rotary positions that do not depend on the rows of a forward.
-Given: a config.json as a mapping, or a Hugging Face module. Returns: tokens, None where nothing bounds them.
+"""Limits on row lengths, and rotary positions that do not depend on the other rows of a forward.
 
 transformers makes two rotary tables by the longest row of a forward, for all of its rows: `longrope` (Phi-3 128k) has
 another one beyond `original_max_position_embeddings`, `dynamic` beyond `max_position_embeddings`, which it also keeps

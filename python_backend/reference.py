@@ -1,6 +1,7 @@
 """The reference model inside tritonserver: the policy as it was before training.
-Given: `tokens` (+ `sequence_lengths`). Returns: `logprobs` FP32 [B, S], at index t of token t+1, under the sampling
-temperature and without the tokens that sampling never draws; padded with 0 to the request's S.
+
+Replies with `logprobs` FP32 [B, S]: index t is of token t+1, under the sampling temperature and without the tokens that
+are never sampled; 0 behind each row.
 """
 
 from __future__ import annotations

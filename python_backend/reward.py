@@ -1,7 +1,4 @@
-"""The reward model inside tritonserver.
-Given: `tokens` (+ `sequence_lengths`) or `sentences`. Returns: `rewards` FP32 [B, 1], the standardised score at the
-last token.
-"""
+"""The reward model inside tritonserver: replies with `rewards` FP32 [B, 1], the standardised scores."""
 
 from __future__ import annotations
 

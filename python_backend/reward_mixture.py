@@ -1,6 +1,6 @@
-"""The weighted sum of several rewards, the last step of the ensemble that reward_model is where there are several.
-Given: for each component its scores FP32 [B, 1], NaN where it failed, and, of a function, the causes BYTES [B, 1].
-Returns: `rewards` FP32 [B, 1], `reward_components` FP32 [B, C], `reward_errors` BYTES [B, 1]. NaN: no score.
+"""The weighted sum of several rewards, the last step of the ensemble `reward_model`.
+
+Takes each component's scores FP32 [B, 1], NaN where it failed, and each function's causes BYTES [B, 1].
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The weighted sum of several rewards: a row that lacks one has none.
-Given: components `[B, C]`, weights `[C]`. Returns: rewards `[B]` and the causes of those that are missing.
-"""
+"""The weighted sum of several rewards; a row that lacks one of them has no reward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The YAML's `rewards`: a weighted sum of the reward checkpoint and Python functions.
-Given: values. Returns: frozen terms; errors name the term and the field.
-"""
+"""The YAML's `rewards`: a weighted sum of the reward checkpoint and Python functions."""
 
 from __future__ import annotations
 

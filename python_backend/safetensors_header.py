@@ -1,5 +1,6 @@
-"""The header of a safetensors file: what tensors it holds, without reading them.
-Given: a file. Returns: name -> `TensorInfo`. Format: https://huggingface.co/docs/safetensors (8 bytes, JSON, data).
+"""Reads the header of a safetensors file: its tensors, without their data.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes, JSON, data).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which rows go into the next forward: the oldest row, and those of nearly its length that it saves work to run with.
-Given: rows as requests bring them. Returns: micro-batches, one at a time, so that later requests join between two.
+"""Chooses the rows of the next forward: the oldest row, and rows of similar length that are cheaper to run with it.
+
 Pure bookkeeping: no torch, no Triton, no threads.
 """
 

@@ -1,7 +1,7 @@
-"""What reward, critic and reference share inside tritonserver: ragged requests join a running line of forwards.
-Given: Triton's requests. Returns: nothing; a request is answered as soon as its last row is done.
-`execute` only reads token rows and lines them up; another thread tokenises sentences, worker threads run the forwards.
-Imports no torch.
+"""Continuous batching for reward, critic and reference: ragged requests join a running queue of forwards.
+
+`execute` only reads token rows and queues them; another thread tokenises sentences, worker threads run the forwards,
+and a request is answered as soon as its last row is done. Imports no torch.
 """
 
 from __future__ import annotations

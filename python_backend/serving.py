@@ -1,5 +1,5 @@
-"""The seam to Triton: one request and its way back, a model's parameters, the server's log and metrics.
-Given: Triton's request objects. Returns: nothing; each request is answered through its response sender.
+"""The interface to Triton: a request and its reply, a model's parameters, the server's log and metrics.
+
 The only module that imports triton_python_backend_utils; it imports no torch.
 """
 

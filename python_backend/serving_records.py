@@ -1,6 +1,6 @@
-"""What the critic's instances say of themselves: which version each serves, and whether it is still there.
-Given: a folder that all servers and the sidecar share. Returns: the records of live instances, and of dead ones.
-One small file an instance; whoever reads them needs no connection to any server.
+"""Records of the critic's instances: which version each serves, and whether it is alive.
+
+One small file per instance in a folder that servers and sidecar share; readers need no connection to any server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A body and the linear head on top of it: what the model says of each token, in fp32.
-Given: padded token ids. Returns: outputs [B, S, A]; differentiable.
-"""
+"""A body with the linear head on top of it: per-token outputs [B, S, A] in fp32; differentiable."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training payload: what critic_train accepts, how its content is checked, packed and told from another's.
-Given: the numpy arrays of one request. Returns: a payload, or a `ContractError` naming field and value.
-numpy only, as the contract.
+"""The payload of critic_train: validation, packing, and the digest that identifies its content.
+
+Imports numpy alone, as the contract does.
 """
 
 from __future__ import annotations

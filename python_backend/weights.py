@@ -1,6 +1,6 @@
 """The weights store: numbered, immutable versions of the critic; CURRENT names the one that is served.
-Given: the store's folder. Returns: versions, manifests, and what each serving instance says it serves.
-Holds no torch: servers, the sidecar and the tools all read it.
+
+Imports no torch: servers, the sidecar and the tools all read it.
 
     <root>/<version>/{model.safetensors, config.json, manifest.json}
     <root>/CURRENT    one line, replaced by rename: the only truth about what is served

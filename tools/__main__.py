@@ -1,7 +1,4 @@
-"""`python -m tools <command>`: the commands a person runs.
-Given: a command and its arguments. Returns: the command's exit code.
-Imports nothing but the command asked for, so that `--help` is instant.
-"""
+"""`python -m tools <command>`: imports nothing but the command, so that `--help` is instant."""
 
 from __future__ import annotations
 

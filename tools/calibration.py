@@ -1,6 +1,4 @@
-"""Settles what is `auto` in the sections of served models: measured once per model and machine, then remembered.
-Given: the configuration. Returns: overrides with numbers. The measuring happens in processes of their own.
-"""
+"""Replaces `auto` in the sections of served models by measured values, remembered per model and machine."""
 
 from __future__ import annotations
 

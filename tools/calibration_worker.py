@@ -1,6 +1,7 @@
-"""`python -m tools.calibration_worker`: measures a model in a process of its own, as one serving instance runs it.
-Given: a JSON object on the command line (checkpoint, role, device, dtype, workers, threads, max_length, budgets).
-Returns: a JSON line of tokens per second by allocator and token budget, and what a forward costs beyond its tokens.
+"""`python -m tools.calibration_worker SPEC`: measures a model in its own process, as a serving instance runs it.
+
+Takes a JSON object (checkpoint, role, device, dtype, workers, threads, max_length, budgets) and prints a JSON line:
+tokens per second by allocator and token budget, and the cost of a forward beyond its tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A child process of `tools run`: its output in a log file, told to stop by a signal, never left behind.
-Given: a name, a command, a log file. Returns: a `Child`.
-"""
+"""A child process of `tools run`: its output in a log file, stopped by a signal, never orphaned."""
 
 from __future__ import annotations
 

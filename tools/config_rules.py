@@ -1,6 +1,4 @@
-"""Rules of the rendered configurations that Triton's protobuf cannot know.
-Given: `{model: ModelConfig}`. Returns: nothing, or a ConfigError naming model, field and value.
-"""
+"""Rules of the rendered configurations that Triton's protobuf cannot express."""
 
 from __future__ import annotations
 

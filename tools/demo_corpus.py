@@ -1,6 +1,6 @@
-"""Real English that every Python installation has: sentences of the standard library's own documentation.
-Given nothing but the installed standard library; its files are parsed, never imported.
-Returns filtered, deduplicated sentences in a fixed order, split into a training and a held-out part.
+"""English that every Python installation has: sentences from the standard library's own documentation.
+
+The files are parsed, never imported. Sentences are filtered, deduplicated and in a fixed order.
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""The demo's gold score: the human-rated VADER lexicon without the words that are technical in these texts.
-Given texts (or two lists of texts or scores); the lexicon ships with the `vaderSentiment` package.
-Returns scores in [-1, 1], which words carry a gain between two lists, and the gain's confidence interval.
-"""
+"""The demo's gold score: the human-rated VADER lexicon without words that are technical in these texts."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -1,6 +1,6 @@
-"""Trains the demo's tokenizer, language model (actor and reference) and reward model, and starts its critic.
-Given sentences, rows of token ids and gold scores; the sizes and rates are one `Recipe`.
-Returns ordinary Hugging Face models and tokenizers, in fp32 on the CPU; the same seed gives the same bits.
+"""Trains the demo's tokenizer, language model and reward model, and initialises its critic.
+
+Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. Sizes and rates are one `Recipe`.
 """
 
 import copy

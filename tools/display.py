@@ -1,6 +1,6 @@
-"""What a run is doing, live in a terminal; one plain line per step where the output is no terminal.
-Given a run folder whose metrics.jsonl and critic_metrics.jsonl other processes are writing.
-Returns nothing: `phase`, `log` and `refresh` show; what is printed meanwhile stays above the display.
+"""Live display of a run in a terminal; one plain line per step elsewhere.
+
+Follows metrics.jsonl and critic_metrics.jsonl; text printed meanwhile stays above the display.
 """
 
 import statistics

@@ -1,6 +1,6 @@
-"""`python -m tools import`: looks at checkpoints, tries them out, and writes the YAML sections that serve them.
-Given: the folder of a reward model, of a critic (or `from-reward`), or of both. Returns: a report and the YAML.
-Only the try-out imports torch; pickled weights are refused unopened.
+"""`python -m tools import`: inspects checkpoints, tries them out, and writes the YAML sections that serve them.
+
+Only the trial imports torch; pickled weights are refused unopened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Proves a tritonserver that has just come up: every model of the repository is loaded and answers a request.
-Given: the control plane and the model repository. Returns: nothing, once every model has answered.
-"""
+"""Proves that a freshly started tritonserver works: every model is loaded and answers a request."""
 
 from __future__ import annotations
 

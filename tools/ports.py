@@ -1,6 +1,4 @@
-"""The server's three ports: chosen where the configuration says 0, checked before tritonserver starts.
-Given: the server section. Returns: the section with real ports, or a `ServerStartError` naming port and key.
-"""
+"""The server's three ports: chosen where the configuration says 0, checked before tritonserver starts."""
 
 from __future__ import annotations
 

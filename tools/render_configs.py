@@ -1,5 +1,6 @@
-"""Renders the model repository: every config.pbtxt from templates and the one YAML, parsed by Triton's protobuf.
-Given: a configuration. Returns: a folder that plain `tritonserver --model-repository` reads; `--check` tells drift.
+"""Renders the model repository from templates and the YAML, and parses it back through Triton's protobuf.
+
+`--check` reports drift.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The parameters that the reference model has beyond those of every served model.
-Given: a configuration. Returns: what its log-probs are taken under, for config.pbtxt; the actor compares it at start.
-"""
+"""The reference model's own parameters in config.pbtxt, which the actor compares at its start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Renders the reward side of the repository where the YAML has `rewards`: the parts, their sum, and the ensemble.
-Given: a configuration with `rewards`. Returns: `{model: config.pbtxt}`; reward_model is the ensemble of the others.
-"""
+"""Renders the reward models of a YAML with `rewards`: components, their sum, and the ensemble `reward_model`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The report's pictures: reward, gold, KL, critic, step time, versions and reloads of one run.
-Given a run folder with its summary.json.
-Returns panels as SVG texts for the report, or writes a PNG of the four that say most.
-"""
+"""The report's pictures, as SVG for the page and as a PNG of the four that say most."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""One finished run as the report needs it: summary, steps, critic updates, held-out texts and their gains.
-Given a run folder with its summary.json.
-Returns frozen records and plain numbers; nothing here draws or writes.
-"""
+"""Reads a finished run for the report: summary, steps, critic updates, held-out texts and their gains."""
 
 import json
 import math

@@ -1,7 +1,7 @@
 """`python -m tools run`: the whole system in one terminal: prepare -> render -> serve -> sidecar -> PPO -> report.
-Given: a YAML (the demo's, or a user's own). Returns: 0 with summary.json and report.html in the run's folder.
-Ctrl-C and SIGTERM stop actor (with a checkpoint), sidecar and server in that order; a process that dies stops the run
-and is named.
+
+Ctrl-C and SIGTERM stop actor (with a checkpoint), sidecar and server, in that order; if a process dies, the run stops
+and names it.
 """
 
 from __future__ import annotations

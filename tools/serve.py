@@ -1,5 +1,5 @@
 """`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until a signal.
-Given: the YAML and overrides. Returns: 0 after SIGINT or SIGTERM, 1 with one sentence if it cannot serve.
+
 `start_server` is the same start for other commands and for tests.
 """
 

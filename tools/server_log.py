@@ -1,6 +1,4 @@
-"""The server's log: followed for a person, its end for an error, and failures that Triton does not report.
-Given: the path of a log that tritonserver and its stubs are writing. Returns: text, whatever bytes it holds.
-"""
+"""The server's log: lines for a person, its tail for an error, and failures that Triton does not report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Boils a finished run folder down to summary.json, and reads the run folder's files for the report.
-Given actor_summary.json, samples.jsonl and critic_metrics.jsonl, plus what only the parent process measured.
-Returns the summary; with `gold`, samples.jsonl gets each text's gold score as well.
+"""Writes summary.json of a finished run, and reads the run's texts in pairs.
+
+With `gold`, samples.jsonl gets each text's gold score as well.
 """
 
 import json

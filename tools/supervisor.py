@@ -1,6 +1,4 @@
-"""Keeps one tritonserver serving: starts it again when it dies or hangs, however often that takes.
-Given: how to start the server. Returns: `server`, the one that runs now; `ServerHealth` looks after its models.
-"""
+"""Keeps one tritonserver running: restarts it when it dies or hangs. `ServerHealth` watches its models."""
 
 from __future__ import annotations
 

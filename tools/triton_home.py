@@ -1,6 +1,6 @@
-"""Where tritonserver is (in the nvidia-pytriton wheel, on PATH, where the caller says), and what it needs.
-Given: an optional path. Returns: a `TritonHome`, its backend folder, the environment of the server process.
-What cannot work with this Python is refused here, in one sentence, before anything is started.
+"""Finds tritonserver (in the nvidia-pytriton wheel, on PATH, or at a given path) and prepares its environment.
+
+A server that cannot work with this Python is refused here, before anything starts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One tritonserver process: started, filled with models, proven by requests, stopped without a trace.
-Given: a `TritonHome`, a model repository, the server section, a log file. Returns: a `TritonServer`.
-Whatever keeps it from starting ends in a `ServerStartError` of one sentence.
-"""
+"""One tritonserver process: started, loaded with models, proven by requests, stopped without leftovers."""
 
 from __future__ import annotations
 

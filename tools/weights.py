@@ -1,6 +1,4 @@
-"""`python -m tools weights list | verify | rollback | ready`: the critic's versions, as an operator wants them.
-Given: the YAML of the run. Returns: 0, or 1 with one sentence on what is wrong.
-"""
+"""`python -m tools weights list | verify | rollback | ready`: the critic's versions, for operators."""
 
 from __future__ import annotations
 

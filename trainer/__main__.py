@@ -1,5 +1,7 @@
 """`python -m trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
-Returns: 0 after SIGINT or SIGTERM, with a checkpoint written; 2 with one sentence for whatever stands in the way.
+
+Exits with 0 after SIGINT or SIGTERM, with a checkpoint written, and with 2 after an error, which it reports in one
+sentence.
 """
 
 from __future__ import annotations

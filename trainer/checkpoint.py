@@ -1,5 +1,4 @@
-"""The sidecar's checkpoints: weights, optimizer and where in the journal they stand; whole or not there at all.
-Given: the checkpoints' folder. Returns: the state that training resumes from, bit for bit. safetensors and JSON only.
+"""The sidecar's checkpoints, from which training resumes bit for bit: complete or absent, safetensors and JSON only.
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
     <root>/damaged-<step>/         what was found damaged and could be made up for

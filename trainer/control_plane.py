@@ -1,6 +1,6 @@
 """The control plane of a running tritonserver: load, reload, statistics and probes, each with a deadline.
-Given: the server's gRPC address and model names. Returns: plain values, or a `ControlPlaneError`.
-gRPC and not HTTP, because a load over HTTP stalls all HTTP inference until it ends.
+
+Uses gRPC, because a load over HTTP stalls all HTTP inference until it ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One critic update: clipped value loss over token-budget micro-batches, AdamW with a warm-up and cosine schedule.
-Given: a critic and training payloads, in order. Returns: the loss and what the optimizer did.
-Same payloads, same start, same threads: the same bits on a CPU.
+"""One critic update: clipped value loss over token-budget micro-batches, AdamW with warm-up and cosine schedule.
+
+The same payloads, start and threads give the same bits on a CPU.
 """
 
 from __future__ import annotations

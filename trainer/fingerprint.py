@@ -1,5 +1,4 @@
-"""Which settings decide the weights that a journal leads to, and how two sets of them differ.
-Given: the trainer's settings. Returns: their fingerprint; one line per setting that changed.
+"""The settings that decide the weights which a journal leads to, and how two sets of them differ.
 
 What a checkpoint was trained under is compared with what it is resumed under. All settings of the update count.
 `token_budget`, `threads` and `device` too, though they change no more than rounding: replayed steps then give other

@@ -1,6 +1,4 @@
-"""Disk trouble, waited out: what must reach the disk is tried until it does, or until a stop is asked for.
-Given: an action that may be repeated. Returns: its result; the trouble is logged, and shown to whoever waits.
-"""
+"""Retries disk operations until they succeed or a stop is requested; logs the trouble and shows it to callers."""
 
 from __future__ import annotations
 

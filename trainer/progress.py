@@ -1,6 +1,4 @@
-"""What the sidecar shows of itself: the heartbeat that waiting callers are judged by, and critic_metrics.jsonl.
-Given: what it is doing. Returns: nothing; `wait` raises when a stop came while a server was waited for.
-"""
+"""The sidecar's progress: its heartbeat, by which waiting callers judge it, and critic_metrics.jsonl."""
 
 from __future__ import annotations
 

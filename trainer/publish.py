@@ -1,6 +1,4 @@
-"""From trained weights to served weights: write a version, verify it, move CURRENT, wait until it is served.
-Given: the weights store and a critic. Returns: the version served and how long each part took.
-"""
+"""From trained weights to served weights: write a version, verify it, move CURRENT, wait until it is served."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Back to a state that checkpoints and journal still lead to, with whatever of them is damaged left out and said.
-Given: a fresh update of version 0, the checkpoints, the journal. Returns: the step that the update stands at then.
-"""
+"""Restores a state from checkpoints and journal; damaged parts that can be replaced are skipped and logged."""
 
 from __future__ import annotations
 

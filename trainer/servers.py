@@ -1,6 +1,4 @@
-"""The tritonservers that serve one critic: found by address or by a DNS name, reloaded together, asked what they serve.
-Given: `host:port` of their gRPC ports, or `dns:name:port`. Returns: what became of each, by address.
-"""
+"""The tritonservers that serve one critic: found by address or DNS name, reloaded together, asked for their version."""
 
 from __future__ import annotations
 

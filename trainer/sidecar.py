@@ -1,6 +1,4 @@
-"""The critic sidecar, top to bottom: follow the journal; train, publish, reload, answer; checkpoint; resume; rewind.
-Given: the configuration. Returns: when told to stop, with a checkpoint of everything trained.
-"""
+"""The critic sidecar, top to bottom: follow the journal; train, publish, reload, answer; checkpoint; resume; rewind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The critic's loss: squared error with the clip of PPO.
-Given values, their old selves, returns and a mask, all `[B, S-1]`, and the token count of the whole batch.
-Returns the share of one micro-batch in the loss of the whole batch: no split changes the loss.
+"""The critic's loss: squared error with PPO's value clip.
+
+Tensors are `[B, S-1]`. The loss is a micro-batch's share in the loss of the whole batch, so no split changes it.
 """
 
 import torch

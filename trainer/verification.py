@@ -1,6 +1,4 @@
-"""What a version must prove before CURRENT may name it.
-Given: the weights store, a version, the critic that it was made from. Returns: nothing; VersionRejected says why not.
-"""
+"""The checks that a version must pass before CURRENT may name it."""
 
 from __future__ import annotations
 

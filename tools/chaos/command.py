@@ -1,6 +1,7 @@
-"""`python -m tools chaos --kills N --out DIR`: the crash test of the live critic, on the real server and sidecar.
-Given: how many kills, a folder, a seed, perhaps a YAML. Returns: 0 if every promise was kept, 1 if one was broken or
-the system did not come back, 2 for a wrong call; DIR/result.json and DIR/chaos.png say what happened.
+"""`python -m tools chaos --kills N --out DIR`: the crash test of the live critic, on real processes.
+
+Exits with 0 if every promise was kept, with 1 if one was broken or the system did not recover, with 2 for wrong
+arguments. The results are in DIR/result.json and DIR/chaos.png.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The killer of the crash test: carries out a plan of (victim, moment), one kill after the other.
-Given: the system, its traffic, the plan. Returns: what was killed, when, and what was seen.
-"""
+"""Kills processes by a plan of (victim, moment), one after the other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The picture of the crash test: kills by victim and moment, how long scoring took meanwhile, and the steps trained.
-Given: what was sent and answered, the kills. Returns: nothing; a PNG is written.
-"""
+"""Draws the crash test: kills by victim and moment, scoring latency, and the steps trained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Where a kill falls: moments in the system's work, seen from outside in its files, and the plan of all kills.
-Given: the run's folders. Returns: what was seen when the moment came; a seeded list of victims and moments.
-"""
+"""Kill points: moments in the system's work, recognised from outside by its files, and the plan of all kills."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the crash test is compared with: the same batches in a plain loop, no journal, no server, nobody killed.
-Given: version 0, the trainer's settings, the seed. Returns: loss, weights and values after each step, and the rewards.
-"""
+"""The crash test's reference: the same batches in a plain loop, without journal, server or kills."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Figures of the crash test: how long each kill was felt, and how often requests failed.
-Given: what was sent and answered, the kills. Returns: plain values for result.json and the terminal.
-"""
+"""Figures of the crash test: how long each kill was felt, and how often requests failed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The system under the crash test: the real server under its supervisor, and the sidecar, killed and started again.
-Given: a folder, perhaps a YAML whose reward and critic are used. Returns: a `ChaosSystem`.
-"""
+"""The system under the crash test: the real server under its supervisor, and the sidecar, killed and restarted."""
 
 from __future__ import annotations
 

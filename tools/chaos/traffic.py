@@ -1,6 +1,4 @@
-"""The traffic of the crash test: one scripted writer of training steps, and clients that score the same rows for ever.
-Given: the server's address, a seed, what a batch may hold. Returns: every answer and every failure, with its time.
-"""
+"""The crash test's traffic: a scripted writer of training steps, and clients that score the same rows repeatedly."""
 
 from __future__ import annotations
 

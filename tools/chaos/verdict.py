@@ -1,7 +1,4 @@
-"""The promises of the crash test, a function each.
-Given: what was sent, answered and stored, and the reference run. Returns: for each promise the sentences on how it was
-broken; none: it was kept.
-"""
+"""The promises of the crash test, one check each; a check lists how its promise was broken."""
 
 from __future__ import annotations
 
