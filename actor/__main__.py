@@ -6,12 +6,11 @@ sentence, and with 130 after Ctrl-C or SIGTERM, with a checkpoint of the last co
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
 
-from python_backend.command_line import interrupt_on_signals, log_to_stderr, report, run_arguments
+from python_backend.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
 from python_backend.config import RunConfig, load_config
 from python_backend.errors import REPORTED
 from python_backend.required_files import check_files
@@ -19,8 +18,7 @@ from python_backend.required_files import check_files
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, then run PPO to its end."""
-    parser = argparse.ArgumentParser(prog="python -m actor", description="The PPO loop.", parents=[run_arguments()])
-    args = parser.parse_args(argv)
+    args = run_parser("python -m actor", "The PPO loop.").parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
         check_files(config, actor=True)

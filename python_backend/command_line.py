@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 
 
-def run_arguments(default: Path | None = None) -> argparse.ArgumentParser:
-    """Return a parent parser with `--config` and overrides; without `default` the option is required."""
-    parser = argparse.ArgumentParser(add_help=False)
+def run_parser(prog: str, description: str, *, default: Path | None = None) -> argparse.ArgumentParser:
+    """Return a parser of `--config` and overrides; without `default` the option is required."""
+    return add_run_arguments(argparse.ArgumentParser(prog=prog, description=description), default)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = None) -> argparse.ArgumentParser:
+    """Add `--config` and overrides; return the parser."""
     about_default = f"; default: {default.parent.name}/{default.name}" if default else ""
     parser.add_argument(
         "--config", type=Path, default=default, required=default is None, help=f"the YAML of the run{about_default}"

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
@@ -29,12 +27,12 @@ from transformers import (
 from python_backend.config import RunConfig, load_config
 from python_backend.control_key import GRPC_HEADER, control_key
 from python_backend.journal import Journal
-from python_backend.modeling import quiet_transformers
 from python_backend.sections import UNMEASURED
 from python_backend.weights import WeightsStore
 from tools.child import Child
 from tools.model_loading import probe
 from tools.ports import PORT_KEYS, with_free_ports
+from tools.random_models import random_llama, train_bpe
 from tools.render_configs import render_repository
 from trainer.control_plane import ControlPlane
 from trainer.publish import initialise_store
@@ -70,14 +68,8 @@ def make_tokenizer(
     texts: Sequence[str] = TEXTS, vocab_size: int = 200, *, adds_bos: bool = False
 ) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=["<s>", "</s>", "<pad>"], show_progress=False, initial_alphabet=alphabet
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = train_bpe(texts, alphabet=alphabet, vocab_size=vocab_size)
     if adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(
@@ -88,21 +80,10 @@ def make_tokenizer(
 
 def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
     """A Llama with random weights: `kind` is reward, critic or policy. Weights are large, so that rows differ."""
-    classes = {
-        "reward": LlamaForSequenceClassification,
-        "critic": LlamaForTokenClassification,
-        "policy": LlamaForCausalLM,
-    }
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=POSITIONS, num_labels=1, pad_token_id=2, bos_token_id=0,
-        eos_token_id=1, initializer_range=0.02 if kind == "policy" else 0.25,
-    )  # fmt: skip
+    settings: dict[str, Any] = {"initializer_range": 0.02 if kind == "policy" else 0.25}
     if kind == "reward":
-        config.reward_standardization = {"mean": 0.25, "std": 2.0}
-    quiet_transformers()
-    torch.manual_seed(seed)
-    model = classes[kind](config)
+        settings["reward_standardization"] = {"mean": 0.25, "std": 2.0}
+    model = random_llama(kind, seed=seed, vocab_size=len(tokenizer), max_position_embeddings=POSITIONS, **settings)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -23,6 +22,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
+
+from tools.random_models import train_bpe
 
 PAD, EOS = 0, 1
 Rows = Sequence[Sequence[int]]
@@ -81,18 +82,8 @@ QUICK = Recipe(
 
 def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer: `<pad>` 0, `</s>` 1, no BOS; it adds no token by itself."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "</s>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sentences, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=train_bpe(sentences, vocab_size=vocab_size, special=("<pad>", "</s>")),
         pad_token="<pad>",
         eos_token="</s>",
         padding_side="right",

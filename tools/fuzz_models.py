@@ -11,6 +11,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.sections import UNMEASURED
 from tools.fuzz_requests import POSITIONS, VOCAB_SIZE
 from tools.ports import with_free_ports
+from tools.random_models import random_llama, train_bpe
 
 KEY_VARIABLE, KEY = "FUZZ_TRAINING_KEY", "open sesame"
 STAGES: dict[str, dict[str, Any]] = {
@@ -50,40 +51,14 @@ def write_config(out: Path, stage: str) -> RunConfig:
 
 def make_models(folder: Path) -> None:
     """Tiny random checkpoints with a tokenizer of bytes and a chat template."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        LlamaForTokenClassification,
-        PreTrainedTokenizerFast,
-    )
+    from transformers import PreTrainedTokenizerFast
 
-    from python_backend.modeling import quiet_transformers
-
-    quiet_transformers()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>", "<pad>"]
-    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([], trainer)
-    saved = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_bpe([]), bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         chat_template="{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}",
     )  # fmt: skip
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=POSITIONS, num_labels=1, pad_token_id=2, bos_token_id=0,
-        eos_token_id=1, initializer_range=0.2,
-    )  # fmt: skip
-    kinds = {
-        "reward": LlamaForSequenceClassification, "critic": LlamaForTokenClassification, "policy": LlamaForCausalLM,
-    }  # fmt: skip
-    for name, kind in kinds.items():
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "initializer_range": 0.2}
+    for name in ("reward", "critic", "policy"):
         if not (folder / name / "config.json").is_file():
-            torch.manual_seed(len(name))
-            kind(config).save_pretrained(folder / name)
-            saved.save_pretrained(folder / name)
+            random_llama(name, seed=len(name), **sizes).save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)

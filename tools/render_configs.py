@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import hashlib
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints import CheckpointError, inspect_checkpoint
-from python_backend.command_line import report, run_arguments
+from python_backend.command_line import report, run_parser
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from python_backend.contract import (
     CRITIC,
@@ -302,9 +301,7 @@ def _render(template: str, **values: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`python tools/render_configs.py [--config YAML] [--out DIR] [--check] [section.key=value …]`."""
-    parser = argparse.ArgumentParser(
-        prog="render_configs", description="Render the model repository.", parents=[run_arguments(DEFAULT_CONFIG)]
-    )
+    parser = run_parser("render_configs", "Render the model repository.", default=DEFAULT_CONFIG)
     parser.add_argument("--out", type=Path, help="default: model_repository, or the run's own with --config")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")

@@ -6,7 +6,6 @@ and names it.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from actor.prompt_files import PromptError, read_rows, source_of
-from python_backend.command_line import interrupt_on_signals, report, run_arguments
+from python_backend.command_line import interrupt_on_signals, report, run_parser
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.durable import numbers_in, write_json
 from python_backend.errors import RlhfError
@@ -216,9 +215,7 @@ def set_aside(run_dir: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; 0 done, 1 with the reason, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools run", description="The whole system in one terminal.", parents=[run_arguments()]
-    )
+    parser = run_parser("python -m tools run", "The whole system in one terminal.")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run aside (<dir>.previous), not resume it")
     args = parser.parse_args(argv)
     interrupt_on_signals()

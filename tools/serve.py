@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from python_backend.command_line import report, run_arguments
+from python_backend.command_line import report, run_parser
 from python_backend.config import RunConfig, load_config
 from python_backend.control_key import control_key
 from python_backend.errors import REPORTED
@@ -42,9 +41,7 @@ class Stopped(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; 0 then, 1 if the server cannot start or dies."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools serve", description="Serve the models.", parents=[run_arguments()]
-    )
+    parser = run_parser("python -m tools serve", "Serve the models.")
     parser.add_argument("--tritonserver", type=Path, help="the executable; default: the wheel's, then PATH")
     arguments = parser.parse_args(argv)
     overrides = list(arguments.overrides)

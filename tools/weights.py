@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.command_line import report, run_arguments
+from python_backend.command_line import add_run_arguments, report
 from python_backend.config import RunConfig, load_config
 from python_backend.errors import REPORTED, RlhfError
 from python_backend.journal import Journal
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         ("rollback", "serve the bytes of an older version again, under a new number"),
         ("ready", "exit code 0 if a server serves CURRENT: for readiness probes"),
     ):
-        action = actions.add_parser(name, help=what, description=what, parents=[run_arguments()])
+        action = add_run_arguments(actions.add_parser(name, help=what, description=what))
         if name == "verify":
             action.add_argument("--version", type=int, action="append", help="only this one; may be repeated")
         if name == "rollback":

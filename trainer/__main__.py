@@ -6,14 +6,13 @@ sentence.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
 
-from python_backend.command_line import log_to_stderr, report, run_arguments
+from python_backend.command_line import log_to_stderr, report, run_parser
 from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.errors import REPORTED
 from python_backend.required_files import check_critic
@@ -22,9 +21,7 @@ from python_backend.stop_signal import stop_event
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, then follow the journal until a signal."""
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer", description="The critic sidecar.", parents=[run_arguments()]
-    )
+    parser = run_parser("python -m trainer", "The critic sidecar.")
     parser.add_argument("--init-only", action="store_true", help="make weights version 0 and exit")
     args = parser.parse_args(argv)
     try:
