@@ -10,21 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from python_backend import contract
 from python_backend.allocator import use_allocator
-from python_backend.contract import (
-    LOSS_MEAN,
-    MASK,
-    PREV_VALUES,
-    RETURNS,
-    RUN_ID,
-    SENDER_HEADER,
-    SEQUENCE_LENGTHS,
-    STEP,
-    TOKENS,
-    WEIGHTS_VERSION,
-    Limits,
-    step_identity,
-)
+from python_backend.contract import Limits, step_identity
 from python_backend.journal import Entry, Result
 from python_backend.journal_model import JournalModel
 from python_backend.ownership import Sender
@@ -48,14 +36,14 @@ class TritonPythonModel(JournalModel):
         self._limits = Limits(int(config["vocab_size"]), max_positions(config))
 
     def accept(self, call: Call) -> Entry:
-        names = (TOKENS, SEQUENCE_LENGTHS, RETURNS, PREV_VALUES, MASK)
+        names = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.RETURNS, contract.PREV_VALUES, contract.MASK)
         sent = sent_payload({name: call.array(name) for name in names}, self._limits)
-        run_id, step = step_identity(call.array(RUN_ID), call.array(STEP))
-        sender = Sender.parse(call.header(SENDER_HEADER))
+        run_id, step = step_identity(call.array(contract.RUN_ID), call.array(contract.STEP))
+        sender = Sender.parse(call.header(contract.SENDER_HEADER))
         return self.journal.accept_training(sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check)
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
         return {
-            LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
-            WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
+            contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
+            contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
         }

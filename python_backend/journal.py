@@ -23,22 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from python_backend import durable
 from python_backend.contract import STEP_AHEAD, StepConflict
-from python_backend.durable import (
-    create_file,
-    exclusive_lock,
-    make_folder,
-    numbers_in,
-    read_json,
-    remove_folder,
-    replace_file,
-    staged_file,
-    sweep,
-    sweep_files,
-    sync_directory,
-    sync_tree,
-    write_json,
-)
 from python_backend.errors import RlhfError
 from python_backend.heartbeat import Heartbeat, write_heartbeat
 from python_backend.journal_entry import (
@@ -96,15 +82,15 @@ class Journal(JournalState):
         known = self._known_step(file, step)
         if known is not None:
             return known
-        make_folder(self._entries)
-        with staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
+        durable.make_folder(self._entries)
+        with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
             refuse_superseded(sender, self.owners(), self.run_id)
             known = self._known_step(file, step)  # a large payload takes long: there may have been a rewind meanwhile
             if known is not None:
                 return known
             entry = Entry(self.last_step() + 1, 0, "train")
             os.link(staged, self._entries / entry.name)
-        sync_directory(self._entries)
+        durable.sync_directory(self._entries)
         return entry
 
     def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
@@ -191,23 +177,23 @@ class Journal(JournalState):
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
         """Be the journal's only sidecar; yields the epoch, one higher than any before. Raises JournalLocked."""
-        make_folder(self.root)
+        durable.make_folder(self.root)
         with contextlib.ExitStack() as held:
             try:  # for a moment it may be only a server's glance (is_followed)
-                held.enter_context(exclusive_lock(self.root / "LOCK", patience_s=patience_s))
+                held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
             except TimeoutError:
                 raise JournalLocked(
                     f"another sidecar follows the journal in {self.root}; one critic has one "
                     "sidecar: stop the other one first"
                 ) from None
-            epoch = int((read_json(self.root / "EPOCH") or {"epoch": 0})["epoch"]) + 1
-            write_json(self.root / "EPOCH", {"epoch": epoch})
+            epoch = int((durable.read_json(self.root / "EPOCH") or {"epoch": 0})["epoch"]) + 1
+            durable.write_json(self.root / "EPOCH", {"epoch": epoch})
             yield epoch
 
     def finish(self, entry: Entry, result: Result) -> None:
         """Record the outcome, which answers the caller."""
-        make_folder(self._results)
-        write_json(self._result_path(entry), asdict(result))
+        durable.make_folder(self._results)
+        durable.write_json(self._result_path(entry), asdict(result))
 
     def forget_covered(self, step: int, *, base: int | None = None) -> None:
         """Remove what a checkpoint at `step` covers, and results beyond the last 1,000 steps of entries that are gone.
@@ -232,12 +218,12 @@ class Journal(JournalState):
         for folder, suffix in ((self._entries, ""), (self._results, RESULT_SUFFIX)):
             for entry in sorted(entries_in(folder, suffix), reverse=True):
                 if entry.step > rewind.target and entry != rewind:
-                    make_folder(aside)
+                    durable.make_folder(aside)
                     (folder / f"{entry.name}{suffix}").rename(aside / f"{entry.name}{suffix}")
                     moved.append(f"{entry.name}{suffix}")
         for folder in (aside, self._entries, self._results):  # a power failure must not bring them back
             if folder.is_dir():
-                sync_directory(folder)
+                durable.sync_directory(folder)
         return moved
 
     def set_aside_damaged(self, entry: Entry) -> None:
@@ -246,21 +232,21 @@ class Journal(JournalState):
         if path.stat().st_size == 0:
             return
         target = self._next_aside()
-        make_folder(target)
+        durable.make_folder(target)
         shutil.copyfile(path, target / entry.name)
-        sync_tree(target)
-        replace_file(path, b"")
+        durable.sync_tree(target)
+        durable.replace_file(path, b"")
 
     def forget_aside(self, *, keep: int) -> None:
         """Remove all but the newest `keep` folders of what was set aside."""
-        for number in numbers_in(self._set_aside)[:-keep]:
-            remove_folder(self._set_aside / str(number))
+        for number in durable.numbers_in(self._set_aside)[:-keep]:
+            durable.remove_folder(self._set_aside / str(number))
 
     def sweep(self) -> None:
         """Delete what killed writers left half-written: payloads above all."""
-        sweep(self._set_aside)
+        durable.sweep(self._set_aside)
         for folder in (self.root, self._entries, self._results):
-            sweep_files(folder)
+            durable.sweep_files(folder)
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry that has been done and needs no replay (save, rewind)."""
@@ -302,7 +288,7 @@ class Journal(JournalState):
         )
 
     def _next_aside(self) -> Path:
-        return self._set_aside / str(1 + max(numbers_in(self._set_aside), default=0))
+        return self._set_aside / str(1 + max(durable.numbers_in(self._set_aside), default=0))
 
     def _refuse_during_rewind(self) -> None:
         pending = self._rewind_under_way()
@@ -314,14 +300,14 @@ class Journal(JournalState):
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
         rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
         entry = Entry(step, rank, kind, target)
-        make_folder(self._entries)
-        create_file(self._entries / entry.name, json.dumps(content or {}).encode())
+        durable.make_folder(self._entries)
+        durable.create_file(self._entries / entry.name, json.dumps(content or {}).encode())
         return entry
 
     @contextlib.contextmanager
     def _accepting(self) -> Iterator[None]:
         """Let no other writer accept anything meanwhile, so that what was just found still holds when it is linked."""
         folder = self.root / self.run_id
-        make_folder(folder)
-        with exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):
+        durable.make_folder(folder)
+        with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):
             yield

@@ -11,17 +11,9 @@ from collections.abc import Generator, Mapping
 
 import numpy as np
 
+from python_backend import contract
 from python_backend.batching import padded_rows
-from python_backend.contract import (
-    BANNED_TOKEN_IDS,
-    LOGPROBS,
-    SEQUENCE_LENGTHS,
-    TEMPERATURE,
-    TOKENS,
-    ContractError,
-    ScoringRows,
-    scoring_rows,
-)
+from python_backend.contract import ContractError, ScoringRows, scoring_rows
 from python_backend.language_model import LanguageModel, load_language_model
 from python_backend.reading import read_limits
 from python_backend.scoring import Scoring
@@ -37,7 +29,7 @@ class TritonPythonModel(TorchScoringModel):
         self.set_up_torch(args)
         parameters = self.parameters
         folder = parameters.path("checkpoint")
-        temperature, banned = parameters.text(TEMPERATURE), parameters.text(BANNED_TOKEN_IDS)
+        temperature, banned = parameters.text(contract.TEMPERATURE), parameters.text(contract.BANNED_TOKEN_IDS)
         self._model = load_language_model(
             folder, temperature=float(temperature), banned_token_ids=json.loads(banned), **self.loading
         )
@@ -50,14 +42,14 @@ class TritonPythonModel(TorchScoringModel):
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         yield from ()  # tokens are read at once
-        tokens = call.array(TOKENS)
+        tokens = call.array(contract.TOKENS)
         if tokens is None:
-            raise ContractError(f"{TOKENS}: missing")
-        return scoring_rows(tokens, call.array(SEQUENCE_LENGTHS), limits=self.limits)
+            raise ContractError(f"{contract.TOKENS}: missing")
+        return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=self.limits)
 
     def forward(self, model: LanguageModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         return model.logprobs(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         outputs = [output for output in scoring.outputs if output is not None]
-        return {LOGPROBS: padded_rows(outputs, scoring.rows.width)}
+        return {contract.LOGPROBS: padded_rows(outputs, scoring.rows.width)}

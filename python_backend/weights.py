@@ -20,20 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.durable import (
-    exclusive_lock,
-    is_number,
-    make_folder,
-    numbers_in,
-    read_json,
-    remove_folder,
-    replace_file,
-    staged_folder,
-    sweep,
-    sweep_files,
-    sync_directory,
-    sync_tree,
-)
+from python_backend import durable
 from python_backend.errors import RlhfError
 from python_backend.safetensors_header import read_header
 from python_backend.serving_records import ServingRecord, ServingRecords
@@ -79,7 +66,7 @@ class WeightsStore:
 
     def versions(self) -> list[int]:
         """Complete versions, ascending."""
-        return [number for number in numbers_in(self.root) if (self.folder(number) / MANIFEST_FILE).is_file()]
+        return [number for number in durable.numbers_in(self.root) if (self.folder(number) / MANIFEST_FILE).is_file()]
 
     def current(self) -> int | None:
         """The version that is served; None in an empty store. Raises WeightsError if CURRENT is unreadable."""
@@ -95,11 +82,11 @@ class WeightsStore:
         current = self.current()
         if not back and current is not None and version < current:
             raise WeightsError(f"version {version} is not above version {current}, which is served")
-        replace_file(self._current, f"{version}\n".encode())
+        durable.replace_file(self._current, f"{version}\n".encode())
 
     def announce(self, version: int) -> None:
         """Let the instances load `version` while it is verified, so that they have it when CURRENT moves."""
-        replace_file(self._next, f"{version}\n".encode(), durable=False)
+        durable.replace_file(self._next, f"{version}\n".encode(), durable=False)
 
     def announced(self) -> int | None:
         """The version announced last."""
@@ -111,7 +98,7 @@ class WeightsStore:
     def manifest(self, version: int) -> Manifest:
         """The manifest of `version`. Raises WeightsError if the version is not there or incomplete."""
         try:
-            data = read_json(self.folder(version) / MANIFEST_FILE)
+            data = durable.read_json(self.folder(version) / MANIFEST_FILE)
             if data is None:
                 raise WeightsError(f"version {version} is not in the weights store")
             return Manifest(**data)
@@ -148,7 +135,7 @@ class WeightsStore:
         Raises:
             OSError: the disk refuses; nothing is left behind.
         """
-        with self._writing(), staged_folder(self.root) as staging:
+        with self._writing(), durable.staged_folder(self.root) as staging:
             write(staging)
             digest = sha256_of(staging / WEIGHTS_FILE)
             existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
@@ -159,14 +146,14 @@ class WeightsStore:
             (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
             for path in staging.iterdir():
                 path.chmod(READ_ONLY)  # instances map the file: who cuts it short in place kills them
-            sync_tree(staging)
+            durable.sync_tree(staging)
             staging.rename(self.folder(manifest.version))
-            sync_directory(self.root)
+            durable.sync_directory(self.root)
             return manifest
 
     def next_version(self) -> int:
         """The number that the next version gets."""
-        return max([*numbers_in(self.root), self.current() or -1], default=-1) + 1
+        return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int) -> Manifest:
         """Compare hash, names, dtypes and shapes on disk with the manifest. Raises WeightsError."""
@@ -200,9 +187,9 @@ class WeightsStore:
             needed = {0, self.current(), *(r.version for r in records), *(r.loading for r in records)}
             doomed = [v for v in self.versions()[:-keep] if v not in needed]
             for version in doomed:
-                remove_folder(self.folder(version))
-            sweep(self.root)
-            sweep_files(self.root / "serving")
+                durable.remove_folder(self.folder(version))
+            durable.sweep(self.root)
+            durable.sweep_files(self.root / "serving")
             return doomed
 
     @contextlib.contextmanager
@@ -211,8 +198,8 @@ class WeightsStore:
 
         Raises TimeoutError, an OSError, where the other one does not end: it may have been stopped.
         """
-        make_folder(self.root)
-        with exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
+        durable.make_folder(self.root)
+        with durable.exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
             yield
 
     def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
@@ -241,6 +228,6 @@ def _read_number(path: Path) -> int | None:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
         return None
-    if not is_number(text.strip()):
+    if not durable.is_number(text.strip()):
         raise WeightsError(f"{path} holds {text[:40]!r}, not a version number")
     return int(text)

@@ -19,17 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from python_backend import durable
 from python_backend.adamw import load_state, state_tensors
-from python_backend.durable import (
-    make_folder,
-    numbers_in,
-    read_json,
-    remove_folder,
-    sweep,
-    sync_directory,
-    write_folder,
-    write_json,
-)
 from python_backend.modeling import save_critic
 from python_backend.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, sealed, verify_folder
 from python_backend.weights import WEIGHTS_FILE
@@ -65,7 +56,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        return [step for step in numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
+        return [step for step in durable.numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
 
     def asked_steps(self) -> list[int]:
         """Of those, the ones that critic_save or a rewind asked for; one that is damaged counts, too."""
@@ -79,7 +70,7 @@ class CheckpointFolder:
         """Write a checkpoint; where the step has one already, the weights are the same and only its state is new."""
         final = self.root / str(state.step)
         try:  # replacing the folder would leave a moment without either
-            write_json(final / STATE_FILE, sealed(asdict(state), self._read_state(state.step)["files"]))
+            durable.write_json(final / STATE_FILE, sealed(asdict(state), self._read_state(state.step)["files"]))
             return final
         except DamagedCheckpoint:  # or none there
             if final.exists():
@@ -91,7 +82,7 @@ class CheckpointFolder:
             save_file(tensors, folder / OPTIMIZER_FILE)
             (folder / STATE_FILE).write_text(json.dumps(seal(asdict(state), folder)))
 
-        write_folder(final, fill)
+        durable.write_folder(final, fill)
         return final
 
     def state(self, step: int) -> CheckpointState:
@@ -120,31 +111,31 @@ class CheckpointFolder:
         state = self.state(step)
         if not state.asked:
             files = self._read_state(step)["files"]
-            write_json(self.root / str(step) / STATE_FILE, sealed(asdict(replace(state, asked=True)), files))
+            durable.write_json(self.root / str(step) / STATE_FILE, sealed(asdict(replace(state, asked=True)), files))
 
     def set_aside(self, step: int) -> Path:
         """Take a damaged checkpoint out of the way; returns where it lies then."""
         aside = self.root / f"{DAMAGED_PREFIX}{step}"
         if aside.exists():
-            remove_folder(aside)
+            durable.remove_folder(aside)
         (self.root / str(step)).rename(aside)
-        sync_directory(self.root)
+        durable.sync_directory(self.root)
         return aside
 
     def drop_after(self, step: int) -> None:
         """Delete checkpoints above `step` (a rewind took their steps out), and forget that they were needed."""
         told = self._told()
         if told is not None:
-            write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
+            durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
         for newer in self.steps():
             if newer > step:
-                remove_folder(self.root / str(newer))
+                durable.remove_folder(self.root / str(newer))
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
         """Remember, durably, that of the checkpoints up to `step` only these are needed, and that of `step` itself."""
         later = [told for told in self._told() or [] if told > step]
-        make_folder(self.root)
-        write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
+        durable.make_folder(self.root)
+        durable.write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
 
     def prune(self, *, keep: int, keep_damaged: int = 0) -> None:
         """Keep what the actor said it needs, the newest `keep` that were asked for since, and the newest of all.
@@ -155,14 +146,14 @@ class CheckpointFolder:
         told = self._told() or []
         asked = [step for step in self.asked_steps() if step > max(told, default=-1)]
         for step in set(steps[:-1]) - set(told) - set(asked[-keep:]):
-            remove_folder(self.root / str(step))
+            durable.remove_folder(self.root / str(step))
         damaged = sorted(self.root.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_ctime_ns, reverse=True)
         for folder in damaged[keep_damaged:]:
-            remove_folder(folder)
-        sweep(self.root)
+            durable.remove_folder(folder)
+        durable.sweep(self.root)
 
     def _told(self) -> list[int] | None:
-        data = read_json(self.root / KEEP_FILE)
+        data = durable.read_json(self.root / KEEP_FILE)
         return None if data is None else data["steps"]
 
     def _is_asked(self, step: int) -> bool:
