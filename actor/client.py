@@ -128,22 +128,18 @@ class TritonClient:
             RequestFailed: no answer within the retries, or the request itself is wrong.
         """
         inputs = {**_padded(rows, width), **_metadata(metadata)}
-        return await self._infer(contract.CRITIC_INFER, inputs, outputs, self._settings.deadline_s)
+        return await self._infer(contract.CRITIC_INFER, inputs, outputs)
 
     async def rewards(
-        self,
-        rows: list[np.ndarray],
-        outputs: tuple[str, ...] = (contract.REWARDS,),
-        metadata: list[dict[str, Any]] | None = None,
-        *,
-        width: int = 0,
-    ) -> dict[str, np.ndarray]:
+        self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
+        metadata: list[dict[str, Any]] | None = None, *, width: int = 0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """Outputs of the reward model alone for n token rows; otherwise as `score`.
 
         Raises RequestFailed.
         """
         inputs = {**_padded(rows, width), **_metadata(metadata)}
-        return await self._infer(contract.REWARD_MODEL, inputs, outputs, self._settings.deadline_s)
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs)
 
     async def score_sentences(
         self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
@@ -153,14 +149,14 @@ class TritonClient:
         Raises RequestFailed.
         """
         inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
-        return await self._infer(contract.REWARD_MODEL, inputs, outputs, self._settings.deadline_s)
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs)
 
     async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
         """Log-probs float32 `[n, S]` of n token rows by the reference model: index t of token t+1, see `LOGPROBS`.
 
         Raises RequestFailed.
         """
-        answer = await self._infer(contract.REFERENCE, _padded(rows), (contract.LOGPROBS,), self._settings.deadline_s)
+        answer = await self._infer(contract.REFERENCE, _padded(rows), (contract.LOGPROBS,))
         return answer[contract.LOGPROBS]
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
@@ -172,7 +168,7 @@ class TritonClient:
         """
         inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
-        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, self._settings.train_deadline_s, writes=True)
+        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
     async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
@@ -196,17 +192,11 @@ class TritonClient:
 
     async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
         outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
-        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, self._settings.train_deadline_s, writes=True)
+        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
         return int(answer[contract.WEIGHTS_VERSION][0])
 
     async def _infer(
-        self,
-        model: str,
-        arrays: Mapping[str, np.ndarray],
-        outputs: tuple[str, ...],
-        deadline_s: float,
-        *,
-        writes: bool = False,
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], *, writes: bool = False
     ) -> dict[str, np.ndarray]:
         inputs = []
         for name, array in arrays.items():
@@ -222,10 +212,10 @@ class TritonClient:
             answer = await connection.http.infer(model, inputs, outputs=wanted, headers=dict(headers))
             return {name: answer.as_numpy(name) for name in outputs}
 
-        if writes:
-            course = Course(model, self._settings, self._training_budget, retries=self._train_retries)
-        else:
-            course = Course(model, self._settings, self._scoring_budget, retries=self._settings.retries)
+        s = self._settings
+        budget = self._training_budget if writes else self._scoring_budget
+        course = Course(model, s, budget, retries=self._train_retries if writes else s.retries)
+        deadline_s = s.train_deadline_s if writes else s.deadline_s
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:
             async with self._in_flight:
                 return await self._until_answered(course, ask, deadline_s, turn=turn)
@@ -243,14 +233,9 @@ class TritonClient:
             self._callers.discard(caller)
 
     async def _until_answered(
-        self,
-        course: Course,
-        ask: Callable[[HTTPConnection], Awaitable[T]],
-        deadline_s: float,
-        *,
-        turn: Turn | None = None,
-        patient: bool = True,
-    ) -> T:
+        self, course: Course, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *,
+        turn: Turn | None = None, patient: bool = True,
+    ) -> T:  # fmt: skip
         self.counters.requests += 1
         course.budget.earn()
         try:

@@ -103,6 +103,8 @@ def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
             try:
                 row = json.loads(raw)
             except ValueError as error:  # cut short, perhaps within a letter

@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.demo is None:  # its files are made first
             check_files(config, server=True, actor=True)
             check_prompts(config)
-    except ConfigError as error:
+    except RlhfError as error:
         return report(error, 1)
     if args.fresh:
         set_aside(config.run.dir)
