@@ -1,6 +1,4 @@
-"""The actor's sections of the YAML: algorithm, generation, update, and how it talks to the server.
-Given: values. Returns: frozen sections. A field's docstring is its documentation.
-"""
+"""The actor's sections of the YAML: algorithm, generation, update, and how it talks to the server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The sections of the one YAML: every field with its type, default and meaning.
-Given: values. Returns: frozen sections, derived paths and addresses as properties; `config.py` reads the file.
-A field's docstring is its documentation.
+"""The sections of the one YAML: every field with its type, default and meaning; `config.py` reads the file.
+
+A field's docstring is its documentation: `docs/configuration.md` is generated from it.
 """
 
 from __future__ import annotations
