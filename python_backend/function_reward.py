@@ -13,21 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.contract import (
-    METADATA,
-    REWARD_COMPONENT,
-    REWARD_ERROR,
-    SENTENCES,
-    SEQUENCE_LENGTHS,
-    TOKENS,
-    ContractError,
-    Limits,
-    metadata_rows,
-    scoring_rows,
-    sentence_texts,
-    text_bytes,
-    texts_array,
-)
+from python_backend import contract
 from python_backend.function_pool import Outcome, WorkerPool
 from python_backend.function_rewards import Sample
 from python_backend.reading import LONGEST_ROW_TOKENS, request_limits
@@ -35,7 +21,7 @@ from python_backend.round_robin import RoundRobin
 from python_backend.serving import Call, Parameters, log, log_error, refuse_numpy_2
 from python_backend.tokenization import TextCodec
 
-ANY_TOKEN = Limits(vocab_size=2**31)  # a policy's vocabulary may be padded beyond the tokenizer's
+ANY_TOKEN = contract.Limits(vocab_size=2**31)  # a policy's vocabulary may be padded beyond the tokenizer's
 
 
 class TritonPythonModel:
@@ -77,15 +63,16 @@ class TritonPythonModel:
             _refuse(call, error)
 
     def _samples(self, call: Call) -> Generator[None, None, list[Sample]]:
-        sentences, encoded = call.array(SENTENCES), call.array(METADATA)
+        sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
         if sentences is not None:
-            text_bytes(sentences, encoded, self._limits)
-            samples = [Sample(text) for text in sentence_texts(sentences)]
+            contract.text_bytes(sentences, encoded, self._limits)
+            samples = [Sample(text) for text in contract.sentence_texts(sentences)]
         else:
-            rows = scoring_rows(call.array(TOKENS), call.array(SEQUENCE_LENGTHS), limits=self._limits).tokens
-            text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
+            given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
+            rows = contract.scoring_rows(given, lengths, limits=self._limits).tokens
+            contract.text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
             samples = [Sample("", row.tolist()) for row in rows]
-        metadata = metadata_rows(encoded, len(samples))
+        metadata = contract.metadata_rows(encoded, len(samples))
         for i, sample in enumerate(samples):
             text = sample.text if sentences is not None else self._codec.decode(sample.tokens)
             tokens = self._codec.encode(text, LONGEST_ROW_TOKENS) if sentences is not None else sample.tokens
@@ -120,17 +107,18 @@ def _answer(call: Call, outcomes: Sequence[Outcome]) -> None:
     """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
     scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
     with np.errstate(over="ignore"):  # beyond FP32: infinite, which the sum calls a failure
-        arrays = {REWARD_COMPONENT: scores.astype(np.float32)}
-    call.answer({**arrays, REWARD_ERROR: texts_array([outcome.error for outcome in outcomes])})
+        arrays = {contract.REWARD_COMPONENT: scores.astype(np.float32)}
+    call.answer({**arrays, contract.REWARD_ERROR: contract.texts_array([outcome.error for outcome in outcomes])})
 
 
 def _refuse(call: Call, error: Exception) -> None:
     """Give every row the error as its cause; Triton gives all tensors of a request the same number of rows."""
-    arrays = (call.array(name) for name in (SENTENCES, TOKENS, SEQUENCE_LENGTHS, METADATA))
+    inputs = (contract.SENTENCES, contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.METADATA)
+    arrays = (call.array(name) for name in inputs)
     try:
         num_rows = next((len(array) for array in arrays if array is not None), 0)
         if num_rows == 0:
-            raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
+            raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
         _answer(call, [Outcome(error=str(error))] * num_rows)
     except Exception as trouble:  # thread edge: the request must have an answer
         call.fail(trouble)

@@ -8,31 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from python_backend.contract import (
-    AFTER_COMPONENT,
-    AFTER_CRITIC,
-    CRITIC,
-    METADATA,
-    PROMPT_LENGTHS,
-    RESPONSE_VALUES,
-    REWARD_CHECKPOINT,
-    REWARD_COMPONENT,
-    REWARD_COMPONENTS,
-    REWARD_ERROR,
-    REWARD_ERRORS,
-    REWARD_FUNCTION_PREFIX,
-    REWARD_MIXTURE,
-    REWARD_MODEL,
-    REWARDS,
-    SENTENCES,
-    SEQUENCE_LENGTHS,
-    TOKENS,
-    VALUES,
-    WEIGHTS_VERSION,
-)
+from python_backend import contract
 from python_backend.reward_terms import MODEL_TERM
 
-SCORED = (TOKENS, SEQUENCE_LENGTHS, SENTENCES, METADATA)
+SCORED = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.SENTENCES, contract.METADATA)
 
 
 @dataclass(frozen=True)
@@ -46,11 +25,11 @@ class Step:
 
 def critic_infer_steps(rewards: Collection[str]) -> list[Step]:
     """The critic, then the reward model or the parts of the mixture with these names."""
-    outputs = (VALUES, RESPONSE_VALUES, WEIGHTS_VERSION, AFTER_CRITIC)
-    critic = Step(CRITIC, _same(*SCORED, PROMPT_LENGTHS), _same(*outputs))
+    outputs = (contract.VALUES, contract.RESPONSE_VALUES, contract.WEIGHTS_VERSION, contract.AFTER_CRITIC)
+    critic = Step(contract.CRITIC, _same(*SCORED, contract.PROMPT_LENGTHS), _same(*outputs))
     if rewards:
-        return [critic, *mixture_steps(rewards, after=_same(AFTER_CRITIC))]
-    return [critic, Step(REWARD_MODEL, _same(*SCORED, AFTER_CRITIC), _same(REWARDS))]
+        return [critic, *mixture_steps(rewards, after=_same(contract.AFTER_CRITIC))]
+    return [critic, Step(contract.REWARD_MODEL, _same(*SCORED, contract.AFTER_CRITIC), _same(contract.REWARDS))]
 
 
 def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None) -> list[Step]:
@@ -58,16 +37,19 @@ def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None
     steps, sums = [], dict[str, str]()
     for name in sorted(rewards, key=lambda name: name != MODEL_TERM):
         component, error = f"component_{name}", f"error_{name}"
-        outputs = {REWARDS: component} if name == MODEL_TERM else {REWARD_COMPONENT: component, REWARD_ERROR: error}
+        outputs = {contract.REWARD_COMPONENT: component, contract.REWARD_ERROR: error}
+        if name == MODEL_TERM:
+            outputs = {contract.REWARDS: component}
         steps.append(Step(model_of(name), _same(*SCORED) | (after or {}), outputs))
-        after = {AFTER_COMPONENT: component}
+        after = {contract.AFTER_COMPONENT: component}
         sums |= _same(*outputs.values())
-    return [*steps, Step(REWARD_MIXTURE, sums, _same(REWARDS, REWARD_COMPONENTS, REWARD_ERRORS))]
+    mixed = _same(contract.REWARDS, contract.REWARD_COMPONENTS, contract.REWARD_ERRORS)
+    return [*steps, Step(contract.REWARD_MIXTURE, sums, mixed)]
 
 
 def model_of(name: str) -> str:
     """The model that gives the reward of this name."""
-    return REWARD_CHECKPOINT if name == MODEL_TERM else REWARD_FUNCTION_PREFIX + name
+    return contract.REWARD_CHECKPOINT if name == MODEL_TERM else contract.REWARD_FUNCTION_PREFIX + name
 
 
 def _same(*names: str) -> dict[str, str]:

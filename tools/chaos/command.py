@@ -23,6 +23,7 @@ from python_backend.command_line import report
 from python_backend.errors import RlhfError
 from python_backend.journal import Entry, Journal, Result
 from tools.bench.machine import describe_machine, describe_versions, now_utc
+from tools.chaos import verdict
 from tools.chaos.actor_damage import damage_actor_checkpoints
 from tools.chaos.killer import Killer
 from tools.chaos.picture import draw
@@ -32,18 +33,6 @@ from tools.chaos.stopping import stop_accepting
 from tools.chaos.summary import kills_with_recovery, outages, summary
 from tools.chaos.system import ChaosSystem, shape_of, write_config
 from tools.chaos.traffic import Record, Traffic
-from tools.chaos.verdict import (
-    Verdict,
-    check_checkpoint,
-    check_coverage,
-    check_freshness,
-    check_order,
-    check_repeats,
-    check_scores,
-    check_steps,
-    check_versions,
-    check_whole,
-)
 
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6
@@ -95,7 +84,7 @@ def _enough(event: threading.Event, number: int, frame: FrameType | None) -> Non
 def run_chaos(
     out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
     actor_rounds: int = 0,
-) -> list[Verdict]:  # fmt: skip
+) -> list[verdict.Verdict]:  # fmt: skip
     """Make the run in `out`, kill, stop, compare; returns the verdicts. Must be called from the main thread.
 
     Args:
@@ -163,20 +152,20 @@ def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: thread
             system.troubles.append(f"the {name} broke off: {error!r}")
 
 
-def _verdicts(system: ChaosSystem, record: Record, reference: Reference, killer: Killer) -> list[Verdict]:
+def _verdicts(system: ChaosSystem, record: Record, reference: Reference, killer: Killer) -> list[verdict.Verdict]:
     store, config = system.store, system.config
     manifests = [store.manifest(version) for version in store.versions()]
     last = config.run.dir / "checkpoints" / "critic" / str(len(reference.steps) - 1)
     return [
-        check_coverage(killer.kills, killer.done),
-        check_steps(record, _results(Journal(config.run.journal_dir, config.run.identity)), reference),
-        check_repeats(record),
-        check_versions(manifests, store.current(), reference, {step for step, _, _ in record.rewound}),
-        check_whole(store),
-        check_scores(record, {manifest.version: manifest.step for manifest in manifests}, reference),
-        check_freshness(record),
-        check_checkpoint(last, reference),
-        check_order(system.leftovers(), system.troubles),
+        verdict.check_coverage(killer.kills, killer.done),
+        verdict.check_steps(record, _results(Journal(config.run.journal_dir, config.run.identity)), reference),
+        verdict.check_repeats(record),
+        verdict.check_versions(manifests, store.current(), reference, {step for step, _, _ in record.rewound}),
+        verdict.check_whole(store),
+        verdict.check_scores(record, {manifest.version: manifest.step for manifest in manifests}, reference),
+        verdict.check_freshness(record),
+        verdict.check_checkpoint(last, reference),
+        verdict.check_order(system.leftovers(), system.troubles),
     ]
 
 
@@ -188,7 +177,7 @@ def _results(journal: Journal) -> dict[int, Result]:
 
 def _write(
     out: Path, about: dict[str, Any], totals: dict[str, Any], kills: list[dict[str, Any]], record: Record,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[verdict.Verdict],
 ) -> None:  # fmt: skip
     failures = [{"time_s": when, "who": who, "why": why} for when, who, why in record.failures]
     result = {
