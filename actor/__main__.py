@@ -10,10 +10,10 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from python_backend.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
 from python_backend.config import RunConfig, load_config
+from python_backend.config.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
+from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
-from python_backend.required_files import check_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: RunConfig) -> int:
     import torch  # deferred: --help and a wrong key answer at once
 
-    from actor.client import TritonClient
     from actor.loop import PPORun
-    from actor.only_actor import only_actor
-    from actor.stopping import INTERRUPTED, Stopped, stop_on_signals
-    from python_backend.contract import REWARD_MODEL
-    from python_backend.modeling import quiet_transformers
+    from actor.run.lock import only_actor
+    from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
+    from actor.scoring.client import TritonClient
+    from python_backend.models.modeling import quiet_transformers
+    from python_backend.wire.contract import REWARD_MODEL
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)

@@ -16,26 +16,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from actor.algorithms import Method
-from actor.bookkeeping import Bookkeeper
-from actor.checkpoint import RunState
-from actor.client import TritonClient
-from actor.collecting import collect
-from actor.compute import in_a_thread_of
-from actor.experience import check_failures, critic_payload, make_batch, sequence_kl
-from actor.kl_control import KLControl
-from actor.metrics import Timers
-from actor.policy import Policy
-from actor.policy_update import PolicyUpdate
-from actor.prompts import read_prompts, take
-from actor.reference import make_reference
-from actor.retry import ServerFailed
-from actor.reward_shaping import RewardShaper
-from actor.rollout import PPOBatch, Prompt, ScoredRollout
-from actor.scoring import Scorer
-from actor.staleness import needed_update
-from actor.stopping import RESUMES, Stop, Stopped, end_forwards
-from actor.validation import validate
+from actor.algorithms.experience import check_failures, critic_payload, make_batch, sequence_kl
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.methods import Method
+from actor.algorithms.shaping import RewardShaper
+from actor.data.compute import in_a_thread_of
+from actor.data.prompts import read_prompts, take
+from actor.data.rollout import PPOBatch, Prompt, ScoredRollout
+from actor.policy.checkpoint import RunState
+from actor.policy.policy import Policy
+from actor.policy.update import PolicyUpdate
+from actor.run.collection import collect
+from actor.run.metrics import Timers
+from actor.run.recorder import Bookkeeper
+from actor.run.staleness import needed_update
+from actor.run.stopping import RESUMES, Stop, Stopped, end_forwards
+from actor.run.validation import validate
+from actor.scoring.client import TritonClient
+from actor.scoring.reference import make_reference
+from actor.scoring.retry import ServerFailed
+from actor.scoring.scorer import Scorer
 from python_backend.config import RunConfig
 
 logger = logging.getLogger(__name__)

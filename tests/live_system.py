@@ -25,15 +25,15 @@ from transformers import (
 )
 
 from python_backend.config import RunConfig, load_config
-from python_backend.control_key import GRPC_HEADER, control_key
-from python_backend.journal import Journal
-from python_backend.sections import UNMEASURED
-from python_backend.weights import WeightsStore
-from tools.child import Child
-from tools.model_loading import probe
-from tools.ports import PORT_KEYS, with_free_ports
-from tools.random_models import random_llama, train_bpe
+from python_backend.config.sections import UNMEASURED
+from python_backend.store.control_key import GRPC_HEADER, control_key
+from python_backend.store.journal import Journal
+from python_backend.store.weights import WeightsStore
+from tools.demo.random_models import random_llama, train_bpe
 from tools.render_configs import render_repository
+from tools.server.child import Child
+from tools.server.model_loading import probe
+from tools.server.ports import PORT_KEYS, with_free_ports
 from trainer.control_plane import ControlPlane
 from trainer.publish import initialise_store
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from actor.checkpoint import RunState, check_checkpoint_of, restore
-from actor.kl_control import KLControl
-from actor.policy import Policy
-from actor.reward_shaping import RewardShaper
-from actor.rollout import Rollout
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.shaping import RewardShaper
+from actor.data.rollout import Rollout
+from actor.policy.checkpoint import RunState, check_checkpoint_of, restore
+from actor.policy.policy import Policy
 
 
 def train(policy: Policy, rollout: Rollout) -> None:

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from python_backend.function_rewards import Sample
+from python_backend.rewards.function import Sample
 
 
 def num_tokens(sample: Sample) -> float:

@@ -1,4 +1,4 @@
-"""`python_backend.scoring` outside a server: Triton's module is the stand-in among the tests."""
+"""`python_backend.serving.scoring` outside a server: Triton's module is the stand-in among the tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 def scoring() -> Iterator[Any]:
     """The module; it changes how often threads hand the interpreter on."""
     interval = sys.getswitchinterval()
-    yield importlib.import_module("python_backend.scoring")
+    yield importlib.import_module("python_backend.serving.scoring")
     sys.setswitchinterval(interval)
 
 
@@ -26,6 +26,6 @@ def started(model: Any, *, token_budget: int) -> Any:
         "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",
     }  # fmt: skip
     config = {"name": "m", "parameters": {key: {"string_value": str(value)} for key, value in values.items()}}
-    model.set_up(sys.modules["python_backend.serving"].Parameters({"model_config": json.dumps(config)}))
+    model.set_up(sys.modules["python_backend.serving.triton"].Parameters({"model_config": json.dumps(config)}))
     model.start()
     return model

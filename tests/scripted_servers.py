@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from actor.retry import Counters, Kind, Trouble
-from actor.servers import Server, Servers
+from actor.scoring.pool import Server, Servers
+from actor.scoring.retry import Counters, Kind, Trouble
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")

@@ -13,7 +13,7 @@ import psutil
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
 
 from python_backend.config import load_config
-from tools.child import Child
+from tools.server.child import Child
 
 
 class Pair:

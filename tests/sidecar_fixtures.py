@@ -12,7 +12,7 @@ import pytest
 from sidecar_rig import Rig
 from tiny_checkpoints import save_tiny
 
-from python_backend.modeling import quiet_transformers
+from python_backend.models.modeling import quiet_transformers
 
 
 @pytest.fixture(scope="session")

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from tiny_checkpoints import VOCAB
 
 from python_backend.config import RunConfig
-from python_backend.journal import Entry, Journal, Result
-from python_backend.serving_records import ServingRecord
-from python_backend.training_payload import TrainPayload
-from python_backend.weights import WeightsStore
+from python_backend.store.journal import Entry, Journal, Result
+from python_backend.store.serving_records import ServingRecord
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.training_payload import TrainPayload
 from trainer.checkpoint import CheckpointFolder
 from trainer.sidecar import Sidecar
 
@@ -31,7 +31,7 @@ class Killed(BaseException):
 
 
 class Instance(threading.Thread):
-    """A critic instance as python_backend/critic.py is: sees CURRENT move, says what it serves."""
+    """A critic instance as python_backend/serving/critic.py is: sees CURRENT move, says what it serves."""
 
     def __init__(self, store: WeightsStore, name: str = "critic_0") -> None:
         super().__init__(daemon=True)

@@ -16,15 +16,15 @@ from policy_training import load_checkpoint, states, train
 from safetensors import safe_open
 from tiny_checkpoints import MIXTURES, save_tiny
 
-from actor.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
-from actor.policy import Policy
-from actor.rollout import Prompt, Rollout
-from python_backend.checkpoints import CheckpointError
+from actor.data.rollout import Prompt, Rollout
+from actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
+from actor.policy.policy import Policy
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.config import ActorSection
-from python_backend.loading import load_weights
-from python_backend.modeling import quiet_transformers
-from python_backend.sealed_folder import DamagedCheckpoint
-from python_backend.tokenization import load_tokenizer
+from python_backend.models.loading import load_weights
+from python_backend.models.modeling import quiet_transformers
+from python_backend.store.sealed_folder import DamagedCheckpoint
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}

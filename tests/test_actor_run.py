@@ -31,8 +31,8 @@ from live_system import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from python_backend.contract import CRITIC_TRAIN
-from python_backend.jsonl import read_jsonl
+from python_backend.store.jsonl import read_jsonl
+from python_backend.wire.contract import CRITIC_TRAIN
 
 # Reference section 7; entropy and clamped ratio are named as this project names them where they differ.
 CHARTED = [

@@ -12,14 +12,14 @@ from live_system import make_checkpoint, make_tokenizer
 from policy_training import load_checkpoint, states, train
 from transformers import AutoModelForCausalLM
 
-from actor.adapters import trained_tensors
-from actor.advantages import response_mask
-from actor.algorithms import Method
-from actor.checkpoint import save_checkpoint
-from actor.policy import Policy
-from actor.policy_update import PolicyUpdate
-from actor.rollout import PPOBatch, Prompt, Rollout
-from python_backend.checkpoints import CheckpointError
+from actor.algorithms.advantages import response_mask
+from actor.algorithms.methods import Method
+from actor.data.rollout import PPOBatch, Prompt, Rollout
+from actor.policy.adapters import trained_tensors
+from actor.policy.checkpoint import save_checkpoint
+from actor.policy.policy import Policy
+from actor.policy.update import PolicyUpdate
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import ActorSection, RunConfig
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]

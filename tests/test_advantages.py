@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor import advantages as adv
+from actor.algorithms import advantages as adv
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40, deadline=None)

@@ -10,8 +10,8 @@ import pytest
 from live_system import System
 from transformers import AutoModelForCausalLM
 
-from python_backend.contract import CRITIC_INFER
-from tools.child import Child
+from python_backend.wire.contract import CRITIC_INFER
+from tools.server.child import Child
 from trainer.control_plane import ControlPlane
 
 SETTINGS = {

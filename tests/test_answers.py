@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from triton_python_backend_utils import Request
 
-from python_backend.contract import TRAINING_KEY_HEADER, ContractError, texts_array
-from python_backend.printable import printable
+from python_backend.wire.contract import TRAINING_KEY_HEADER, ContractError, texts_array
+from python_backend.wire.printable import printable
 
 LONE = "\ud800"
 
 
 @pytest.fixture
 def serving() -> Any:
-    """python_backend.serving; Triton's module is the stand-in among the tests."""
-    return importlib.import_module("python_backend.serving")
+    """python_backend.serving.triton; Triton's module is the stand-in among the tests."""
+    return importlib.import_module("python_backend.serving.triton")
 
 
 @pytest.mark.parametrize(

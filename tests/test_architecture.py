@@ -18,25 +18,25 @@ from tools import render_configs
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("python_backend", "trainer", "actor", "tools")
-ROOMS_WITHIN = ("tools/bench", "tools/chaos")
+ROOMS_WITHIN = ("benchmarks", "chaos")
 HARD_LIMIT_LINES = 400
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
-    "python_backend.batching", "python_backend.checkpoints", "python_backend.config", "python_backend.contract",
-    "python_backend.durable", "python_backend.positions", "python_backend.safetensors_header",
-    "python_backend.journal", "python_backend.journal_entry", "python_backend.journal_file",
-    "python_backend.sealed_folder", "python_backend.sections", "python_backend.serving", "python_backend.critic_save",
-    "python_backend.critic_train", "python_backend.function_pool", "python_backend.function_reward",
-    "python_backend.function_rewards", "python_backend.function_worker", "python_backend.reward_mixture",
-    "python_backend.reward_sum", "python_backend.reward_terms", "python_backend.tokenization",
-    "python_backend.allocator", "python_backend.scheduling", "python_backend.scoring", "python_backend.reading",
-    "python_backend.weights",
+    "python_backend.models.batching", "python_backend.checkpoints.inspection", "python_backend.config", "python_backend.wire.contract",
+    "python_backend.store.durable", "python_backend.checkpoints.positions", "python_backend.checkpoints.safetensors_header",
+    "python_backend.store.journal", "python_backend.store.journal_entry", "python_backend.store.journal_file",
+    "python_backend.store.sealed_folder", "python_backend.config.sections", "python_backend.serving.triton", "python_backend.serving.critic_save",
+    "python_backend.serving.critic_train", "python_backend.rewards.pool", "python_backend.serving.function_reward",
+    "python_backend.rewards.function", "python_backend.rewards.worker", "python_backend.serving.reward_mixture",
+    "python_backend.rewards.weighted_sum", "python_backend.config.reward_terms", "python_backend.checkpoints.tokenization",
+    "python_backend.serving.allocator", "python_backend.serving.scheduling", "python_backend.serving.scoring", "python_backend.serving.requests",
+    "python_backend.store.weights",
     "trainer.__main__", "trainer.control_plane", "actor.__main__", "actor.client",
-    "tools.__main__", "tools.bench.load", "tools.bench.reload", "tools.bench.scoring", "tools.import_checkpoint",
+    "tools.__main__", "benchmarks.load", "benchmarks.reload", "benchmarks.scoring", "tools.import_checkpoint",
     "tools.render_configs",
     "tools.run", "tools.serve",
 ]  # fmt: skip
-NUMPY_ALONE = ["python_backend.batching", "python_backend.contract"]
+NUMPY_ALONE = ["python_backend.models.batching", "python_backend.wire.contract"]
 
 
 def tracked(*patterns: str) -> list[Path]:

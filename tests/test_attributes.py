@@ -19,7 +19,7 @@ from live_system import (
     start_system,
 )
 
-from python_backend.contract import CRITIC_INFER, REWARD_MODEL
+from python_backend.wire.contract import CRITIC_INFER, REWARD_MODEL
 from tools.render_configs import parse_config
 
 LABELS = ("helpfulness", "correctness", "verbosity")

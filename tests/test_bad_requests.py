@@ -22,7 +22,7 @@ from live_system import (
     training_inputs,
 )
 
-from python_backend.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
+from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL, texts_array
 
 NAN, INF = np.float32("nan"), np.float32("inf")
 

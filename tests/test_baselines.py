@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor.baselines import group_standardise, leave_one_out
+from actor.algorithms.baselines import group_standardise, leave_one_out
 
 property_test = settings(max_examples=60, deadline=None)
 sizes = {"seed": st.integers(0, 10_000), "count": st.integers(1, 12), "num_groups": st.integers(1, 4)}

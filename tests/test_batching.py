@@ -1,4 +1,4 @@
-"""`python_backend.batching`: the plan holds every row once, within its budget, and wastes no forward."""
+"""`python_backend.models.batching`: the plan holds every row once, within its budget, and wastes no forward."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backend.batching import plan_micro_batches
+from python_backend.models.batching import plan_micro_batches
 
 lengths_of_rows = st.lists(st.integers(1, 40), max_size=60)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench.command import main
-from tools.bench.generation import response_lengths
+from benchmarks.command import main
+from benchmarks.generation import response_lengths
 
 
 def test_lengths_are_given_and_vary() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import command, learning
+from benchmarks.reward_functions import share_of_word
 from python_backend.config import load_config
-from python_backend.function_rewards import Sample
-from tools.bench import command, learning
-from tools.bench.reward_functions import share_of_word
+from python_backend.rewards.function import Sample
 
 
 def run(algorithm: str, seed: int, rewards: list[float]) -> list[dict[str, Any]]:

@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import reload
+from benchmarks.command import main, parse_arguments
+from benchmarks.pytriton import LockedCritic
+from benchmarks.reload import PARTS
+from benchmarks.reload_journal import accept_once, bare_write_ms, padded_arrays
+from benchmarks.reload_stage import RUN_ID, Cores, on_core, under_load
+from benchmarks.reload_training import make_payload
+from benchmarks.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload
 from python_backend.config import TrainerSection
-from python_backend.contract import SEQUENCE_LENGTHS, TOKENS, Limits
-from python_backend.journal import Journal
-from python_backend.training_payload import train_payload
-from tools.bench import reload
-from tools.bench.command import main, parse_arguments
-from tools.bench.pytriton import LockedCritic
-from tools.bench.reload import PARTS
-from tools.bench.reload_journal import accept_once, bare_write_ms, padded_arrays
-from tools.bench.reload_stage import RUN_ID, Cores, on_core, under_load
-from tools.bench.reload_training import make_payload
-from tools.bench.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload
+from python_backend.store.journal import Journal
+from python_backend.wire.contract import SEQUENCE_LENGTHS, TOKENS, Limits
+from python_backend.wire.training_payload import train_payload
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = Limits(VOCAB_SIZE, LONGEST)
@@ -59,7 +59,7 @@ def test_payloads_are_exact_multiples_that_the_contract_accepts():
 
 
 def test_the_locked_server_computes_what_ours_does_and_trains(tmp_path: Path):
-    from python_backend.modeling import load_critic
+    from python_backend.models.modeling import load_critic
 
     make_checkpoint(SIZES["tiny"], tmp_path)
     critic = LockedCritic(tmp_path, TrainerSection(lr=1e-2, warmup_steps=0))

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.bench import reload, reload_gaps, reload_journal, reload_leak, reload_load, reload_publish
-from tools.bench import reload_training as training
-from tools.bench.benchmark import Target
-from tools.bench.command import report
-from tools.bench.reload import PARTS
-from tools.bench.reload_load import share_of_cycle
-from tools.bench.reload_windows import Samples, p99, quiet_windows, ratio
+from benchmarks import reload, reload_gaps, reload_journal, reload_leak, reload_load, reload_publish
+from benchmarks import reload_training as training
+from benchmarks.benchmark import Target
+from benchmarks.command import report
+from benchmarks.reload import PARTS
+from benchmarks.reload_load import share_of_cycle
+from benchmarks.reload_windows import Samples, p99, quiet_windows, ratio
 
 
 def raw(start_s: list[float], latency_ms: list[float], version: int = 0) -> dict[str, Any]:

@@ -9,20 +9,12 @@ from typing import Any
 
 import pytest
 
-from tools.bench import scoring
-from tools.bench.benchmark import Target
-from tools.bench.command import BENCHMARKS, markdown, parse_arguments, report, targets_table
-from tools.bench.samples import in_turn, median_of, pairs, ratio
-from tools.bench.scoring_report import (
-    flatness,
-    padding_share,
-    points_of,
-    power_law,
-    summarise,
-    targets,
-    throughput,
-)
-from tools.bench.trace import model_size
+from benchmarks import scoring
+from benchmarks.benchmark import Target
+from benchmarks.command import BENCHMARKS, markdown, parse_arguments, report, targets_table
+from benchmarks.samples import in_turn, median_of, pairs, ratio
+from benchmarks.scoring_report import flatness, padding_share, points_of, power_law, summarise, targets, throughput
+from benchmarks.trace import model_size
 
 
 def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:
@@ -172,7 +164,7 @@ def test_summary_and_tables():
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_parts_that_the_runner_calls(name: str, capsys: pytest.CaptureFixture[str]):
-    benchmark = importlib.import_module(f"tools.bench.{name}")
+    benchmark = importlib.import_module(f"benchmarks.{name}")
     assert all(callable(getattr(benchmark, part)) for part in ("measure", "summarise", "targets", "draw"))
     settings, quick = (parse_arguments(name, benchmark, ["--out", "x", *more]) for more in ([], ["--quick"]))
     assert set(benchmark.OPTIONS) < set(vars(settings))

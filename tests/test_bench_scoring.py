@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from python_backend.modeling import load_reward
-from tools.bench import scoring
-from tools.bench.benchmark import BenchError, Record
-from tools.bench.command import main, parse_arguments
-from tools.bench.contenders import CONTENDERS
-from tools.bench.forward import CountedReward, Counters, read_counters
-from tools.bench.instances import claim, pack, unpack
-from tools.bench.pytriton import stripped_width
-from tools.bench.scoring_plan import Pace, num_requests, plan_cells
-from tools.bench.trace import (
+from benchmarks import scoring
+from benchmarks.benchmark import BenchError, Record
+from benchmarks.command import main, parse_arguments
+from benchmarks.contenders import CONTENDERS
+from benchmarks.forward import CountedReward, Counters, read_counters
+from benchmarks.instances import claim, pack, unpack
+from benchmarks.pytriton import stripped_width
+from benchmarks.scoring_plan import Pace, num_requests, plan_cells
+from benchmarks.trace import (
     LONGEST,
     SHORTEST,
     SIZES,
@@ -34,7 +33,8 @@ from tools.bench.trace import (
     rows_for_tokens,
     trace_lengths,
 )
-from tools.bench.usage import cpu_seconds, difference, snapshot
+from benchmarks.usage import cpu_seconds, difference, snapshot
+from python_backend.models.modeling import load_reward
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = parse_arguments("scoring", scoring, ["--out", "unused", "--concurrency", "1,64"])

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from tools.bench.benchmark import BenchError, Record
-from tools.bench.command import main
-from tools.bench.trl import summarise, take_turns, targets
-from tools.bench.trl_stage import REQUIREMENTS, SteppedTrainer, prompts_for
-from tools.bench.trl_theirs import trl_arguments
+from benchmarks.benchmark import BenchError, Record
+from benchmarks.command import main
+from benchmarks.trl import summarise, take_turns, targets
+from benchmarks.trl_stage import REQUIREMENTS, SteppedTrainer, prompts_for
+from benchmarks.trl_theirs import trl_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
 TRAINER = """
 import time
-from tools.bench.trl_turns import Turns
+from benchmarks.trl_turns import Turns
 turns = Turns()
 print("a library's greeting")
 for step in range({steps}):

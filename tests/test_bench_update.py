@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from python_backend.training_payload import TrainPayload
-from tools.bench.command import main
-from tools.bench.update import contenders_of, make_payload, padded_payload
+from benchmarks.command import main
+from benchmarks.update import contenders_of, make_payload, padded_payload
+from python_backend.wire.training_payload import TrainPayload
 
 
 def test_padding_lengthens_rows_and_trains_nothing():

@@ -16,18 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actor.bookkeeping import Bookkeeper
-from actor.checkpoint import RunState, critic_steps, saved_steps
-from actor.client import Counters, RequestFailed
-from actor.kl_control import KLControl
-from actor.reward_shaping import RewardShaper
-from actor.rollout import Prompt, Rollout, Scores
-from actor.validation import Validation
-from python_backend.checkpoints import CheckpointError
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.shaping import RewardShaper
+from actor.data.rollout import Prompt, Rollout, Scores
+from actor.policy.checkpoint import RunState, critic_steps, saved_steps
+from actor.run.recorder import Bookkeeper
+from actor.run.validation import Validation
+from actor.scoring.client import Counters, RequestFailed
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import ActorSection, RunConfig
-from python_backend.contract import STEP_AHEAD
-from python_backend.jsonl import read_jsonl
-from python_backend.weights import WeightsStore
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import STEP_AHEAD
 
 
 class TinyPolicy:
@@ -231,7 +231,7 @@ def test_another_served_reference_is_refused(tmp_path: Path, server: Server, mon
     """One that cannot be seen from here is not compared."""
     served = {"reference": "triton", "kl_coef": 0.1}
     weights = {"one": "a", "other": "b"}
-    monkeypatch.setattr("actor.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
+    monkeypatch.setattr("actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:
         (tmp_path / name).mkdir()
     run(checkpoints(books(tmp_path, server, reference_folder=tmp_path / "one", **served), 2))

@@ -9,9 +9,9 @@ import pytest
 from tiny_checkpoints import save_tiny
 
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.sections import UNMEASURED, ModelSection
-from tools import calibration
-from tools.calibration import Settled, choose, settle, splits
+from python_backend.config.sections import UNMEASURED, ModelSection
+from tools.calibrate import calibration
+from tools.calibrate.calibration import Settled, choose, settle, splits
 
 FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8, "allocator": "default"}
 

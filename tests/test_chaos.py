@@ -14,16 +14,16 @@ import numpy as np
 import psutil
 import pytest
 
+from chaos.command import main
+from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
+from chaos.stopping import stop_for, stop_for_good, ways_of
+from chaos.summary import kills_with_recovery, outages, summary
+from chaos.system import shape_of, write_config
+from chaos.traffic import Record, Shape, batch, probes
 from python_backend.config import RunConfig, load_config
-from python_backend.contract import Limits
-from python_backend.journal import Heartbeat, Journal
-from python_backend.training_payload import train_payload
-from tools.chaos.command import main
-from tools.chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
-from tools.chaos.stopping import stop_for, stop_for_good, ways_of
-from tools.chaos.summary import kills_with_recovery, outages, summary
-from tools.chaos.system import shape_of, write_config
-from tools.chaos.traffic import Record, Shape, batch, probes
+from python_backend.store.journal import Heartbeat, Journal
+from python_backend.wire.contract import Limits
+from python_backend.wire.training_payload import train_payload
 
 SHAPE = Shape(vocab_size=50, longest=24, rows=9)
 SHORT_FORM_KILLS = 6

@@ -1,4 +1,4 @@
-"""`tools.chaos.verdict`: each promise is kept by a faultless record, and broken by the one fault it is there for."""
+"""`chaos.verdict`: each promise is kept by a faultless record, and broken by the one fault it is there for."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actor.client import TrainAnswer
-from python_backend.journal import Result
-from python_backend.weights import Manifest, WeightsStore
-from tools.chaos.reference import Reference, ReferenceStep
-from tools.chaos.traffic import Record, Served
-from tools.chaos.verdict import (
+from actor.scoring.client import TrainAnswer
+from chaos.reference import Reference, ReferenceStep
+from chaos.traffic import Record, Served
+from chaos.verdict import (
     check_checkpoint,
     check_coverage,
     check_freshness,
@@ -29,6 +27,8 @@ from tools.chaos.verdict import (
     check_versions,
     check_whole,
 )
+from python_backend.store.journal import Result
+from python_backend.store.weights import Manifest, WeightsStore
 
 LOSSES = (0.5, 0.25, 0.125)
 STEPS_OF = {0: 0, 1: 1, 2: 2, 3: 3}

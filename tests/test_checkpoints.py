@@ -1,4 +1,4 @@
-"""`python_backend.checkpoints`: what is found in a folder, and how a folder is refused."""
+"""`python_backend.checkpoints.inspection`: what is found in a folder, and how a folder is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
 
-from python_backend.checkpoints import CheckpointError, Constants, Head, inspect_checkpoint
+from python_backend.checkpoints.inspection import CheckpointError, Constants, Head, inspect_checkpoint
 
 
 def refused(*parts: object):
@@ -200,7 +200,7 @@ def test_a_wrong_index_is_named(tmp_path: Path, index: object):
 def test_inspecting_imports_no_torch(tmp_path: Path):
     save_tiny(tmp_path, "llama", "reward")
     script = (
-        "import sys, pathlib; from python_backend.checkpoints import inspect_checkpoint;"
+        "import sys, pathlib; from python_backend.checkpoints.inspection import inspect_checkpoint;"
         "inspect_checkpoint(pathlib.Path(sys.argv[1])); assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)

@@ -15,10 +15,10 @@ import pytest
 from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
-from actor.client import TritonClient
-from actor.retry import Counters, OverBudget, RequestFailed, ServerFailed
+from actor.scoring.client import TritonClient
+from actor.scoring.retry import Counters, OverBudget, RequestFailed, ServerFailed
 from python_backend.config import ClientSection
-from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = [np.asarray([3, 4, 5])]
@@ -351,7 +351,7 @@ def test_closing_cancels_what_is_asked_and_what_comes_too_late():
 STOPPED = """
 import asyncio, logging, signal, sys
 import numpy as np
-from actor.client import TritonClient
+from actor.scoring.client import TritonClient
 from python_backend.config import ClientSection
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,12 +13,12 @@ import pytest
 import torch
 from live_system import make_checkpoint, make_tokenizer
 
-from actor.client import RequestFailed
-from actor.collecting import collect
-from actor.metrics import Timers
-from actor.policy import Policy
-from actor.reference import OwnReference
-from actor.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.policy.policy import Policy
+from actor.run.collection import collect
+from actor.run.metrics import Timers
+from actor.scoring.client import RequestFailed
+from actor.scoring.reference import OwnReference
 from python_backend.config import ActorSection
 
 PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5, 6, 7], [8], [9, 10, 11, 12], [14]])]

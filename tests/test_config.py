@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from python_backend.config import ConfigError, RunConfig, load_config
-from tools.calibration import settle
+from tools.calibrate.calibration import settle
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,15 +14,9 @@ import pytest
 from tiny_models import tiny_server, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
-from tools.container import (
-    EXIT_TIMEOUT_S,
-    copy_repository,
-    training_key,
-    tritonserver_command,
-    weights_dir,
-)
-from tools.healthcheck import main as healthcheck
 from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
+from tools.server.container import EXIT_TIMEOUT_S, copy_repository, training_key, tritonserver_command, weights_dir
+from tools.server.healthcheck import main as healthcheck
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "Dockerfile.triton").read_text()
@@ -139,7 +133,9 @@ def test_what_it_writes_is_nobody_elses_to_read(tmp_path: Path) -> None:
     fake.chmod(0o755)
     (tmp_path / "model_repository").symlink_to(DEFAULT_REPOSITORY)
     environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", "tools.container"], cwd=tmp_path, env=environment, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-m", "tools.server.container"], cwd=tmp_path, env=environment, check=True, timeout=60
+    )
     for path in (tmp_path / "runs").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 

@@ -1,4 +1,4 @@
-"""`python_backend.contract`: good requests are cut to their rows, each bad one is refused by field and value."""
+"""`python_backend.wire.contract`: good requests are cut to their rows, each bad one is refused by field and value."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backend import contract
-from python_backend.contract import ContractError, Limits, scoring_rows
-from python_backend.training_payload import TrainPayload, train_payload
+from python_backend.wire import contract
+from python_backend.wire.contract import ContractError, Limits, scoring_rows
+from python_backend.wire.training_payload import TrainPayload, train_payload
 
 LIMITS = Limits(vocab_size=10, max_length=6)
 TOKENS = np.array([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]])

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from tiny_models import ready_server, tiny_server, write_repository
 
-from python_backend.control_key import HEADER, VARIABLE, control_key
-from tools.tritonserver import TritonServer
+from python_backend.store.control_key import HEADER, VARIABLE, control_key
+from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 KEY = "tiny"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny_models import ready_server, stub_of, write_journal_model, write_scoring_model
 
-from tools.ports import with_free_ports
-from tools.tritonserver import TritonServer
+from tools.server.ports import with_free_ports
+from tools.server.tritonserver import TritonServer
 from trainer import control_plane
 from trainer.control_plane import ControlPlane, ControlPlaneError, ModelStatistics, root_cause
 

@@ -24,13 +24,13 @@ from live_system import (
     wait_for,
 )
 
-from actor.client import TritonClient
+from actor.scoring.client import TritonClient
 from python_backend.config import ClientSection
-from python_backend.contract import CRITIC, CRITIC_TRAIN
-from python_backend.jsonl import read_jsonl
-from python_backend.modeling import load_critic, save_critic
-from python_backend.training_payload import train_payload
-from python_backend.weights import WEIGHTS_FILE, sha256_of
+from python_backend.models.modeling import load_critic, save_critic
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import WEIGHTS_FILE, sha256_of
+from python_backend.wire.contract import CRITIC, CRITIC_TRAIN
+from python_backend.wire.training_payload import train_payload
 from trainer.critic_update import CriticUpdate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, change_config, save_tiny, save_with_value_head
 from transformers import AutoModelForTokenClassification
 
-from python_backend.batching import padded_width
-from python_backend.collation import collate
 from python_backend.config import TrainerSection
-from python_backend.modeling import CriticModel, load_critic, load_reward, quiet_transformers, save_critic
-from python_backend.token_head import TokenHead
-from python_backend.training_payload import TrainPayload
+from python_backend.models.batching import padded_width
+from python_backend.models.collation import collate
+from python_backend.models.modeling import CriticModel, load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.models.token_head import TokenHead
+from python_backend.wire.training_payload import TrainPayload
 from trainer.critic_update import CriticUpdate
 
 TOLERANCE = 1e-5

@@ -12,9 +12,9 @@ import torch
 from tiny_checkpoints import VOCAB, save_tiny
 
 from python_backend.config import TrainerSection
-from python_backend.contract import Limits
-from python_backend.modeling import CriticModel, load_critic
-from python_backend.training_payload import TrainPayload, train_payload
+from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.wire.contract import Limits
+from python_backend.wire.training_payload import TrainPayload, train_payload
 from trainer.critic_update import CriticUpdate, UpdateReport, split_rows
 
 SETTINGS = {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 0, "constant_steps": 0, "max_steps": 1000}

@@ -11,11 +11,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from actor.decoding import Decoder, Response, Rules, draw
-from actor.generation import Generation
-from actor.slot_cache import SlotCache, cache_layers
+from actor.generation.cache import SlotCache, cache_layers
+from actor.generation.engine import Generation
+from actor.generation.slots import Decoder, Response, Rules, draw
 from python_backend.config import ActorSection
-from python_backend.logprobs import target_logprobs
+from python_backend.models.logprobs import target_logprobs
 
 VOCAB, EOS = 64, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

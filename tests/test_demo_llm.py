@@ -16,12 +16,12 @@ from tiny_checkpoints import save_tiny
 from tiny_tokenizers import VOCAB, make_text_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from python_backend.modeling import load_critic, load_reward
-from tools import demo_llm
-from tools.demo_llm import FULL, QUICK
-from tools.demo_pretrained import MINILM, FetchError, fetch, save_critic
-from tools.demo_reward import score_texts
-from tools.prepared_folder import Built
+from python_backend.models.modeling import load_critic, load_reward
+from tools.demo import llm as demo_llm
+from tools.demo.llm import FULL, QUICK
+from tools.demo.prepared_folder import Built
+from tools.demo.pretrained import MINILM, FetchError, fetch, save_critic
+from tools.demo.reward import score_texts
 
 QUESTIONS = ["Write one sentence about the moon.", "Describe a good day.", "How do you feel about rain?"]
 

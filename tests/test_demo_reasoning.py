@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from python_backend.function_rewards import Sample, load_function, score
-from tools.demo_reasoning import prepare, write_tasks
+from python_backend.rewards.function import Sample, load_function, score
+from tools.demo.reasoning import prepare, write_tasks
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
 

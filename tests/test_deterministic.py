@@ -12,10 +12,10 @@ import psutil
 import pytest
 from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
 
-from actor.checkpoint import saved_steps
-from python_backend.jsonl import read_jsonl
-from python_backend.weights import sha256_of
-from tools.child import Child
+from actor.policy.checkpoint import saved_steps
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import sha256_of
+from tools.server.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 STEPS, CHECKPOINT_EVERY, KILLED_AT = 7, 3, 5

@@ -25,10 +25,10 @@ from live_system import (
 )
 from small_disk import small_disk
 
-from python_backend.contract import CRITIC, CRITIC_TRAIN
-from python_backend.modeling import load_critic, save_critic
-from python_backend.training_payload import train_payload
-from python_backend.weights import WEIGHTS_FILE, sha256_of
+from python_backend.models.modeling import load_critic, save_critic
+from python_backend.store.weights import WEIGHTS_FILE, sha256_of
+from python_backend.wire.contract import CRITIC, CRITIC_TRAIN
+from python_backend.wire.training_payload import train_payload
 from trainer.critic_update import CriticUpdate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -18,9 +18,9 @@ from sidecar_rig import PATIENCE_S, Rig
 from small_disk import SmallDisk, small_disk
 
 import trainer.patience
-from python_backend.durable import disk_errors, refusal, replace_file
-from python_backend.journal import Heartbeat, Journal
-from python_backend.weights import WeightsStore
+from python_backend.store.durable import disk_errors, refusal, replace_file
+from python_backend.store.journal import Heartbeat, Journal
+from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.patience import Patience, StoppedWaiting
 from trainer.progress import Progress

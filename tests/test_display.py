@@ -1,4 +1,4 @@
-"""`tools.display` in a terminal and without one, and the reader that follows a file being written.
+"""`tools.report.display` in a terminal and without one, and the reader that follows a file being written.
 Given files that grow here as the actor's and the sidecar's do.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from python_backend.jsonl import JsonlTail
-from tools.display import CURVE_POINTS, Curve, RunDisplay, sparkline
+from python_backend.store.jsonl import JsonlTail
+from tools.report.display import CURVE_POINTS, Curve, RunDisplay, sparkline
 
 
 def step_row(step: int, **more: float) -> dict[str, Any]:

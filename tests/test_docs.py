@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.command import BENCHMARKS
 from python_backend.config import RunConfig, load_config
-from python_backend.function_rewards import Sample
+from python_backend.rewards.function import Sample
 from tools.__main__ import COMMANDS
-from tools.bench.command import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -97,18 +97,18 @@ def script_of(arguments: list[str]) -> str | None:
         return MODULES[module]
     name = rest[0] if rest else "--help"
     if name == "bench" and rest[1:] and not rest[1].startswith("-"):
-        return f"tools/bench/{rest[1]}.py"
+        return f"benchmarks/{rest[1]}.py"
     return "tools/__main__.py" if name == "--help" else f"{COMMANDS[name][0].replace('.', '/')}.py"
 
 
 @cache
 def options_in(file: Path) -> set[str]:
     """The options of a benchmark, or those that a file's argument parser declares by literal names or shares."""
-    if file.parent.name == "bench" and file.stem in BENCHMARKS:
-        keys = importlib.import_module(f"tools.bench.{file.stem}").OPTIONS
+    if file.parent.name == "benchmarks" and file.stem in BENCHMARKS:
+        keys = importlib.import_module(f"benchmarks.{file.stem}").OPTIONS
         return {"--out", "--report-only", "--quick", *(f"--{key.replace('_', '-')}" for key in keys)}
     source = file.read_text()
-    shared = (ROOT / "python_backend/command_line.py").read_text() if "command_line" in source else ""
+    shared = (ROOT / "python_backend/config/command_line.py").read_text() if "command_line" in source else ""
     calls = [node for text in (source, shared) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     added = [call.args for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     return {arg.value for args in added for arg in args if isinstance(arg, ast.Constant)}

@@ -10,7 +10,7 @@ import pytest
 from sidecar_rig import Rig
 from test_journal import done, train
 
-from python_backend.journal import Journal
+from python_backend.store.journal import Journal
 
 pytest_plugins = ["sidecar_fixtures"]
 

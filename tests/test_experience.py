@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor import experience
-from actor.advantages import explained_variance
-from actor.algorithms import Method
-from actor.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
-from actor.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
+from actor.algorithms import experience
+from actor.algorithms.advantages import explained_variance
+from actor.algorithms.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
+from actor.algorithms.methods import Method
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from python_backend.config import ActorSection
 
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}

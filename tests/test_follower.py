@@ -1,4 +1,4 @@
-"""`python_backend.follower`: an instance serves what CURRENT names, whatever happens to the store around it."""
+"""`python_backend.serving.follower`: an instance serves what CURRENT names, whatever happens to the store around it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from python_backend.follower import Follower
-from python_backend.serving_records import ServingRecord
-from python_backend.weights import WEIGHTS_FILE, WeightsError, WeightsStore
+from python_backend.serving.follower import Follower
+from python_backend.store.serving_records import ServingRecord
+from python_backend.store.weights import WEIGHTS_FILE, WeightsError, WeightsStore
 
 PATIENCE_S = 20.0
 
@@ -228,7 +228,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(
         put(record)
 
     monkeypatch.setattr(store.records, "put", refuse)
-    monkeypatch.setattr("python_backend.follower.TROUBLE_PAUSE_S", 0.02)
+    monkeypatch.setattr("python_backend.serving.follower.TROUBLE_PAUSE_S", 0.02)
     version = publish(store, 7.0)
     until(lambda: instance.follower.version.number == version)
     until(lambda: len(instance.logged) > 1)
@@ -241,7 +241,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(
 def test_an_unreadable_current_freezes_nothing(
     store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("python_backend.follower.TROUBLE_PAUSE_S", 0.02)
+    monkeypatch.setattr("python_backend.serving.follower.TROUBLE_PAUSE_S", 0.02)
     (store.root / "CURRENT").write_text("soon")
     until(lambda: any("not a version number" in line for line in instance.logged))
     (store.root / "CURRENT").write_text("0")

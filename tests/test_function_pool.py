@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from python_backend.function_pool import FairQueue, Outcome, WorkerPool
-from python_backend.function_rewards import FunctionError, Sample, load_function, score
+from python_backend.rewards.function import FunctionError, Sample, load_function, score
+from python_backend.rewards.pool import FairQueue, Outcome, WorkerPool
 
 FILE = Path(__file__).parent / "reward_functions.py"
 ROOT = FILE.parent.parent
@@ -53,7 +53,7 @@ def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[Outcome]:
 
 def workers() -> list[psutil.Process]:
     """Worker processes of this process."""
-    return [child for child in psutil.Process().children() if "python_backend.function_worker" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "python_backend.rewards.worker" in child.cmdline()]
 
 
 @pytest.fixture
@@ -167,8 +167,8 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
     sample = f"Sample('', [], {{'do': 'program', 'pid_file': {str(pid_file)!r}}})"
     script = (
         "import os, sys, time\n"
-        "from python_backend.function_pool import WorkerPool\n"
-        "from python_backend.function_rewards import Sample\n"
+        "from python_backend.rewards.pool import WorkerPool\n"
+        "from python_backend.rewards.function import Sample\n"
         "pool = WorkerPool(sys.argv[1], num_workers=2, timeout_s=600.0)\n"
         f"pool.submit([({sample}, lambda outcome: None)])\n"
         "pool.submit([(Sample('', [], {'do': 'loop'}), lambda outcome: None)])\n"

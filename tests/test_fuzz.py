@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools import fuzz
-from tools.fuzz import Outcome
-from tools.fuzz_client import Answer
-from tools.fuzz_requests import CHANGES, KILLING, make_request
+from chaos.fuzz import command as fuzz
+from chaos.fuzz.client import Answer
+from chaos.fuzz.command import Outcome
+from chaos.fuzz.requests import CHANGES, KILLING, make_request
 
 MODELS = ["critic", "critic_infer", "critic_save", "critic_train", "reference", "reward_model"]
 

@@ -14,10 +14,10 @@ from live_system import make_checkpoint, make_tokenizer
 from packaging.version import Version
 from transformers import GenerationConfig
 
-from actor.generation import Generation
+from actor.data.rollout import Prompt, Rollout
+from actor.generation.engine import Generation
 from actor.loop import step_seed
-from actor.policy import Policy
-from actor.rollout import Prompt, Rollout
+from actor.policy.policy import Policy
 from python_backend.config import ActorSection
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]

@@ -1,10 +1,10 @@
-"""`python_backend.heads`: hand-made numbers."""
+"""`python_backend.models.heads`: hand-made numbers."""
 
 from __future__ import annotations
 
 import torch
 
-from python_backend.heads import merge_attributes, pool_last, pool_mean, standardise
+from python_backend.models.heads import merge_attributes, pool_last, pool_mean, standardise
 
 # [B=2, S=3, A=2]
 OUTPUTS = torch.tensor([[[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]], [[4.0, 40.0], [6.0, 60.0], [9.0, float("nan")]]])

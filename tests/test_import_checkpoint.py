@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from python_backend.config import load_config
-from python_backend.sections import Standardization
+from python_backend.config.sections import Standardization
 from tools.import_checkpoint import main
 
 

@@ -21,7 +21,7 @@ from live_system import (
 )
 from transformers import AutoTokenizer
 
-from python_backend.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
+from python_backend.wire.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
 
 MESSAGES = [{"role": "user", "content": "Read the file."}]
 

@@ -1,4 +1,4 @@
-"""`python_backend.journal`: accepted means on disk, once and in order; whatever cannot follow is refused by name."""
+"""`python_backend.store.journal`: accepted means on disk, once and in order; whatever cannot follow is refused by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from python_backend.contract import StepConflict
-from python_backend.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, JournalLocked, Result
-from python_backend.training_payload import TrainPayload
+from python_backend.store.journal import KEPT_RESULTS, Entry, Heartbeat, Journal, JournalLocked, Result
+from python_backend.wire.contract import StepConflict
+from python_backend.wire.training_payload import TrainPayload
 
 
 def payload(value: float = 0.0) -> TrainPayload:

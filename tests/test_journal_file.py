@@ -10,12 +10,12 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from python_backend import journal_file
-from python_backend.contract import ContractError, Limits, StepConflict
-from python_backend.durable import staged_file
-from python_backend.journal import Journal
-from python_backend.journal_file import TrainingFile
-from python_backend.training_payload import TrainPayload, sent_payload
+from python_backend.store import journal_file
+from python_backend.store.durable import staged_file
+from python_backend.store.journal import Journal
+from python_backend.store.journal_file import TrainingFile
+from python_backend.wire.contract import ContractError, Limits, StepConflict
+from python_backend.wire.training_payload import TrainPayload, sent_payload
 
 
 def payload(*lengths: int) -> TrainPayload:

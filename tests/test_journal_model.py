@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from triton_python_backend_utils import InferenceResponse, Request
 
-from python_backend import heartbeat as heartbeat_module
-from python_backend import journal_model
-from python_backend.contract import STATUS, WEIGHTS_VERSION
-from python_backend.critic_save import TritonPythonModel
-from python_backend.heartbeat import HeartbeatWatch
-from python_backend.journal import Entry, Heartbeat, Journal, Result
+from python_backend.serving import journal_model
+from python_backend.serving.critic_save import TritonPythonModel
+from python_backend.store import heartbeat as heartbeat_module
+from python_backend.store.heartbeat import HeartbeatWatch
+from python_backend.store.journal import Entry, Heartbeat, Journal, Result
+from python_backend.wire.contract import STATUS, WEIGHTS_VERSION
 
 HOUR_S = 3600.0
 

@@ -1,4 +1,4 @@
-"""`python_backend.journal` where others act meanwhile: rewinds during an accept, killed and stopped writers, strays."""
+"""`python_backend.store.journal` where others act meanwhile: rewinds during an accept, killed and stopped writers, strays."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from sidecar_rig import Rig
 from test_journal import conflict, done, payload, rewound, train
 
-from python_backend import journal as journal_module
-from python_backend.journal import Entry, Journal
+from python_backend.store import journal as journal_module
+from python_backend.store.journal import Entry, Journal
 
 STALL_WHILE_ACCEPTING = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_journal import payload
-from python_backend.journal import Journal
+from python_backend.store.journal import Journal
 
 def stall():
     print("writing", flush=True)

@@ -1,4 +1,4 @@
-"""`python_backend.journal` where steps do not fit: two actors, damaged files, ways back, entries half set aside."""
+"""`python_backend.store.journal` where steps do not fit: two actors, damaged files, ways back, entries half set aside."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from test_journal import conflict, done, payload, rewound, train
 
-from python_backend.journal import Entry, Journal, JournalLocked, Result
-from python_backend.journal_entry import DamagedEntry
+from python_backend.store.journal import Entry, Journal, JournalLocked, Result
+from python_backend.store.journal_entry import DamagedEntry
 
 HOLD_THE_LOCK = """
 import sys
 from pathlib import Path
-from python_backend.journal import Journal, JournalLocked
+from python_backend.store.journal import (Journal, JournalLocked)
 try:
     with Journal(Path(sys.argv[1]), "run").lock(patience_s=0) as epoch:
         print("holds it in epoch", epoch, flush=True)

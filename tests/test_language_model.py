@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from actor.policy import Policy
-from python_backend import output_head
-from python_backend.checkpoints import CheckpointError, fingerprint_weights
+from actor.policy.policy import Policy
+from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
+from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens
 from python_backend.config import ActorSection
-from python_backend.language_model import load_language_model
-from python_backend.tokenization import end_of_sequence, load_tokenizer, special_tokens
-from tools.calibration_worker import Measurement
+from python_backend.models import output_head
+from python_backend.models.language_model import load_language_model
+from tools.calibrate.worker import Measurement
 
 LENGTHS = (5, 1, 32, 2, 17, 3, 31)
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": [0, 2]}

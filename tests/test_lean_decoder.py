@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 
-from python_backend.lean_decoder import LeanDecoder, lean_decoder
-from python_backend.modeling import load_critic, load_reward
+from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
+from python_backend.models.modeling import load_critic, load_reward
 
 TOLERANCE = 1e-5
 

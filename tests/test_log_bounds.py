@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from small_disk import small_disk
 
-from tools.child import Child
-from tools.server_log import follow, set_aside_if_large
+from tools.server.child import Child
+from tools.server.log import follow, set_aside_if_large
 
 PATIENCE_S = 30.0
 

@@ -14,8 +14,8 @@ from scoring_rig import started
 from tiny_tokenizers import CHATS, make_text_tokenizer
 from triton_python_backend_utils import Request
 
-from python_backend.contract import Limits, ScoringRows, scoring_rows
-from python_backend.tokenization import encode_bare_text, encode_text
+from python_backend.checkpoints.tokenization import encode_bare_text, encode_text
+from python_backend.wire.contract import Limits, ScoringRows, scoring_rows
 
 WORDS = [word for text in TEXTS for word in text.split()]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from python_backend.config import ActorSection, RunConfig
-from python_backend.lr_schedule import scheduled_lr
+from python_backend.models.lr_schedule import scheduled_lr
 
 
 def test_warm_up_cosine_and_constant_end():

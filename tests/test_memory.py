@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, save_tiny
 from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
 
-from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 
 HOLDER = """
 import sys
 from pathlib import Path
 import numpy as np, psutil
-from python_backend.modeling import load_critic, load_reward, quiet_transformers
+from python_backend.models.modeling import (load_critic, load_reward, quiet_transformers)
 quiet_transformers()
 kind, folder = sys.argv[1], Path(sys.argv[2])
 row = np.arange(1, 9)

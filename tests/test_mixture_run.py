@@ -12,9 +12,9 @@ from live_system import Checkpoints, make_run, make_tokenizer, start_system, sto
 from tiny_checkpoints import MIXTURES, save_tiny
 from transformers import AutoModelForCausalLM
 
-from actor.checkpoint import saved_steps
-from python_backend.jsonl import read_jsonl
-from python_backend.tokenization import load_tokenizer
+from actor.policy.checkpoint import saved_steps
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.store.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}

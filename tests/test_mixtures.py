@@ -12,10 +12,10 @@ from test_trainer_checkpoint import state
 from tiny_checkpoints import MIXTURES, save_tiny
 from transformers import AutoModelForCausalLM
 
-from python_backend.checkpoints import CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import CriticSection
-from python_backend.modeling import load_critic, quiet_transformers, save_critic
-from python_backend.weights import WeightsStore
+from python_backend.models.modeling import load_critic, quiet_transformers, save_critic
+from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_update import CriticUpdate
 from trainer.publish import initialise_store

@@ -1,4 +1,4 @@
-"""`python_backend.modeling` against plain transformers: the same numbers row by row, whatever shares the forward."""
+"""`python_backend.models.modeling` against plain transformers: the same numbers row by row, whatever shares the forward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, save_tiny
 
-from python_backend import modeling
-from python_backend.checkpoints import CheckpointError
-from python_backend.collation import collate
-from python_backend.modeling import CriticModel, load_critic, load_reward, save_critic
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models import modeling
+from python_backend.models.collation import collate
+from python_backend.models.modeling import CriticModel, load_critic, load_reward, save_critic
 
 TOLERANCE = 1e-5
 families = pytest.mark.parametrize("family", CONFIGS)

@@ -20,14 +20,15 @@ import actor.__main__
 import tools.run
 import tools.serve
 import trainer.__main__
-from actor.client import RequestFailed
-from actor.scoring import ModelMismatch, Scorer
+from actor.scoring.client import RequestFailed
+from actor.scoring.scorer import ModelMismatch, Scorer
+from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.required_files import check_files
-from python_backend.sections import UNMEASURED
-from python_backend.tokenization import load_tokenizer
-from tools import calibration, render_configs
-from tools.model_loading import load_order
+from python_backend.config.required_files import check_files
+from python_backend.config.sections import UNMEASURED
+from tools import render_configs
+from tools.calibrate import calibration
+from tools.server.model_loading import load_order
 
 ALGORITHMS = ("ppo", "reinforce++", "rloo", "grpo")
 FUNCTION = {"verdict": {"function": f"{Path(__file__).parent / 'reward_functions.py'}:token_sum", "workers": 1}}

@@ -13,9 +13,9 @@ import pytest
 from live_system import Checkpoints, LiveRun, stop_process, wait_for
 from server_pair import Pair
 
-from python_backend.contract import CRITIC_INFER
-from python_backend.jsonl import read_jsonl
-from tools.child import Child
+from python_backend.store.jsonl import read_jsonl
+from python_backend.wire.contract import CRITIC_INFER
+from tools.server.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NUM_STEPS = 24

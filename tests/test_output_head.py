@@ -18,9 +18,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from python_backend import output_head
-from python_backend.logprobs import sampling_entropy, target_logprobs
-from python_backend.output_head import head_logprobs, linear_head
+from python_backend.models import output_head
+from python_backend.models.logprobs import sampling_entropy, target_logprobs
+from python_backend.models.output_head import head_logprobs, linear_head
 
 VOCAB, WIDTH, POSITIONS = 11, 4, 7
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": [3, 9]}

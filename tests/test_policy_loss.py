@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from actor.policy_loss import ClipRange, clipped_loss, kl_loss, reinforce_loss
+from actor.algorithms.policy_loss import ClipRange, clipped_loss, kl_loss, reinforce_loss
 
 property_test = settings(max_examples=50, deadline=None)
 sizes = {"seed": st.integers(0, 10_000), "batch": st.integers(1, 4), "width": st.integers(1, 5)}

@@ -16,11 +16,11 @@ from policy_training import load_checkpoint, states
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
-from actor.algorithms import ALGORITHMS, Method
-from actor.checkpoint import save_checkpoint, saved_steps
-from actor.policy import Policy
-from actor.policy_update import PolicyUpdate
-from actor.rollout import PPOBatch
+from actor.algorithms.methods import ALGORITHMS, Method
+from actor.data.rollout import PPOBatch
+from actor.policy.checkpoint import save_checkpoint, saved_steps
+from actor.policy.policy import Policy
+from actor.policy.update import PolicyUpdate
 from python_backend.config import ActorSection
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3

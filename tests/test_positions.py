@@ -16,18 +16,18 @@ from live_system import make_tokenizer
 from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 from transformers import AutoModel, Gemma3TextConfig
 
-from actor.policy import Policy
-from actor.prompts import PromptError, read_prompts
-from actor.rollout import Prompt
-from python_backend.batching import padded_width
-from python_backend.checkpoints import CheckpointError, inspect_checkpoint
+from actor.data.prompts import PromptError, read_prompts
+from actor.data.rollout import Prompt
+from actor.policy.policy import Policy
+from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
 from python_backend.config import ActorSection, TrainerSection
-from python_backend.contract import ContractError, Limits, scoring_rows
-from python_backend.language_model import load_language_model
-from python_backend.modeling import load_critic, load_reward, quiet_transformers, save_critic
-from python_backend.positions import fix_rotary, max_positions, rotary_limit
-from python_backend.training_payload import train_payload
-from tools import render_reference
+from python_backend.models.batching import padded_width
+from python_backend.models.language_model import load_language_model
+from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
+from python_backend.wire.contract import ContractError, Limits, scoring_rows
+from python_backend.wire.training_payload import train_payload
+from tools.render import reference as render_reference
 from trainer.critic_update import CriticUpdate
 
 LIMIT = POSITIONS // 2  # of the rows that leave the rotary table as it is

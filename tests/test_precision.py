@@ -12,13 +12,13 @@ from live_system import make_tokenizer
 from safetensors.torch import load_file
 from tiny_checkpoints import save_tiny
 
-from actor.policy import Policy
-from actor.rollout import Prompt, Rollout
+from actor.data.rollout import Prompt, Rollout
+from actor.policy.policy import Policy
 from python_backend.config import ActorSection, ConfigError, load_config
-from python_backend.language_model import load_language_model
-from python_backend.logprobs import target_logprobs
-from python_backend.modeling import quiet_transformers
-from python_backend.precision import in_float32
+from python_backend.models.language_model import load_language_model
+from python_backend.models.logprobs import target_logprobs
+from python_backend.models.modeling import quiet_transformers
+from python_backend.models.precision import in_float32
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 LORA_COPY = {"lora_rank": 2, "one_step_off_policy": True}

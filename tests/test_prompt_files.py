@@ -14,8 +14,8 @@ import pytest
 from pyarrow import parquet
 from test_prompts import Chat, bytewise
 
-from actor.prompts import PromptError, read_prompts
-from actor.rollout import Prompt
+from actor.data.prompts import PromptError, read_prompts
+from actor.data.rollout import Prompt
 
 ROWS: list[dict[str, Any]] = [
     {"text": "ab", "prompt_id": "x", "answer": {"value": 3, "unit": None}, "tags": ["a", "b"], "weight": 0.5},

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actor.metrics import MetricsLog, Timers
-from actor.prompts import PromptError, read_prompts, take
-from actor.rollout import Prompt
-from python_backend.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
+from actor.data.prompts import PromptError, read_prompts, take
+from actor.data.rollout import Prompt
+from actor.run.metrics import MetricsLog, Timers
+from python_backend.store.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
 

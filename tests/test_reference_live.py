@@ -32,16 +32,16 @@ from live_system import (
 )
 from tritonclient.grpc import InferenceServerClient as GrpcClient
 
-from actor.client import TritonClient
-from actor.policy import Policy
-from actor.reference import ServedReference
-from actor.rollout import Prompt, ReferenceLogprobs, Rollout
-from actor.scoring import ModelMismatch
+from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
+from actor.policy.policy import Policy
+from actor.scoring.client import TritonClient
+from actor.scoring.reference import ServedReference
+from actor.scoring.scorer import ModelMismatch
 from python_backend.config import load_config
-from python_backend.contract import REFERENCE, REWARD_MODEL
-from python_backend.control_key import GRPC_HEADER, control_key
-from python_backend.durable import read_json
-from python_backend.jsonl import read_jsonl
+from python_backend.store.control_key import GRPC_HEADER, control_key
+from python_backend.store.durable import read_json
+from python_backend.store.jsonl import read_jsonl
+from python_backend.wire.contract import REFERENCE, REWARD_MODEL
 from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from python_backend import contract
 from python_backend.config import ConfigError, RunConfig
+from python_backend.wire import contract
 from tools import render_configs as render
 
 MODELS = {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}

@@ -10,14 +10,14 @@ import pytest
 import yaml
 from live_system import make_checkpoint, make_tokenizer
 
-from python_backend import contract
-from python_backend.checkpoints import fingerprint_weights
+from python_backend.checkpoints.inspection import fingerprint_weights
+from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.sections import UNMEASURED
-from python_backend.tokenization import fingerprint
+from python_backend.config.sections import UNMEASURED
+from python_backend.wire import contract
 from tools import render_configs as render
-from tools.calibration import settle
-from tools.model_loading import SCORING_OUTPUTS, load_order
+from tools.calibrate.calibration import settle
+from tools.server.model_loading import SCORING_OUTPUTS, load_order
 
 
 def load(tmp_path: Path, **sections: dict[str, Any]) -> RunConfig:
@@ -45,7 +45,7 @@ def test_it_is_rendered_only_where_the_actor_asks_for_it(tmp_path: Path) -> None
     assert set(render.render_configs(with_it)) - set(render.render_configs(plain)) == {contract.REFERENCE}
     render.render_repository(with_it, tmp_path)
     model = tmp_path / contract.REFERENCE / "1" / "model.py"
-    assert model.read_text() == "from python_backend.reference import TritonPythonModel  # noqa: F401\n"
+    assert model.read_text() == "from python_backend.serving.reference import TritonPythonModel  # noqa: F401\n"
     assert not render.check_repository(with_it, tmp_path)
     assert [drift.path for drift in render.check_repository(plain, tmp_path)] == [tmp_path / contract.REFERENCE]
     render.render_repository(plain, tmp_path)
@@ -108,7 +108,7 @@ def test_a_policy_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_it_is_measured_only_where_it_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {"reward": UNMEASURED, "critic": UNMEASURED}
-    monkeypatch.setattr("tools.calibration._remembered", lambda role, *_: pytest.fail(role))
+    monkeypatch.setattr("tools.calibrate.calibration._remembered", lambda role, *_: pytest.fail(role))
     assert settle(load(tmp_path, **others), print) == []
     with pytest.raises(pytest.fail.Exception, match="reference"):
         settle(load(tmp_path, actor={"reference": "triton"}, **others), print)

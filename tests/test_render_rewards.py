@@ -12,7 +12,7 @@ from test_render_configs import MODELS, parameters, parsed
 
 from python_backend.config import ConfigError, RunConfig, load_config
 from tools import render_configs as render
-from tools.model_loading import load_order
+from tools.server.model_loading import load_order
 
 LENGTH = {"function": "rewards/length.py:penalty", "weight": -0.01, "timeout_s": 0.5, "workers": 3, "memory_mib": 99}
 LABEL = {"function": "package.verifiers:label"}

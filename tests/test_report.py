@@ -1,4 +1,4 @@
-"""`tools.report` on synthetic run folders: whole page, no gold, no validation, and what must never show.
+"""`tools.report.page` on synthetic run folders: whole page, no gold, no validation, and what must never show.
 Given metrics made here. A page is written once per kind of folder, since drawing takes seconds.
 """
 
@@ -12,8 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from python_backend.config import RunConfig
-from tools.report import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
-from tools.report_curves import (
+from tools.report.curves import (
     CAPTIONS,
     draw_distinct,
     draw_ended,
@@ -24,8 +23,9 @@ from tools.report_curves import (
     panels,
     svg,
 )
-from tools.report_data import Gain, formatted, load_run, phase_seconds, series
-from tools.summary import SUMMARY_KEYS, Pair, write_summary
+from tools.report.data import Gain, formatted, load_run, phase_seconds, series
+from tools.report.page import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
+from tools.report.summary import SUMMARY_KEYS, Pair, write_summary
 
 EVIL = " <script>alert('x')</script> & great"
 

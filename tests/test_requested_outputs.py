@@ -18,8 +18,8 @@ import pytest
 from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs, training_inputs
 from triton_python_backend_utils import InferenceResponse, Request
 
-from python_backend.contract import texts_array
-from python_backend.journal_entry import Result
+from python_backend.store.journal_entry import Result
+from python_backend.wire.contract import texts_array
 from tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
 from trainer.publish import initialise_store
 
@@ -76,7 +76,7 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
             module = importlib.import_module(MODULES.get(model, FUNCTION_MODULE))
             for importer in (
                 module,
-                importlib.import_module("python_backend.torch_scoring"),
+                importlib.import_module("python_backend.serving.torch_scoring"),
             ):  # it cannot be taken back
                 patch.setattr(importer, "use_allocator", lambda setting: True, raising=False)
             config = parse_config(model, text)

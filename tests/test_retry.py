@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from actor.retry import MAX_BACKOFF_S, Course, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
-from actor.turns import Turns
+from actor.scoring.ordering import Turns
+from actor.scoring.retry import MAX_BACKOFF_S, Course, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
 from python_backend.config import ClientSection
 
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
@@ -97,7 +97,7 @@ def test_what_never_was_sent_costs_nothing():
 
 def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
     now = 1000.0
-    monkeypatch.setattr("actor.retry.time.monotonic", lambda: now)
+    monkeypatch.setattr("actor.scoring.retry.time.monotonic", lambda: now)
     one = course(5, max_outage_s=60)
     one.moves_on(GONE, "here:1")
     now += 50

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, add_tensors, change_config, save_tiny, save_with_value_head
 
-from python_backend.checkpoints import CheckpointError
-from python_backend.modeling import load_reward, quiet_transformers
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.modeling import load_reward, quiet_transformers
 
 TOLERANCE = 1e-5
 DECODERS = ["llama", "qwen2", "gpt2", "opt", "gptj"]

@@ -27,8 +27,10 @@ from live_system import (
 )
 from tiny_models import stub_of, tiny_server
 
+from chaos.fuzz.client import GrpcSender, send_http
+from chaos.fuzz.requests import Request, array_tensor
 from python_backend.config import RunConfig
-from python_backend.contract import (
+from python_backend.wire.contract import (
     CRITIC_INFER,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
@@ -37,11 +39,9 @@ from python_backend.contract import (
     VALUES,
     texts_array,
 )
-from tools.fuzz_client import GrpcSender, send_http
-from tools.fuzz_requests import Request, array_tensor
 from tools.render_configs import render_repository
-from tools.triton_home import ServerStartError
-from tools.tritonserver import TritonServer
+from tools.server.triton_home import ServerStartError
+from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane
 
 FUNCTIONS = Path(__file__).parent / "reward_functions.py"
@@ -82,7 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 def worker_processes(server: TritonServer) -> list[psutil.Process]:
     """With each worker a process that watches the server for it."""
     children = psutil.Process(server.pid).children(recursive=True)
-    return [child for child in children if "python_backend.function_worker" in child.cmdline()]
+    return [child for child in children if "python_backend.rewards.worker" in child.cmdline()]
 
 
 def labelled(*labels: object, rows: list[np.ndarray] | None = None) -> dict[str, np.ndarray]:

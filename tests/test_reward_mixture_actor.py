@@ -23,13 +23,13 @@ from live_system import (
 )
 from test_two_tokenizers import written
 
-from actor.client import TritonClient
-from actor.prompts import PromptError
-from actor.reward_mixture import RewardMixture
-from actor.rollout import Prompt, Rollout, Scores
-from actor.scoring import Scorer
-from python_backend.contract import REWARD_MODEL
-from python_backend.tokenization import load_tokenizer
+from actor.data.prompts import PromptError
+from actor.data.rollout import Prompt, Rollout, Scores
+from actor.scoring.client import TritonClient
+from actor.scoring.mixture import RewardMixture
+from actor.scoring.scorer import Scorer
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.wire.contract import REWARD_MODEL
 
 FUNCTIONS = Path(__file__).parent / "reward_functions.py"
 TERMS = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actor.kl_control import KLControl
-from actor.reward_shaping import RewardShaper, RunningMoments
-from actor.rollout import Rollout
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.shaping import RewardShaper, RunningMoments
+from actor.data.rollout import Rollout
 from python_backend.config import ActorSection
 
 REWARDS = torch.tensor([1.0, 3.0, -2.0, 100.0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from python_backend.reward_sum import weighted_sum
+from python_backend.rewards.weighted_sum import weighted_sum
 
 
 def test_a_row_has_a_reward_exactly_when_every_component_is_finite() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 
-from python_backend import round_robin
-from python_backend.round_robin import RoundRobin, run_to_end
+from python_backend.serving import round_robin
+from python_backend.serving.round_robin import RoundRobin, run_to_end
 
 
 def counting(log: list[str], name: str, steps: int, done: threading.Event | None = None) -> Generator[int, None, None]:

@@ -10,7 +10,7 @@ import torch
 from live_system import random_rows
 from transformers import LlamaConfig, LlamaForTokenClassification
 
-from python_backend.modeling import CriticModel, load_critic, save_critic
+from python_backend.models.modeling import CriticModel, load_critic, save_critic
 
 ROWS = random_rows([1, 2, 3, 7, 16, 31, 50, 77, 120], seed=0)
 

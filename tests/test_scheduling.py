@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from python_backend.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RowPool
+from python_backend.serving.scheduling import LONG_REQUEST_SHARE, PRESSING_FORWARDS, RowPool
 
 
 def pool(*, budget: int = 100, rows: int = 8, overhead: int = 10) -> RowPool[str]:

@@ -14,8 +14,8 @@ import pytest
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
-from python_backend.durable import read_json
-from python_backend.sections import UNMEASURED
+from python_backend.config.sections import UNMEASURED
+from python_backend.store.durable import read_json
 from tools.serve import demo_preparation
 from trainer.control_plane import ControlPlane
 
@@ -155,7 +155,7 @@ def test_the_demo_is_prepared_where_its_seed_says() -> None:
     assert demo_preparation(RunConfig()) == ([], [])
     config = RunConfig.model_validate({"demo": {"cache_dir": "cache", "quick": True}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
-    assert arguments[:3] == ["tools.demo_prepare", "--recipe", "sentences"]
+    assert arguments[:3] == ["tools.demo.prepare", "--recipe", "sentences"]
     assert arguments[3:] == ["--out", "cache/seed-3-quick", "--seed", "3", "--quick"]
     assert "critic.checkpoint=cache/seed-3-quick/critic" in overrides
 
@@ -163,14 +163,14 @@ def test_the_demo_is_prepared_where_its_seed_says() -> None:
 def test_the_pretrained_models_of_a_chat_demo_serve_every_seed() -> None:
     config = RunConfig.model_validate({"demo": {"recipe": "chat", "cache_dir": "cache"}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo_prepare", "--recipe", "chat", "--out", "cache/chat-seed-3", "--seed", "3"]
+    assert arguments == ["tools.demo.prepare", "--recipe", "chat", "--out", "cache/chat-seed-3", "--seed", "3"]
     assert {"actor.checkpoint=cache/pretrained/policy", "reward.checkpoint=cache/chat-seed-3/reward"} <= set(overrides)
 
 
 def test_the_reasoning_tasks_are_prepared_once_for_all_seeds() -> None:
     config = RunConfig.model_validate({"demo": {"recipe": "reasoning", "cache_dir": "cache"}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo_prepare", "--recipe", "reasoning", "--out", "cache/reasoning"]
+    assert arguments == ["tools.demo.prepare", "--recipe", "reasoning", "--out", "cache/reasoning"]
     assert overrides == [
         "actor.checkpoint=cache/reasoning/policy",
         "actor.prompts=cache/reasoning/prompts.jsonl",

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import triton_python_backend_utils as stub
 
-from python_backend.serving import Counters, Gauge
+from python_backend.serving.triton import Counters, Gauge
 
 
 def test_a_family_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted_servers import REFUSED, Rig, Scripted, scene, until
 
-from actor.retry import RequestFailed
+from actor.scoring.retry import RequestFailed
 
 
 class Names:
@@ -17,7 +17,7 @@ class Names:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *hosts: str) -> None:
         self.hosts: tuple[str, ...] = hosts
-        monkeypatch.setattr("python_backend.addresses.socket.getaddrinfo", self._look_up)
+        monkeypatch.setattr("python_backend.config.addresses.socket.getaddrinfo", self._look_up)
 
     def _look_up(self, name: str, port: int, **_: object) -> list[tuple[Any, ...]]:
         if not self.hosts:

@@ -18,8 +18,8 @@ from live_system import (
     scoring_inputs,
 )
 
-from python_backend.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
-from python_backend.weights import WeightsStore
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
 from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5

@@ -1,4 +1,4 @@
-"""`python_backend.serving_records`: what instances say of themselves, and who of them is still there."""
+"""`python_backend.store.serving_records`: what instances say of themselves, and who of them is still there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from python_backend import serving_records
-from python_backend.serving_records import STOPPED, ServingRecord, ServingRecords, _process
+from python_backend.store import serving_records
+from python_backend.store.serving_records import STOPPED, ServingRecord, ServingRecords, _process
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from live_system import (
 )
 from server_pair import Pair
 
-from python_backend.contract import CRITIC, CRITIC_SAVE, CRITIC_TRAIN
+from python_backend.wire.contract import CRITIC, CRITIC_SAVE, CRITIC_TRAIN
 from tools.weights import main as weights
 from trainer.control_plane import ControlPlaneError
 from trainer.servers import Servers
@@ -98,7 +98,7 @@ def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
         hosts = [("10.0.0.2", 0), ("10.0.0.1", 0), ("10.0.0.2", 0), ("fd00::1", 0, 0, 0)]
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", host) for host in hosts]
 
-    monkeypatch.setattr("python_backend.addresses.socket.getaddrinfo", lookup)
+    monkeypatch.setattr("python_backend.config.addresses.socket.getaddrinfo", lookup)
     servers = Servers(["here:9001", "dns:critic.svc:8001", "here:9001"])
     assert servers.urls() == ["here:9001", "10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
 
@@ -107,6 +107,6 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch):
     def lookup(*_: object, **__: object) -> list[tuple]:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr("python_backend.addresses.socket.getaddrinfo", lookup)
+    monkeypatch.setattr("python_backend.config.addresses.socket.getaddrinfo", lookup)
     with pytest.raises(ControlPlaneError, match=r"trainer\.servers: 'dns:critic\.svc:8001' cannot be resolved"):
         Servers(["dns:critic.svc:8001"]).urls()

@@ -13,14 +13,14 @@ import psutil
 import pytest
 from tiny_models import regions, server_processes, tiny_server, write_scoring_model
 
-from tools import shared_memory
-from tools.shared_memory import SHARED_MEMORY, Regions, remove_abandoned
+from tools.server import shared_memory
+from tools.server.shared_memory import SHARED_MEMORY, Regions, remove_abandoned
 
 # Holds the regions of a server as its owner does; the second process inherits the lock, as tritonserver does.
 OWNER = """
 import os, subprocess, sys
 from pathlib import Path
-from tools import shared_memory
+from tools.server import shared_memory
 shared_memory.SHARED_MEMORY = Path(sys.argv[1])
 regions = shared_memory.Regions()
 lock = regions.lock()

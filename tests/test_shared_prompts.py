@@ -9,8 +9,8 @@ import torch
 from test_decoding import FAMILIES, make_model
 from torch import Tensor
 
-from actor import shared_prompts
-from actor.shared_prompts import can_share, response_hidden
+from actor.generation import shared_prompts
+from actor.generation.shared_prompts import can_share, response_hidden
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [5, 6, 7]]
 

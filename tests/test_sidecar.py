@@ -13,10 +13,10 @@ import torch
 from sidecar_rig import Rig, overflowing, payload
 
 import trainer.progress
-from python_backend.checkpoints import CheckpointError
-from python_backend.contract import StepConflict
-from python_backend.journal import JournalLocked, Result
-from python_backend.modeling import load_critic
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.modeling import load_critic
+from python_backend.store.journal import JournalLocked, Result
+from python_backend.wire.contract import StepConflict
 from trainer.patience import StoppedWaiting
 from trainer.publish import Publisher, Reload, VersionRejected
 from trainer.sidecar import Sidecar

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sidecar_rig import Killed, Rig, kill_at
 
-from python_backend.journal import Journal
-from python_backend.weights import WeightsStore
+from python_backend.store.journal import Journal
+from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.publish import Publisher
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sidecar_rig import Rig, payload
 
-from python_backend.checkpoints import CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError
 from trainer.sidecar import Sidecar
 
 pytest_plugins = ["sidecar_fixtures"]

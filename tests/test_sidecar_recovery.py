@@ -11,9 +11,9 @@ import pytest
 import torch
 from sidecar_rig import Rig
 
-from python_backend import weights
-from python_backend.journal import Journal
-from python_backend.weights import WeightsStore
+from python_backend.store import weights
+from python_backend.store.journal import Journal
+from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 
 pytest_plugins = ["sidecar_fixtures"]

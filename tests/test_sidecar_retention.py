@@ -8,7 +8,7 @@ import pytest
 import torch
 from sidecar_rig import Killed, Rig, kill_at
 
-from python_backend.journal import Entry, Journal, Result
+from python_backend.store.journal import Entry, Journal, Result
 from trainer.checkpoint import CheckpointFolder
 
 pytest_plugins = ["sidecar_fixtures"]

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from live_system import Checkpoints, make_run
 
-from actor.client import Counters, TrainAnswer
+from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
-from actor.metrics import MetricsLog
-from actor.retry import ServerFailed
-from actor.rollout import Prompt, Rollout
-from actor.scoring import Scorer
-from actor.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
-from python_backend.contract import REWARDS, VALUES, WEIGHTS_VERSION
-from python_backend.jsonl import read_jsonl
-from python_backend.tokenization import fingerprint, load_tokenizer
+from actor.run.metrics import MetricsLog
+from actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
+from actor.scoring.client import Counters, TrainAnswer
+from actor.scoring.retry import ServerFailed
+from actor.scoring.scorer import Scorer
+from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
+from python_backend.store.jsonl import read_jsonl
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 # ---- which update to wait for ----
 

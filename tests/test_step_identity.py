@@ -9,9 +9,9 @@ import pytest
 from bare_client import Refused, ask, ask_all
 from live_system import KEY, System, identity, stop_process, training_inputs
 
-from actor.client import TritonClient
+from actor.scoring.client import TritonClient
 from python_backend.config import ClientSection
-from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN
+from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN
 from trainer.checkpoint import CheckpointFolder
 
 

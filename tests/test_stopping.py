@@ -18,14 +18,14 @@ import pytest
 import torch
 from live_system import Checkpoints, make_run
 
-from actor.checkpoint import saved_steps
 from actor.loop import PPORun
-from actor.retry import Counters
-from actor.stopping import Stop, Stopped
-from python_backend.contract import REWARDS
-from python_backend.jsonl import read_jsonl
-from python_backend.tokenization import fingerprint
-from python_backend.weights import sha256_of
+from actor.policy.checkpoint import saved_steps
+from actor.run.stopping import Stop, Stopped
+from actor.scoring.retry import Counters
+from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import sha256_of
+from python_backend.wire.contract import REWARDS
 
 PATIENCE_S = 120.0
 STEPS = 3
@@ -34,7 +34,7 @@ STEPS = 3
 
 PROGRAM = """
 import asyncio, logging, sys
-from actor.stopping import Stop, Stopped, stop_on_signals
+from actor.run.stopping import (Stop, Stopped, stop_on_signals)
 
 async def main():
     stop = Stop()

@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import torch
 
-from actor.rollout import Prompt, Rollout
-from actor.streaming import RowStream
+from actor.data.rollout import Prompt, Rollout
+from actor.scoring.stream import RowStream
 
 PATIENCE_S = 30.0
 

@@ -1,4 +1,4 @@
-"""`tools.summary` on run folders small enough to count by hand.
+"""`tools.report.summary` on run folders small enough to count by hand.
 Given nothing but files written here; the gold lexicon is the real one.
 """
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from python_backend.jsonl import read_jsonl
-from tools.report_data import read_steps
-from tools.summary import SUMMARY_KEYS, distinct2, read_pairs, word_gains, write_summary
+from python_backend.store.jsonl import read_jsonl
+from tools.report.data import read_steps
+from tools.report.summary import SUMMARY_KEYS, distinct2, read_pairs, word_gains, write_summary
 
 ACTOR = {
     "steps": 2, "reward_before": 9.0, "reward_after": 9.0, "kl_final": 1.5, "ev_v0": -0.1, "ev_last": 0.5,

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
 
-from tools import server_health
-from tools import supervisor as supervisor_module
-from tools.model_loading import probe
-from tools.supervisor import Supervisor
-from tools.triton_home import ServerStartError
-from tools.tritonserver import TritonServer
+from tools.server import health as server_health
+from tools.server import supervisor as supervisor_module
+from tools.server.model_loading import probe
+from tools.server.supervisor import Supervisor
+from tools.server.triton_home import ServerStartError
+from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 

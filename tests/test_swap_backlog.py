@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from scoring_rig import started
 
-from python_backend.contract import Limits, ScoringRows
-from python_backend.round_robin import run_to_end
+from python_backend.serving.round_robin import run_to_end
+from python_backend.wire.contract import Limits, ScoringRows
 
 ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
 PATIENCE_S = 30.0

@@ -13,11 +13,11 @@ from live_system import TEXTS
 from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, make_text_tokenizer, save_text_reward
 from transformers import ByT5Tokenizer, pipeline
 
-from python_backend.contract import METADATA, SENTENCES, ContractError, texts_array
-from python_backend.modeling import load_reward, quiet_transformers
-from python_backend.reading import RowReader
-from python_backend.round_robin import run_to_end
-from python_backend.tokenization import encode_text
+from python_backend.checkpoints.tokenization import encode_text
+from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.serving.requests import RowReader
+from python_backend.serving.round_robin import run_to_end
+from python_backend.wire.contract import METADATA, SENTENCES, ContractError, texts_array
 
 TOLERANCE = 1e-5
 MESSAGES = [{"role": "user", "content": "Open it."}]

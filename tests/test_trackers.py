@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from actor.metrics import MetricsLog, Text
-from actor.trackers import TrackerMissing, Trackers
-from python_backend.jsonl import read_jsonl
+from actor.run.metrics import MetricsLog, Text
+from actor.run.trackers import TrackerMissing, Trackers
+from python_backend.store.jsonl import read_jsonl
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from test_critic_update import payload, settings, silent, weights
 from tiny_checkpoints import save_tiny
 
-from python_backend.modeling import load_critic
+from python_backend.models.modeling import load_critic
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.critic_update import CriticUpdate
 
@@ -105,7 +105,7 @@ def test_an_interrupted_write_is_ignored_and_swept(
     update = fresh(critic)
     folder.save(update, state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("python_backend.durable.sync_tree", lambda path: 1 / 0)
+        patch.setattr("python_backend.store.durable.sync_tree", lambda path: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             folder.save(update, state(2))
     (folder.root / ".staging-killed").mkdir()  # a kill has no time for `finally`
@@ -148,7 +148,7 @@ def test_a_removal_cut_short_leaves_no_half_checkpoint(
         (place / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("python_backend.durable.shutil.rmtree", killed)
+    monkeypatch.setattr("python_backend.store.durable.shutil.rmtree", killed)
     for remove in (lambda: folder.prune(keep=1), lambda: folder.drop_after(2)):
         with pytest.raises(KeyboardInterrupt):
             remove()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.triton_home import (
+from tools.server.triton_home import (
     STUB,
     ServerStartError,
     TritonHome,

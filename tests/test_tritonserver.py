@@ -21,9 +21,9 @@ from tiny_models import (
     write_scoring_model,
 )
 
-from tools.ports import check_ports
-from tools.server_log import readable, stub_failure
-from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from tools.server.log import readable, stub_failure
+from tools.server.ports import check_ports
+from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 

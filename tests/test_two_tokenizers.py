@@ -24,11 +24,11 @@ from live_system import (
 from tiny_tokenizers import save_text_reward
 from transformers import pipeline
 
-from actor.client import TritonClient
-from actor.rollout import Prompt, Rollout, Scores
-from actor.scoring import ModelMismatch, Scorer
-from python_backend.contract import CRITIC, REWARD_MODEL
-from python_backend.tokenization import load_tokenizer
+from actor.data.rollout import Prompt, Rollout, Scores
+from actor.scoring.client import TritonClient
+from actor.scoring.scorer import ModelMismatch, Scorer
+from python_backend.checkpoints.tokenization import load_tokenizer
+from python_backend.wire.contract import CRITIC, REWARD_MODEL
 from tools.render_configs import parse_config, render_configs
 
 TOLERANCE = 1e-5

@@ -1,4 +1,4 @@
-"""`python_backend.weights`: versions are whole, immutable, numbered upwards, and CURRENT never names another."""
+"""`python_backend.store.weights`: versions are whole, immutable, numbered upwards, and CURRENT never names another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from python_backend import weights
-from python_backend.serving_records import ServingRecord
-from python_backend.weights import Manifest, WeightsError, WeightsStore, tensor_types
+from python_backend.store import weights
+from python_backend.store.serving_records import ServingRecord
+from python_backend.store.weights import Manifest, WeightsError, WeightsStore, tensor_types
 
 
 def writer(value: float) -> Callable[[Path], None]:
@@ -123,7 +123,7 @@ def test_a_removal_cut_short_leaves_no_half_version(store: WeightsStore, monkeyp
         (folder / "model.safetensors").unlink()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("python_backend.durable.shutil.rmtree", killed)
+    monkeypatch.setattr("python_backend.store.durable.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         store.prune(keep=1)
     for version in store.versions():

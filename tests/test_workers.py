@@ -20,7 +20,7 @@ from live_system import (
     wait_for,
 )
 
-from python_backend.contract import REWARD_MODEL
+from python_backend.wire.contract import REWARD_MODEL
 
 
 def set_parameters(finished: FinishedRun, **values: str) -> None:

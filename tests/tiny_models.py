@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from python_backend.config import ServerSection
-from tools.shared_memory import SHARED_MEMORY
-from tools.triton_home import find_tritonserver, lay_out_backends
-from tools.tritonserver import TritonServer
+from tools.server.shared_memory import SHARED_MEMORY
+from tools.server.triton_home import find_tritonserver, lay_out_backends
+from tools.server.tritonserver import TritonServer
 
 _SCORING_CONFIG = """name: "{name}"
 backend: "python"

@@ -12,10 +12,10 @@ COMMANDS = {
     "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
     "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),
     "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
-    "prepare": ("tools.demo_prepare", "the demo's checkpoints and prompts"),
-    "chaos": ("tools.chaos.command", "the crash test: processes killed at every moment, then every promise checked"),
-    "fuzz": ("tools.fuzz", "bad requests at every model, while a client scores good rows"),
-    "bench": ("tools.bench.command", "the measurements behind the README's numbers"),
+    "prepare": ("tools.demo.prepare", "the demo's checkpoints and prompts"),
+    "chaos": ("chaos.command", "the crash test: processes killed at every moment, then every promise checked"),
+    "fuzz": ("chaos.fuzz.command", "bad requests at every model, while a client scores good rows"),
+    "bench": ("benchmarks.command", "the measurements behind the README's numbers"),
 }
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from python_backend.checkpoints import CheckpointError, CheckpointInfo, inspect_checkpoint
-from python_backend.command_line import report
+from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint
 from python_backend.config import RunConfig
+from python_backend.config.command_line import report
 
 FROM_REWARD = "from-reward"
 TRIAL_TOKENS = 8
@@ -150,7 +150,7 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
         raise CheckpointError(f"{info.folder} has no trained head and gives no reward; it can be a --critic's body")
     if not try_out:
         return
-    from python_backend.modeling import load_reward, quiet_transformers
+    from python_backend.models.modeling import load_reward, quiet_transformers
 
     quiet_transformers()
     model = load_reward(info.folder, dtype=suggested_dtype(info))
@@ -163,14 +163,14 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
 
 def _tokens_of(folder: Path, text: str) -> list[str]:
     """The tokens, special ones included, that the reward model gets of a sentence. Raises CheckpointError."""
-    from python_backend.tokenization import load_tokenizer
+    from python_backend.checkpoints.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 
 
 def _try_critic(info: CheckpointInfo, say: Callable[[str], None]) -> None:
-    from python_backend.modeling import load_critic, quiet_transformers
+    from python_backend.models.modeling import load_critic, quiet_transformers
 
     quiet_transformers()
     model = load_critic(info.folder, dtype=suggested_dtype(info))
@@ -193,7 +193,7 @@ def _expect_finite(info: CheckpointInfo, outputs: Any) -> None:
 
 
 def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Callable[[str], None]) -> None:
-    from python_backend.tokenization import fingerprint, load_tokenizer
+    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
 
     if reward is critic or reward.tokenizer is None or critic.tokenizer is None:
         return

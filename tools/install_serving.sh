@@ -13,6 +13,6 @@ rm -rf -- "$root/build"
 "$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "$root[serving]"
 # From another folder, so that what is imported is what was installed.
 cd / && "$python" -c '
-import numpy, safetensors, tokenizers, torch, transformers, python_backend.contract
+import numpy, safetensors, tokenizers, torch, transformers, python_backend.wire.contract
 print(*(f"{m.__name__} {m.__version__}" for m in (numpy, safetensors, tokenizers, torch, transformers)), sep=", ")
 '

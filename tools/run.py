@@ -19,21 +19,21 @@ from pathlib import Path
 
 import psutil
 
-from actor.prompt_files import PromptError, read_rows, source_of
-from python_backend.command_line import interrupt_on_signals, report, run_parser
+from actor.data.prompt_files import PromptError, read_rows, source_of
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.durable import numbers_in, write_json
+from python_backend.config.command_line import interrupt_on_signals, report, run_parser
+from python_backend.config.required_files import check_files, has_chat_template
 from python_backend.errors import RlhfError
-from python_backend.journal import Journal
-from python_backend.required_files import check_files, has_chat_template
-from tools.calibration import settle
-from tools.child import Child, ChildDied
-from tools.display import RunDisplay
-from tools.ports import PORT_KEYS, with_free_ports
-from tools.report_data import SETTINGS_FILE
+from python_backend.store.durable import numbers_in, write_json
+from python_backend.store.journal import Journal
+from tools.calibrate.calibration import settle
+from tools.report.data import SETTINGS_FILE
+from tools.report.display import RunDisplay
 from tools.serve import demo_preparation, ensure_first_version, start_server
-from tools.server_health import get_page
-from tools.supervisor import Supervisor
+from tools.server.child import Child, ChildDied
+from tools.server.health import get_page
+from tools.server.ports import PORT_KEYS, with_free_ports
+from tools.server.supervisor import Supervisor
 
 POLL_S = 0.25
 CHECKED_ROWS = 1000
@@ -170,9 +170,9 @@ class Run:
         return count_failures(get_page(self._supervisor.server.section.metrics_url, "/metrics"))
 
     def _report(self, failures: int) -> None:
-        from tools.report import write_report
-        from tools.report_curves import write_curves
-        from tools.summary import write_summary
+        from tools.report.curves import write_curves
+        from tools.report.page import write_report
+        from tools.report.summary import write_summary
 
         self._display.phase("writing the report")
         run_dir = self.config.run.dir
@@ -262,7 +262,7 @@ def check_templates(config: RunConfig, prompts: str) -> None:
 
 
 def _same_tokenizer(*folders: Path) -> bool:
-    from python_backend.tokenization import fingerprint, load_tokenizer  # transformers: slow to import
+    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer  # transformers: slow to import
 
     return len({fingerprint(load_tokenizer(folder.absolute())) for folder in folders}) == 1
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from python_backend.command_line import report, run_parser
 from python_backend.config import RunConfig, load_config
-from python_backend.control_key import control_key
+from python_backend.config.command_line import report, run_parser
+from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
-from python_backend.required_files import check_files
-from tools.calibration import settle
-from tools.demo_pretrained import PRETRAINED
-from tools.ports import with_free_ports
-from tools.supervisor import Supervisor
-from tools.triton_home import ServerStartError, find_tritonserver, lay_out_backends
-from tools.tritonserver import TritonServer
+from python_backend.store.control_key import control_key
+from tools.calibrate.calibration import settle
+from tools.demo.pretrained import PRETRAINED
+from tools.server.ports import with_free_ports
+from tools.server.supervisor import Supervisor
+from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
+from tools.server.tritonserver import TritonServer
 
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -84,12 +84,12 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
     if config.demo.recipe == "reasoning":
         out = config.demo.cache_dir / "reasoning"
         made = [f"{key}={out / file}" for key, file in MADE_FOR_ACTOR.items()]
-        return ["tools.demo_prepare", "--recipe", "reasoning", "--out", str(out)], made
+        return ["tools.demo.prepare", "--recipe", "reasoning", "--out", str(out)], made
     is_llm = config.demo.recipe == "chat"
     name = f"{'chat-' if is_llm else ''}seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
     out = config.demo.cache_dir / name
     recipe = ["--recipe", config.demo.recipe]
-    arguments = ["tools.demo_prepare", *recipe, "--out", str(out), "--seed", str(config.run.seed)]
+    arguments = ["tools.demo.prepare", *recipe, "--out", str(out), "--seed", str(config.run.seed)]
     shared = config.demo.cache_dir / PRETRAINED if is_llm else out
     paths = {
         "reward.checkpoint": out / "reward",

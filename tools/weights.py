@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.command_line import add_run_arguments, report
 from python_backend.config import RunConfig, load_config
+from python_backend.config.command_line import add_run_arguments, report
 from python_backend.errors import REPORTED, RlhfError
-from python_backend.journal import Journal
-from python_backend.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
+from python_backend.store.journal import Journal
+from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
 
 PATIENCE_S = 60.0
 
@@ -92,7 +92,7 @@ def show(store: WeightsStore) -> None:
 
 def verify(store: WeightsStore, versions: Sequence[int]) -> int:
     """Check the versions, all of them even if one is bad; 1 if one is."""
-    from python_backend.modeling import quiet_transformers  # deferred: they import torch
+    from python_backend.models.modeling import quiet_transformers  # deferred: they import torch
     from trainer.verification import VersionRejected, verify_alone
 
     quiet_transformers()
@@ -116,7 +116,7 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
         WeightsError: there is no such version, or it is damaged.
         NotServed: the instances have not followed in time; CURRENT names the new number all the same.
     """
-    from python_backend.modeling import load_critic, quiet_transformers
+    from python_backend.models.modeling import load_critic, quiet_transformers
     from trainer.publish import Publisher
     from trainer.verification import VersionRejected, verify_alone
 

@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from python_backend.command_line import log_to_stderr, report, run_parser
 from python_backend.config import RunConfig, TrainerSection, load_config
+from python_backend.config.command_line import log_to_stderr, report, run_parser
+from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
-from python_backend.required_files import check_critic
 from python_backend.stop_signal import stop_event
 
 
@@ -39,8 +39,8 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
     _stay_out_of_the_way(config.trainer)
     import torch  # deferred: --help and a wrong key answer at once
 
-    from python_backend.modeling import quiet_transformers
-    from python_backend.weights import WeightsStore
+    from python_backend.models.modeling import quiet_transformers
+    from python_backend.store.weights import WeightsStore
     from trainer.publish import initialise_store
     from trainer.sidecar import Sidecar
 

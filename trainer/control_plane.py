@@ -17,9 +17,9 @@ import tritonclient.grpc as triton
 from google.protobuf import json_format
 from tritonclient.utils import InferenceServerException
 
-from python_backend import control_key
-from python_backend.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
 from python_backend.errors import RlhfError
+from python_backend.store import control_key
+from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
 
 CALL_TIMEOUT_S = 10.0
 

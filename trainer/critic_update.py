@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from python_backend.adamw import make_adamw
-from python_backend.batching import padded_rows, plan_micro_batches
-from python_backend.collation import collate
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.lr_schedule import scheduled_lr
-from python_backend.modeling import CriticModel
-from python_backend.training_payload import TrainPayload
+from python_backend.models.adamw import make_adamw
+from python_backend.models.batching import padded_rows, plan_micro_batches
+from python_backend.models.collation import collate
+from python_backend.models.lr_schedule import scheduled_lr
+from python_backend.models.modeling import CriticModel
+from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 
 MAX_ROWS = 1024  # the token budget bounds a micro-batch long before

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from python_backend.heartbeat import Heartbeat
-from python_backend.journal import Journal
-from python_backend.jsonl import append_jsonl
+from python_backend.store.heartbeat import Heartbeat
+from python_backend.store.journal import Journal
+from python_backend.store.jsonl import append_jsonl
 from trainer.critic_update import UpdateReport
 from trainer.patience import StoppedWaiting
 from trainer.publish import Reload

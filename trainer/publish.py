@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from python_backend.config import CriticSection
-from python_backend.control_key import control_key
-from python_backend.modeling import CriticModel, load_critic, save_critic
-from python_backend.sections import constants_of
-from python_backend.weights import Manifest, WeightsError, WeightsStore
+from python_backend.config.sections import constants_of
+from python_backend.models.modeling import CriticModel, load_critic, save_critic
+from python_backend.store.control_key import control_key
+from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 from trainer.control_plane import ControlPlaneError, LoadRefused
 from trainer.servers import Loaded, Servers
 from trainer.verification import VersionRejected, canary_row, verify_version

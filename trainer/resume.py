@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from python_backend.checkpoints import CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.errors import NotFinite
-from python_backend.journal import Journal
-from python_backend.journal_entry import DamagedEntry, Entry
-from python_backend.training_payload import TrainPayload
+from python_backend.store.journal import Journal
+from python_backend.store.journal_entry import DamagedEntry, Entry
+from python_backend.wire.training_payload import TrainPayload
 from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
 from trainer.critic_update import CriticUpdate
 from trainer.fingerprint import changes, fingerprint

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from python_backend.addresses import resolve
-from python_backend.contract import CRITIC, WEIGHTS_VERSION
+from python_backend.config.addresses import resolve
+from python_backend.wire.contract import CRITIC, WEIGHTS_VERSION
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 T = TypeVar("T")

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from python_backend.checkpoints import CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
 from python_backend.errors import NotFinite
-from python_backend.journal import Entry, Journal, Result
-from python_backend.journal_entry import DamagedEntry
-from python_backend.modeling import load_critic
-from python_backend.weights import WeightsStore
+from python_backend.models.modeling import load_critic
+from python_backend.store.journal import Entry, Journal, Result
+from python_backend.store.journal_entry import DamagedEntry
+from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.control_plane import ControlPlaneError
 from trainer.critic_update import CriticUpdate

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from python_backend.checkpoints import CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.errors import RlhfError
-from python_backend.loading import STORED_DTYPES
-from python_backend.modeling import CriticModel, load_critic
-from python_backend.weights import Manifest, WeightsError, WeightsStore
+from python_backend.models.loading import STORED_DTYPES
+from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
 CANARY_TOKENS = 16
 CANARY_TOLERANCE = 1e-5

@@ -1,1 +1,1 @@
-from python_backend.critic import TritonPythonModel  # noqa: F401
+from python_backend.serving.critic import TritonPythonModel  # noqa: F401

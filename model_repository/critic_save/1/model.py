@@ -1,1 +1,1 @@
-from python_backend.critic_save import TritonPythonModel  # noqa: F401
+from python_backend.serving.critic_save import TritonPythonModel  # noqa: F401

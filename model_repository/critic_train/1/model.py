@@ -1,1 +1,1 @@
-from python_backend.critic_train import TritonPythonModel  # noqa: F401
+from python_backend.serving.critic_train import TritonPythonModel  # noqa: F401

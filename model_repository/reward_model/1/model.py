@@ -1,1 +1,1 @@
-from python_backend.reward import TritonPythonModel  # noqa: F401
+from python_backend.serving.reward import TritonPythonModel  # noqa: F401

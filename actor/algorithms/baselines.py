@@ -1,0 +1,63 @@
+"""Baselines of the critic-free algorithms: each response is compared with the others to the same prompt."""
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import is_rounding
+
+GROUP_EPSILON = 1e-6
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+    """Score minus the mean score of the other responses to the same prompt.
+
+        A_i = R_i - 1 / (n - 1) * sum_{j != i} R_j        over the n counted responses of a group; 0 where n <= 1
+
+    The baseline does not depend on response i, so the gradient stays unbiased.
+
+    Args:
+        rewards: `[B]`; what is not counted may be anything.
+        groups: `[B]`, integer, equal for responses to the same prompt.
+        counted: bool `[B]`; a response that is not neither gets an advantage nor is part of a baseline.
+
+    Returns: `[B]` in the dtype of `rewards`.
+    Raises: ValueError if shapes differ.
+    Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al. 2024
+        (arXiv 2402.14740), section 2.2; reference section 6 (its baseline is biased where a sample did not end).
+    """
+    scores, index, count, total = _group_sums(rewards, groups, counted)
+    others = (count - 1)[index]
+    baseline = (total[index] - scores) / others.clamp(min=1)
+    return torch.where(counted & (others > 0), scores - baseline, 0.0).to(rewards.dtype)
+
+
+def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+    """Score minus the group's mean, over its standard deviation.
+
+        A_i = (R_i - mean) / (std + 1e-6)        std with n - 1; 0 where n <= 1
+
+    The group's mean contains response i itself. Scores that are equal, up to the rounding of float32, give 0: such a
+    prompt teaches nothing.
+
+    Args, Returns, Raises: as `leave_one_out`.
+    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; n - 1 as TRL and verl, epsilon as verl.
+    """
+    scores, index, count, total = _group_sums(rewards, groups, counted)
+    mean = total / count.clamp(min=1)
+    centred = torch.where(counted, scores - mean[index], 0.0)
+    squares = torch.zeros_like(total).index_add(0, index, centred.square())
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    standardised = centred / (std[index] + GROUP_EPSILON)
+    return torch.where(is_rounding(std, mean)[index], 0.0, standardised).to(rewards.dtype)
+
+
+def _group_sums(rewards: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rewards with 0 where not counted, each row's group from 0 on, and by group the count and the sum; float64."""
+    if not rewards.shape == groups.shape == counted.shape or rewards.ndim != 1:
+        shapes = [tuple(tensor.shape) for tensor in (rewards, groups, counted)]
+        raise ValueError(f"rewards, groups and counted must all be [B], got {shapes}")
+    names, index = groups.unique(return_inverse=True)
+    rewards = rewards.double().masked_fill(~counted, 0.0)
+    zeros = rewards.new_zeros(len(names))
+    count = zeros.index_add(0, index, counted.to(rewards.dtype))
+    return rewards, index, count, zeros.index_add(0, index, rewards)

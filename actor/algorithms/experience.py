@@ -1,0 +1,157 @@
+"""Turns scored rollouts into the batch that policy and critic train on, and into metrics."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import explained_variance, kl_estimate, masked_mean, masked_whiten, response_mask
+from actor.algorithms.methods import Episodes, Method, returns_to_go
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from python_backend.errors import RlhfError
+from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+
+
+class TooManyFailed(RlhfError):
+    """More rewards are missing than the configuration allows."""
+
+
+def make_batch(
+    scored: ScoredRollout, method: Method, *, rewards: Tensor, kl_coef: float, responses_per_prompt: int = 1
+) -> PPOBatch:
+    """Advantages and returns of a rollout; rows without a score are masked out.
+
+    Args:
+        rewards: float32 `[B]`, the scores as `RewardShaper` shaped them.
+        kl_coef: of this step.
+        responses_per_prompt: so many rows in turn answer one prompt.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    mask = mask * scores.scored[:, None]
+    kl = _token_kl(scored, mask, method)
+    prev_values = torch.where(mask > 0, scores.values[:, :-1], 0.0)
+    learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
+    penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
+    episodes = Episodes(
+        rewards, penalty, prev_values, mask, rollout.lengths,
+        torch.arange(len(rewards)) // responses_per_prompt, learned,
+    )  # fmt: skip
+    advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
+    weights = learned_mask = mask * learned[:, None]
+    if method.sequence_mean:
+        weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
+    return PPOBatch(
+        rollout.tokens,
+        rollout.lengths,
+        mask,
+        weights,
+        scored.logprobs,
+        scored.ref_logprobs,
+        masked_whiten(advantages, learned_mask) if method.whitens else advantages * learned_mask,
+        returns * mask,
+        prev_values,
+        kl,
+        returns_to_go(episodes, method.gamma, 1.0)[1] if scores.has_values else None,
+    )
+
+
+def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | None:
+    """KL estimates `[B, S-1]`, or None where the reference was not asked."""
+    if scored.logprobs is None or scored.ref_logprobs is None:
+        return None
+    # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
+    return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
+
+
+def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
+    """What critic_train is sent, padded as the batch is."""
+    return {
+        TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
+        RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
+    }  # fmt: skip
+
+
+def check_failures(scores: Scores, max_failed_fraction: float) -> None:
+    """Raise TooManyFailed, with the causes, if too many rows, or all of them, have no score."""
+    failed = int((~scores.scored).sum())
+    if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
+        raise TooManyFailed(
+            f"{failed} of {len(scores.scored)} rewards are unavailable (actor.max_failed_fraction is "
+            f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"
+        )
+
+
+def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
+    """`train_rollouts/…` of one step; means over scored rows and response tokens."""
+    scores = scored.scores
+    rewards = scores.rewards[scores.scored]
+    metrics = {**text_metrics(scored.rollout, scores), "kl_coef": kl_coef}
+    distance = sequence_kl(scored, batch.mask)
+    if batch.kl is not None and distance is not None:
+        kl_sum = (batch.kl * batch.mask).sum(-1)[scores.scored]
+        metrics |= {
+            "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
+            "init_policy_kl_per_sequence": distance,
+            "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
+        }
+    charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
+    if batch.rewards_to_go is not None:
+        charted["values"] = batch.prev_values, batch.mask
+        metrics |= {
+            # Not of `returns`: with lam below 1 they contain the values, and an ignorant critic explains itself.
+            "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
+            "weights_version": float(scores.versions.max()),
+            "weights_version_min": float(scores.versions[scores.scored].min()),
+        }
+    for name, (tensor, mask) in charted.items():
+        mean = masked_mean(tensor, mask)
+        metrics[f"{name}_mean"] = float(mean)
+        metrics[f"{name}_std"] = float(masked_mean((tensor - mean) ** 2, mask).sqrt())
+    return {f"train_rollouts/{name}": value for name, value in metrics.items()}
+
+
+def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
+    """What a rollout is like, whether trained on or not: sizes, rewards of scored rows, how varied it is."""
+    rewards = scores.rewards[scores.scored]
+    metrics = {
+        "rollout_size": float(len(scores.scored)),
+        "response_lengths": float(rollout.lengths.float().mean()),
+        "prompt_lengths": float(rollout.prompt_lengths.float().mean()),
+        "generation_length": float((rollout.lengths - rollout.prompt_lengths).float().mean()),
+        "rewards": float(rewards.mean()),
+        "rewards_std": float(rewards.std(correction=0)),
+        "fraction_of_samples_properly_ended": float(rollout.is_end.float().mean()),
+        "masked_samples": float((~scores.scored).sum()),
+        "distinct2": distinct_bigrams(rollout),
+    }
+    for name, component in scores.components.items():
+        finite = component[torch.isfinite(component)]
+        if finite.numel():  # a reward that failed on every row has no mean
+            metrics[f"reward_{name}"] = float(finite.mean())
+    return metrics
+
+
+def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
+    """Mean over scored rows of the summed k1: nats per sequence. None where the reference was not asked."""
+    if scored.logprobs is None or scored.ref_logprobs is None:
+        return None
+    signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
+    return float(signed[scored.scores.scored].mean())
+
+
+def distinct_bigrams(rollout: Rollout) -> float:
+    """Different token bigrams of the responses, as a share of all of them: a collapse shows here first."""
+    pairs = [
+        pair
+        for row, start in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True)
+        for pair in zip(row[start:].tolist(), row[start + 1 :].tolist(), strict=False)
+    ]
+    return len(set(pairs)) / max(1, len(pairs))
+
+
+def score_returns(rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Monte-Carlo returns `[B, S-1]` of the bare score at gamma 1, and their mask."""
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    return rewards[:, None] * mask, mask

@@ -1,0 +1,128 @@
+"""The algorithms: each is an advantage function over `Episodes` and a policy loss.
+
+The loop does not know their names, only whether the configured one needs the critic.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.advantages import gae, token_rewards
+from actor.algorithms.baselines import group_standardise, leave_one_out
+from actor.algorithms.policy_loss import ClipRange, PolicyLoss, clipped_loss, reinforce_loss
+from python_backend.config import ActorSection
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Scored responses, as an advantage function sees them."""
+
+    rewards: Tensor  # float32 [B], shaped scores
+    penalty: Tensor  # float32 [B, S-1], KL penalty charged to each token; 0 where it is in the loss
+    values: Tensor  # float32 [B, S-1], 0 outside the mask and without a critic
+    mask: Tensor  # float32 [B, S-1], response tokens of scored rows
+    lengths: Tensor  # int64 [B], prompt + response
+    groups: Tensor  # int64 [B], equal for responses to the same prompt
+    counted: Tensor  # bool [B], rows that the policy learns from
+
+    @property
+    def totals(self) -> Tensor:
+        """`[B]`: each response's score minus its whole penalty."""
+        return self.rewards - (self.penalty * self.mask).sum(-1)
+
+    def spread(self, advantages: Tensor) -> Tensor:
+        """`[B]` -> `[B, S-1]`: every token of a response has the response's advantage."""
+        return advantages[:, None] * self.mask
+
+
+Advantages = Callable[[Episodes, float, float], tuple[Tensor, Tensor]]  # (episodes, gamma, lam)
+
+
+def with_critic(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """GAE over the critic's values."""
+    return gae(episodes.values, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=lam)
+
+
+def returns_to_go(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Discounted token rewards from each token on; `lam` has nothing to weigh."""
+    nothing = torch.zeros_like(episodes.mask)
+    return gae(nothing, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=1.0)
+
+
+def against_the_others(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """The response's total against the mean of the others to its prompt; there is no time in it to discount."""
+    advantages = leave_one_out(episodes.totals, episodes.groups, episodes.counted)
+    return episodes.spread(advantages), episodes.spread(episodes.totals)
+
+
+def within_the_group(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """The response's total, standardised within the responses to its prompt."""
+    advantages = group_standardise(episodes.totals, episodes.groups, episodes.counted)
+    return episodes.spread(advantages), episodes.spread(episodes.totals)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An advantage function and a loss, and what each was published with where the configuration says nothing."""
+
+    advantages: Advantages
+    loss: PolicyLoss
+    whitens: bool = False
+    kl_in: str = "reward"
+    loss_mean: str = "token"
+
+
+ALGORITHMS = {
+    "ppo": Algorithm(with_critic, clipped_loss, whitens=True),
+    "reinforce++": Algorithm(returns_to_go, clipped_loss, whitens=True),
+    "rloo": Algorithm(against_the_others, reinforce_loss),
+    "grpo": Algorithm(within_the_group, clipped_loss, kl_in="loss", loss_mean="sequence"),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm under one configuration."""
+
+    algorithm: Algorithm
+    gamma: float
+    lam: float
+    whitens: bool
+    kl_estimator: str
+    kl_in_loss: bool
+    sequence_mean: bool
+    mask_unfinished: bool
+    clip: ClipRange
+
+    @classmethod
+    def of(cls, settings: ActorSection) -> Method:
+        """What the configuration asks for."""
+        algorithm = ALGORITHMS[settings.algorithm]
+        kl_in = algorithm.kl_in if settings.kl_in == "auto" else settings.kl_in
+        kl_estimator = settings.kl_estimator
+        if kl_estimator == "auto":
+            kl_estimator = "k3" if kl_in == "loss" else "abs"
+        if (kl_in, kl_estimator) == ("loss", "k1"):
+            logger.warning(
+                "actor.kl_estimator: k1 in the loss has a gradient of 0 in expectation and holds nothing; take "
+                "k2 or k3, or actor.kl_in: reward"
+            )
+        loss_mean = algorithm.loss_mean if settings.loss_mean == "auto" else settings.loss_mean
+        whitens = algorithm.whitens if settings.whiten_advantages is None else settings.whiten_advantages
+        high = settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high
+        return cls(
+            algorithm, settings.gamma, settings.lam, whitens, kl_estimator,
+            kl_in == "loss", loss_mean == "sequence", settings.mask_unfinished,
+            ClipRange(settings.clip_ratio, high, settings.dual_clip),
+        )  # fmt: skip
+
+
+def _token_rewards(episodes: Episodes) -> Tensor:
+    return token_rewards(episodes.rewards, episodes.penalty, episodes.lengths, kl_coef=1.0)

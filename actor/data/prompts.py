@@ -1,0 +1,115 @@
+"""Prompts of a run, from a file or folder of `prompt_files`, and the order in which the run takes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from actor.data.prompt_files import PromptError, Row, read_rows, source_of
+from actor.data.rollout import Prompt
+
+__all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
+
+logger = logging.getLogger(__name__)
+TooLong = Literal["error", "skip", "truncate"]
+MESSAGES_KEY = "messages"  # a chat prompt; the server renders it, with the reply, by the reward's own template
+
+
+def read_prompts(
+    path: Path, tokenizer: Any, *, max_tokens: int, too_long: TooLong = "error", limit: int | None = None,
+    vocab_size: int | None = None,
+) -> list[Prompt]:  # fmt: skip
+    """Read and tokenise rows with a `text`, or with chat `messages`, which the tokenizer's template renders.
+
+    A `prompt`, as TRL names the column, is either of them. Columns other than the text and `prompt_id` become metadata,
+    the messages too, as `messages`.
+
+    Args:
+        max_tokens: longest prompt.
+        too_long: what to do with a longer one: `error`, `skip`, or `truncate` to its last tokens; both are logged.
+        limit: stop after so many prompts.
+        vocab_size: rows of the model's embedding table; a tokenizer may know tokens beyond them.
+
+    Raises:
+        PromptError: unreadable file, a row that is no JSON object with one of the three, an empty or too long prompt,
+            or one with a token that the model has no embedding for.
+    """
+    prompts: list[Prompt] = []
+    long: list[str] = []
+    for row in read_rows(path):
+        prompt = _prompt(row, tokenizer)
+        size = prompt.tokens.size
+        if not size or (size > max_tokens and too_long == "error"):
+            raise PromptError(f"{row.where}: {size} tokens, must be 1 to {max_tokens} (actor.max_prompt_tokens)")
+        if vocab_size is not None and (largest := int(prompt.tokens.max())) >= vocab_size:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise PromptError(
+                f"{row.where}: token {largest} ({token!r}) is not among the policy's {vocab_size} embeddings; leave it "
+                "out, or resize them to the tokenizer (resize_token_embeddings)"
+            )
+        if size > max_tokens:
+            long.append(f"{row.number} ({size} tokens)")
+            if too_long == "skip":
+                continue
+            prompt = replace(prompt, tokens=prompt.tokens[-max_tokens:])
+        prompts.append(prompt)
+        if len(prompts) == limit:
+            break
+    if long:
+        done = "left out" if too_long == "skip" else "cut to their last tokens"
+        logger.warning(
+            "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), max_tokens, done,
+            ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
+        )  # fmt: skip
+    if not prompts:
+        raise PromptError(f"{path} holds no prompt" + (f" of at most {max_tokens} tokens" if long else ""))
+    return prompts
+
+
+def take(prompts: Sequence[Prompt], *, start: int, count: int, seed: int) -> list[Prompt]:
+    """`count` prompts from position `start` of the endless sequence of shuffled epochs."""
+    taken = []
+    for position in range(start, start + count):
+        epoch, index = divmod(position, len(prompts))
+        taken.append(prompts[_order(len(prompts), seed, epoch)[index]])
+    return taken
+
+
+_ORDERS: dict[tuple[int, int, int], np.ndarray] = {}
+
+
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    key = (count, seed, epoch)
+    if key not in _ORDERS:
+        _ORDERS.clear()
+        _ORDERS[key] = np.random.default_rng([seed, epoch]).permutation(count)
+    return _ORDERS[key]
+
+
+def _prompt(row: Row, tokenizer: Any) -> Prompt:
+    columns, where = row.columns, row.where
+    source = source_of(row)
+    metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
+    text = columns[source]
+    if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
+        metadata[MESSAGES_KEY] = text
+        text = _rendered(text, f"{where}: {source}", tokenizer)
+    if not isinstance(text, str):
+        raise PromptError(f"{where}: {source}: {text!r}, must be a string")
+    tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+    return Prompt(str(columns.get("prompt_id", row.number)), text, tokens, metadata)
+
+
+def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
+    """The chat as the tokenizer's template writes it, up to where the reply begins."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(f"{where}: the policy's tokenizer has no chat template; send a text instead")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # templates are programs: they raise what they like
+        raise PromptError(f"{where} cannot be rendered: {error}") from error

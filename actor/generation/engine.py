@@ -1,0 +1,186 @@
+"""Generates responses by slot-based decoding, or by `transformers` for models that it does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from actor.generation.cache import cache_layers
+from actor.generation.slots import Decoder, Finished, Response, Rules
+from python_backend.config import ActorSection
+from python_backend.models.precision import in_float32
+
+logger = logging.getLogger(__name__)
+PROOF_TOKENS = 4
+MORE_STOP_TOKENS = 16
+NEAR = 0.01  # total variation: one draw in a hundred would be another
+
+
+class Generation:
+    """Writes responses under one configuration."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: ActorSection, *, eos_ids: list[int], pad_id: int,
+        banned_ids: list[int],
+    ) -> None:  # fmt: skip
+        """`model`: a causal LM, adapters in place."""
+        self._model, self._tokenizer, self._settings = model, tokenizer, settings
+        self._eos_ids, self._pad_id, self._banned_ids = eos_ids, pad_id, banned_ids
+        # A token is a byte or more; the others are there because the first ones, cut off, may decode to something else.
+        self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
+        self._decodes: bool | None = None  # whether our own decoding fits the model; found out with the first prompts
+
+    def run(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool = False) -> None:
+        """Write a response to each prompt.
+
+        Args:
+            prompts: int64 `[length]` each.
+            finished: gets the prompt's index and the response, as soon as that has ended.
+            seed: the same draws the same responses. With our own decoding a response depends on `seed` and its index
+                alone, not on what is written beside it (but for the last bits of its probabilities).
+            greedy: take the likeliest tokens.
+        """
+        if self._decodes is None:
+            self._decodes = self._settings.decoding == "slots" and self._is_proven(prompts)
+        if not self._decodes:
+            self._plain(prompts, finished, seed=seed, greedy=greedy)
+            return
+        draws = None
+        if not greedy:
+            shape = len(prompts), self._settings.max_new_tokens
+            draws = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        decoder = Decoder(self._model, self._rules(), slots=self._settings.generation_batch)
+        decoder.run(prompts, draws, finished)
+
+    def _rules(self) -> Rules:
+        s = self._settings
+        return Rules(
+            s.max_new_tokens, self._eos_ids, self._banned_ids, s.min_new_tokens, s.temperature, s.top_k, s.top_p,
+            s.repetition_penalty, self._has_stop if s.stop_strings else None,
+        )  # fmt: skip
+
+    def _has_stop(self, response: Sequence[int]) -> bool:
+        """Whether a stop string ends with the last token: one that ended before would have ended the response.
+
+        As in vLLM, one that ends within the first `min_new_tokens` ends nothing, then or later.
+        """
+        early = self._settings.min_new_tokens
+        if len(response) <= early:
+            return False
+        begin = max(0, len(response) - self._stop_tokens)
+        text = self._tokenizer.decode(response[begin:], skip_special_tokens=False)
+        ignored = 0
+        if begin < early:  # a letter that is not complete there may end a stop string later
+            ignored = len(self._tokenizer.decode(response[begin:early], skip_special_tokens=False).rstrip("\ufffd"))
+        return any(text.find(stop, max(0, ignored - len(stop) + 1)) >= 0 for stop in self._settings.stop_strings)
+
+    @torch.no_grad()
+    def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
+        """Whether our own decoding has the probabilities of plain forwards over whole rows, in float32."""
+        why = "it keeps more than keys and values from token to token"
+        if cache_layers(self._model):
+            try:
+                with in_float32(self._model):
+                    if self._distance(max(prompts, key=len)) <= NEAR:
+                        return True
+                why = "it would draw from another distribution than plain forwards"
+            except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+                why = f"{type(error).__name__}: {error}"  # from a model's own code
+        logger.warning("the policy generates with transformers' own generate(), which is slower: %s", why)
+        return False
+
+    def _distance(self, prompt: np.ndarray) -> float:
+        """Largest total variation between the two over some tokens: of a prompt, and of its end beside it, padded."""
+        prompt = np.resize(prompt, max(2, len(prompt)))
+        tried = [prompt, prompt[len(prompt) // 2 :], prompt[-1:]]
+        seen: list[list[Tensor]] = [[] for _ in tried]
+        written: dict[int, list[int]] = {}
+
+        def watch(indices: list[int], logits: Tensor) -> None:
+            for index, probabilities in zip(indices, logits.softmax(-1), strict=True):
+                seen[index].append(probabilities)
+
+        rules = Rules(min(PROOF_TOKENS, self._settings.max_new_tokens), [], self._banned_ids)
+        decoder = Decoder(self._model, rules, slots=len(tried), watch=watch)
+        decoder.run(tried, None, lambda index, response: written.update({index: response.tokens}))
+        distances = []
+        for index, start in enumerate(tried):
+            row = torch.tensor([[*start.tolist(), *written[index]]], device=self._model.device)
+            logits = self._model(input_ids=row, use_cache=False).logits[0, len(start) - 1 : -1].float()
+            logits[:, self._banned_ids] = -torch.inf
+            distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
+        return float(torch.cat(distances).max())
+
+    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
+        """`generation_batch` at a time, of similar lengths, by `transformers`."""
+        torch.manual_seed(seed)
+        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+        size = self._settings.generation_batch
+        for batch in (order[i : i + size] for i in range(0, len(order), size)):
+            width = len(prompts[batch[0]])
+            ids = torch.full((len(batch), width), self._pad_id, dtype=torch.int64)
+            for row, index in zip(ids, batch, strict=True):
+                row[width - len(prompts[index]) :] = torch.from_numpy(prompts[index])
+            lengths = torch.tensor([len(prompts[index]) for index in batch])
+            attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
+            device = self._model.device
+            stop = _Stop(width, self._has_stop)
+            with _no_defaults(self._model):
+                output = self._model.generate(
+                    ids.to(device), attention_mask=attention.to(device),
+                    generation_config=self._generation_config(greedy),
+                    stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
+                ).cpu()  # fmt: skip
+            for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
+                ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
+                end = min([*ends, *stop.ends_of(i)], default=None)
+                finished(index, Response(row[:end].tolist(), end is not None))
+
+    def _generation_config(self, greedy: bool) -> GenerationConfig:
+        s = self._settings
+        sampling = {} if greedy else {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+        return GenerationConfig(
+            do_sample=not greedy,
+            max_new_tokens=s.max_new_tokens,
+            min_new_tokens=s.min_new_tokens or None,
+            repetition_penalty=s.repetition_penalty,
+            pad_token_id=self._pad_id,
+            eos_token_id=self._eos_ids,
+            suppress_tokens=self._banned_ids or None,
+            **sampling,
+        )
+
+
+class _Stop(StoppingCriteria):
+    """Ends rows where our own decoding would: transformers' stop strings may begin in the prompt."""
+
+    def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
+        self._width, self._has_stop = prompt_width, has_stop
+        self._ends: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        for i, response in enumerate(input_ids[:, self._width :].tolist()):
+            if i not in self._ends and self._has_stop(response):
+                self._ends[i] = len(response)
+        return torch.tensor([i in self._ends for i in range(len(input_ids))], device=input_ids.device)
+
+    def ends_of(self, row: int) -> list[int]:
+        """Tokens of its response up to the stop string, if it has one."""
+        return [self._ends[row]] if row in self._ends else []
+
+
+@contextlib.contextmanager
+def _no_defaults(model: Any) -> Iterator[None]:
+    """`generate` as it is asked: what the checkpoint's own generation config says besides is no part of log-probs."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,246 @@
+"""Slot-based decoding: when a response ends, the next prompt takes its slot.
+
+`transformers` has two ways that this replaces. `generate` holds every row until the longest has ended, and grows its
+cache by copying it at each token. Its continuous batching is made for paged attention on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from actor.generation.cache import SlotCache, cache_layers
+from actor.generation.shared_prompts import find_distinct
+from python_backend.errors import NotFinite
+
+REFILL_SHARE = 4  # new rows come in when one slot in so many is free: a forward over prompts costs more than a token's
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was written to one prompt."""
+
+    tokens: list[int]
+    ended: bool  # by an end of sequence or a stop string, not by the limit
+    logprobs: list[float] | None = None  # nats, of each token under the sampling temperature, without top-k and top-p
+
+
+Finished = Callable[[int, Response], None]
+Watch = Callable[[list[int], Tensor], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be written, and what ends it."""
+
+    max_new_tokens: int
+    eos_ids: list[int]
+    banned_ids: list[int] = field(default_factory=list)
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    stops: Callable[[list[int]], bool] | None = None  # whether a response ends here, besides by an end of sequence
+
+
+@dataclass
+class _Row:
+    """A response under way."""
+
+    index: int  # of its prompt
+    start: int  # the column of its first token
+    tokens: list[int]  # prompt and response
+    prompt_length: int
+    logprobs: list[float] = field(default_factory=list)  # of the response's tokens
+
+    @property
+    def written(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+class Decoder:
+    """Writes responses with one model."""
+
+    def __init__(self, model: Any, rules: Rules, *, slots: int, watch: Watch = lambda *_: None) -> None:
+        """`watch`: gets indices of prompts, and the logits `[rows, V]` of their next tokens (banned ones: -inf)."""
+        self._model, self._rules, self._slots, self._watch = model, rules, slots, watch
+        self._layers = cache_layers(model)
+        self._takes = set(inspect.signature(model.forward).parameters)
+        self._warpers = _warpers(rules)
+        self._eos, self._banned = (
+            torch.tensor(ids, dtype=torch.int64, device=model.device) for ids in (rules.eos_ids, rules.banned_ids)
+        )
+
+    @torch.no_grad()
+    def run(self, prompts: Sequence[np.ndarray], draws: Tensor | None, finished: Finished) -> None:
+        """Write a response to each prompt.
+
+        Args:
+            prompts: int64 `[length]` each.
+            draws: float64 `[N, max_new_tokens]`, uniform in [0, 1): the draw of each token, so that a response does not
+                depend on which rows were written beside it. None: take the likeliest tokens.
+            finished: gets the prompt's index and the response, as soon as that has ended.
+
+        Raises:
+            NotFinite: the model's logits are not numbers.
+        """
+        longest = max(len(prompt) for prompt in prompts)
+        slots = min(self._slots, len(prompts))
+        span = longest + self._rules.max_new_tokens
+        cache = SlotCache(slots, span + span // 2, self._layers)
+        # Longest first: a row that comes later then fits beside those that are there, and a forward has little padding.
+        waiting = deque(sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i)))
+        rows: list[_Row] = []
+        end = 0
+        while waiting or rows:
+            free = slots - len(rows)
+            if waiting and (not rows or free >= max(1, slots // REFILL_SHARE)):
+                new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                if not rows:
+                    end = len(prompts[new[0]])
+                rows += self._take_in(cache, [prompts[i] for i in new], new, len(rows), end, draws)
+            else:
+                if end == cache.columns:
+                    end = self._make_room(cache, rows, end)
+                self._write_on(cache, rows, end, draws)
+                end += 1
+            self._let_go(cache, rows, end, finished)
+
+    def _take_in(
+        self,
+        cache: SlotCache,
+        prompts: list[np.ndarray],
+        indices: list[int],
+        first: int,
+        end: int,
+        draws: Tensor | None,
+    ) -> list[_Row]:
+        """One forward over new prompts, into the columns up to `end`; writes their first tokens.
+
+        Prompts that several rows answer, as in a group, go through the forward once; the other rows copy the result.
+        """
+        sources, distinct = find_distinct([prompt.tobytes() for prompt in prompts])
+        width = len(prompts[0])
+        ids = torch.zeros(len(distinct), width, dtype=torch.int64)
+        for row, i in zip(ids, distinct, strict=True):
+            row[width - len(prompts[i]) :] = torch.from_numpy(prompts[i])
+        order = [*distinct, *(i for i in range(len(prompts)) if i not in set(distinct))]
+        rows = [_Row(indices[i], end - len(prompts[i]), prompts[i].tolist(), len(prompts[i])) for i in order]
+        cache.look_at(first, first + len(distinct), end - width, end - width)
+        logits = self._logits(cache, rows[: len(distinct)], ids, end - width, end)
+        for slot in range(len(distinct), len(order)):
+            cache.copy_row(first + sources[order[slot]], first + slot, rows[slot].start, end)
+        self._append(rows, logits[[sources[i] for i in order]], draws)
+        return rows
+
+    def _write_on(self, cache: SlotCache, rows: list[_Row], end: int, draws: Tensor | None) -> None:
+        """One forward over the last token of every row; writes the next ones."""
+        begin = min(row.start for row in rows)
+        cache.look_at(0, len(rows), begin, end)
+        ids = torch.tensor([row.tokens[-1:] for row in rows])
+        self._append(rows, self._logits(cache, rows, ids, begin, end + 1), draws)
+
+    def _logits(self, cache: SlotCache, rows: list[_Row], ids: Tensor, begin: int, end: int) -> Tensor:
+        """Of the next token, float32 `[rows, V]`. `ids` go into the columns before `end`."""
+        columns, starts = torch.arange(begin, end), torch.tensor([row.start for row in rows])[:, None]
+        attention = columns[None] >= starts
+        positions = (columns[-ids.shape[1] :][None] - starts).clamp(min=0)
+        device = self._model.device
+        inputs: dict[str, Any] = {"position_ids": positions.to(device)} if "position_ids" in self._takes else {}
+        if "logits_to_keep" in self._takes:
+            inputs["logits_to_keep"] = 1
+        output = self._model(
+            input_ids=ids.to(device), attention_mask=attention.long().to(device), past_key_values=cache, use_cache=True,
+            **inputs,
+        )  # fmt: skip
+        return output.logits[:, -1].float()
+
+    def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
+        logits[:, self._banned] = -torch.inf
+        self._watch([row.index for row in rows], logits)
+        scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
+        normaliser = scaled.logsumexp(-1)
+        if not normaliser.isfinite().all():
+            raise NotFinite(
+                "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
+                "steps before, and lower actor.lr"
+            )
+        allowed = self._restricted(rows, logits)
+        if draws is None:
+            chosen = allowed.argmax(-1)
+        else:
+            drawn = draws[[row.index for row in rows], [row.written for row in rows]].to(logits.device)
+            chosen = draw(self._warpers(None, allowed), drawn)
+        logprobs = scaled.gather(-1, chosen[:, None])[:, 0] - normaliser
+        for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):
+            row.tokens.append(token)
+            row.logprobs.append(logprob)
+
+    def _restricted(self, rows: list[_Row], logits: Tensor) -> Tensor:
+        """`logits` under the repetition penalty, and without ends of sequence before `min_new_tokens`: a copy if any
+        differ, because neither is a part of log-probs."""
+        rules = self._rules
+        early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
+        if rules.repetition_penalty == 1.0 and not early:
+            return logits
+        logits = logits.clone()
+        if rules.repetition_penalty != 1.0:
+            for row, scores in zip(rows, logits, strict=True):
+                seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)
+                scores[seen] = torch.where(
+                    scores[seen] < 0, scores[seen] * rules.repetition_penalty, scores[seen] / rules.repetition_penalty
+                )
+        known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may name one that the model cannot write
+        logits[torch.tensor(early, dtype=torch.int64, device=logits.device)[:, None], known] = -torch.inf
+        return logits
+
+    def _let_go(self, cache: SlotCache, rows: list[_Row], end: int, finished: Finished) -> None:
+        """Report the rows that have ended; the last ones move into their slots."""
+        ended = [(i, self._ends_by_itself(row)) for i, row in enumerate(rows)]
+        gone = [(i, by_itself) for i, by_itself in ended if by_itself or rows[i].written == self._rules.max_new_tokens]
+        for i, by_itself in gone:
+            row = rows[i]
+            finished(row.index, Response(row.tokens[row.prompt_length :], by_itself, row.logprobs))
+        for i, _ in reversed(gone):
+            last = rows.pop()
+            if i < len(rows):
+                cache.copy_row(len(rows), i, last.start, end)
+                rows[i] = last
+
+    def _ends_by_itself(self, row: _Row) -> bool:
+        stops = self._rules.stops
+        return row.tokens[-1] in self._rules.eos_ids or (stops is not None and stops(row.tokens[row.prompt_length :]))
+
+    def _make_room(self, cache: SlotCache, rows: list[_Row], end: int) -> int:
+        begin = min(row.start for row in rows)
+        cache.shift(len(rows), begin, end)
+        for row in rows:
+            row.start -= begin
+        return end - begin
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row of `logits` `[n, V]`: where the distribution function passes `uniform` `[n]`; int64 `[n]`."""
+    below = logits.softmax(-1).to(torch.float64).cumsum(-1)
+    return torch.searchsorted(below, (uniform * below[:, -1])[:, None], right=True)[:, 0]
+
+
+def _warpers(rules: Rules) -> LogitsProcessorList:
+    """As `generate` applies them: temperature, then top-k, then top-p."""
+    warpers = LogitsProcessorList()
+    if rules.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(rules.temperature))
+    if rules.top_k:
+        warpers.append(TopKLogitsWarper(rules.top_k))
+    if rules.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(rules.top_p))
+    return warpers

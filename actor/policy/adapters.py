@@ -1,0 +1,116 @@
+"""LoRA through peft: adding adapters to a causal LM, saving and loading them, and merging them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import ActorSection
+
+LAYERS = (nn.Linear, Conv1D)
+
+
+def with_adapters(model: Any, settings: ActorSection) -> Any:
+    """The model with trainable adapters on `settings.lora_targets`; all else is frozen.
+
+    Raises:
+        CheckpointError: it has no linear layer of one of these names.
+    """
+    from peft import LoraConfig, get_peft_model  # seconds to import, and few runs need it
+
+    named = None if settings.lora_targets == "all-linear" else _layers_named(model, settings.lora_targets)
+    # Routers of some mixtures are linear layers that return more than their product.
+    others = [path for path, module in model.named_modules() if isinstance(module, LAYERS) and not _is_layer(module)]
+    config = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
+        target_modules=named or "all-linear", exclude_modules=others or None, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    with (
+        warnings.catch_warnings()
+    ):  # it names what it corrects on its own (GPT-2's layers) and ignores (experts' ranks)
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, config)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module) in LAYERS
+
+
+def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
+    """Paths of the linear layers whose path ends with one of `targets`; peft ignores a name that matches nothing."""
+    output = model.get_output_embeddings()
+    linear = [
+        path for path, module in model.named_modules()
+        if _is_layer(module) and module is not output
+    ]  # fmt: skip
+    found: list[str] = []
+    for target in targets:
+        paths = [path for path in linear if path == target or path.endswith(f".{target}")]
+        if not paths:
+            known = sorted({path.rpartition(".")[2] for path in linear})
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise CheckpointError(
+                f"actor.lora_targets: {target!r} names no linear layer of {model.name_or_path} that can take "
+                f"adapters; {hint}It has {', '.join(known)}"
+            )
+        found += paths
+    return found
+
+
+def adapter_dropouts(model: Any) -> list[nn.Module]:
+    """The adapters' dropout layers, none at `lora_dropout` 0."""
+    return [
+        module for path, module in model.named_modules() if ".lora_dropout." in path and isinstance(module, nn.Dropout)
+    ]
+
+
+@contextlib.contextmanager
+def in_training(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Have these modules in training mode within the block, in eval mode afterwards."""
+    try:
+        for module in modules:
+            module.train()
+        yield
+    finally:
+        for module in modules:
+            module.eval()
+
+
+def merged(model: Any) -> Any:
+    """A float32 copy of the model with its adapters added to the weights that they belong to."""
+    return copy.deepcopy(model).float().merge_and_unload()
+
+
+def trained_tensors(model: Any) -> dict[str, Tensor]:
+    """The parameters that training changes, by name, on the CPU."""
+    return {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def load_trained(model: Any, tensors: dict[str, Tensor], source: Path) -> None:
+    """Put back tensors that `trained_tensors` returned; `source` names them in errors.
+
+    Raises:
+        CheckpointError: the model has other adapters.
+    """
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if {name: p.shape for name, p in own.items()} != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise CheckpointError(
+            f"{source} holds other adapters than actor.lora_rank and actor.lora_targets ask for; set these as they "
+            "were, or start a run in another folder (run.dir)"
+        )
+    for name, parameter in own.items():
+        parameter.data.copy_(tensors[name])

@@ -1,0 +1,154 @@
+"""The actor's checkpoints: policy, optimizer and the step they stand at; whole or not there at all.
+
+`critic_step` in state.json names the critic's checkpoint that belongs to it: a resumed actor asks for a rewind to that
+step. state.json also holds the sha256 of each file, so that a damaged checkpoint is found and the one before it counts.
+
+    <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
+    <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA
+    <root>/<step>.set-aside/    from which no run resumes: it is damaged, or the critic never received its step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.shaping import RewardShaper, RunningMoments
+from actor.policy.adapters import load_trained, trained_tensors
+from actor.policy.policy import Policy
+from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
+from python_backend.config import RunConfig
+from python_backend.models.adamw import load_state, state_tensors
+from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
+from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+ADAPTERS_FILE = "adapters.safetensors"
+WAY_OUT = "or start a run in another folder (run.dir)"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run is made of that changes from step to step, and so goes into its checkpoints."""
+
+    policy: Policy
+    shaper: RewardShaper
+    kl: KLControl
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    return [step for step in numbers_in(root) if (root / str(step) / STATE_FILE).is_file()]
+
+
+def critic_steps(root: Path) -> list[int]:
+    """The steps of the critic's checkpoints that the readable checkpoints here belong to."""
+    steps = []
+    for step in saved_steps(root):
+        with contextlib.suppress(DamagedCheckpoint):  # no run resumes from it
+            steps.append(read_state(root / str(step))["critic_step"])
+    return steps
+
+
+def set_aside(root: Path, step: int) -> Path:
+    """Keep the checkpoint of `step` under another name, in place of one set aside before; return where."""
+    aside = root / f"{step}.set-aside"
+    for before in root.glob("*.set-aside"):
+        shutil.rmtree(before, ignore_errors=True)
+    (root / str(step)).rename(aside)
+    sync_directory(root)
+    return aside
+
+
+def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep: int) -> None:
+    """Write the checkpoint of `state["step"]` and delete all but the newest `keep`."""
+    policy = run.policy
+    whole = {
+        **state, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
+        "reward_moments": run.shaper.moments.state(), "lora_alpha": policy.settings.lora_alpha,
+        "start": str(policy.settings.checkpoint), "start_fingerprint": policy.fingerprint,
+    }  # fmt: skip
+
+    def fill(folder: Path) -> None:
+        if policy.settings.lora_rank:
+            save_file(trained_tensors(policy.model), folder / ADAPTERS_FILE)
+        else:
+            policy.save(folder)
+        parameters = dict(policy.model.named_parameters())
+        save_file(state_tensors(policy.optimizer, parameters), folder / OPTIMIZER_FILE)
+        (folder / STATE_FILE).write_text(json.dumps(seal(whole, folder)))
+
+    write_folder(root / str(state["step"]), fill)
+    for step in numbers_in(root)[:-keep]:
+        remove_folder(root / str(step))
+    sweep(root)
+
+
+def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
+    """Return that of the weights that the KL is measured against; None without a KL, or if they are not to be seen."""
+    actor, folder = config.actor, config.reference.checkpoint
+    if not actor.uses_reference:
+        return None
+    if not actor.serves_reference:
+        return policy.fingerprint
+    return fingerprint_weights(folder) if folder.is_dir() else None
+
+
+def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None = None) -> dict[str, Any]:
+    """Verify a checkpoint, and that `policy` is what it goes on with; return the saved state.
+
+    Args:
+        reference: the `reference_fingerprint` of this run.
+
+    Raises:
+        DamagedCheckpoint: a file is not what was written.
+        CheckpointError: it was saved under another `actor.checkpoint` or `reference.checkpoint`, or other
+            `actor.lora_...` settings.
+    """
+    state = verify_folder(folder)
+    settings = policy.settings
+    if state["start_fingerprint"] != policy.fingerprint:
+        raise CheckpointError(
+            f"{folder} was saved by a run that began with {state['start']}, and actor.checkpoint is now "
+            f"{settings.checkpoint}, which has other weights: the KL would be measured against another reference; set "
+            f"actor.checkpoint back, {WAY_OUT}"
+        )
+    if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
+        raise CheckpointError(
+            f"{folder} was saved by a run whose KL was measured against {state['reference']}, and reference.checkpoint "
+            f"has other weights now; set it back, {WAY_OUT}"
+        )
+    has_adapters = ADAPTERS_FILE in state["files"]
+    if has_adapters != bool(settings.lora_rank):
+        was = "adapters" if has_adapters else "a whole policy without adapters"
+        raise CheckpointError(
+            f"{folder} was saved by a run that trained {was}, and actor.lora_rank is {settings.lora_rank}; set it as "
+            f"it was, {WAY_OUT}"
+        )
+    if has_adapters and state["lora_alpha"] != settings.lora_alpha:
+        raise CheckpointError(
+            f"{folder} was saved with actor.lora_alpha {state['lora_alpha']}, not {settings.lora_alpha}; set it as it "
+            f"was, {WAY_OUT}"
+        )
+    return state
+
+
+def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
+    """Put a checkpoint that `check_checkpoint_of` has found whole into `run`."""
+    policy = run.policy
+    if policy.settings.lora_rank:
+        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE)
+    else:
+        policy.load(folder)
+    load_state(policy.optimizer, dict(policy.model.named_parameters()), load_file(folder / OPTIMIZER_FILE))
+    policy.optimizer_step = state["optimizer_step"]
+    run.kl.coef = state["kl_coef"]
+    run.shaper.moments = RunningMoments(*state["reward_moments"])

@@ -1,0 +1,345 @@
+"""The policy: a Hugging Face causal LM that generates responses and scores their log-probs.
+
+`policy_update` trains it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from actor.algorithms.advantages import response_mask
+from actor.data.rollout import Prompt, Rollout
+from actor.generation.engine import Generation
+from actor.generation.shared_prompts import can_share, response_hidden
+from actor.generation.slots import Response
+from actor.policy.adapters import merged, with_adapters
+from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
+from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
+from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
+from python_backend.config import ActorSection
+from python_backend.models.adamw import make_adamw
+from python_backend.models.batching import plan_micro_batches
+from python_backend.models.loading import load_weights
+from python_backend.models.logprobs import sampling_entropy, target_logprobs
+from python_backend.models.output_head import head_logprobs, linear_head
+from python_backend.models.precision import computing, in_float32, use_bfloat16
+
+logger = logging.getLogger(__name__)
+PROOF_ROWS = 16
+MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward
+MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
+FinishedRow = Callable[[int, Rollout], None]
+
+
+class Policy:
+    """The model in training, its frozen start (the reference), and its optimizer."""
+
+    def __init__(self, folder: Path, settings: ActorSection) -> None:
+        """Raises CheckpointError if `folder` holds no causal LM with a tokenizer, or one that rows may outgrow."""
+        check_checkpoint(folder)
+        self.settings = settings
+        try:
+            self.tokenizer = load_tokenizer(folder)
+            model = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
+        _check_positions(model, folder, settings)
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self.fingerprint = fingerprint_weights(folder)
+        if settings.lora_rank:
+            self.model = with_adapters(model, settings).to(settings.device).eval()
+            self.reference = None  # the policy without its adapters: no second copy
+        else:
+            self.model = model.to(settings.device).eval()
+            in_actor = settings.uses_reference and settings.reference == "actor"
+            self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
+        # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
+        self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
+        if settings.precision == "bfloat16":
+            for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
+                use_bfloat16(self._causal(each))
+        if settings.gradient_checkpointing:
+            _checkpoint_gradients(self.model)
+        self.generation = self._make_generation(model.generation_config.eos_token_id)
+        with in_float32(self._causal(self.sampler)):
+            self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
+            # Layers that compute their activations again take no cache.
+            self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
+        # Its log-probs with a forward's: found out with the first rollout, or, if rounding differs, never so.
+        self._generation_agrees: bool | None = None if settings.precision == "float32" else False
+        self.optimizer = make_adamw(
+            dict(self.model.named_parameters()), lr=settings.lr, betas=settings.betas,
+            weight_decay=settings.weight_decay, fused=True,  # one pass over the weights instead of one per operation
+        )  # fmt: skip
+        self.optimizer_step = 0
+
+    def _make_generation(self, eos: int | list[int] | None) -> Generation:
+        special = special_tokens(self.tokenizer, eos, vocab_size=self.vocab_size)
+        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        return Generation(
+            self._causal(self.sampler), self.tokenizer, self.settings, eos_ids=self.eos_ids, pad_id=self.pad_id,
+            banned_ids=self.banned_ids,
+        )  # fmt: skip
+
+    def _causal(self, model: Any) -> Any:
+        """The causal LM that a model is, or that its adapters are in."""
+        return model.get_base_model() if self.settings.lora_rank else model
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: FinishedRow = lambda *_: None
+    ) -> Rollout:
+        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses.
+
+        `finished` is given the index of a prompt and a rollout of that row alone, as soon as its response has ended.
+        """
+        rows: list[Rollout | None] = [None] * len(prompts)
+
+        def keep(index: int, response: Response) -> None:
+            prompt = prompts[index]
+            tokens = torch.cat([torch.from_numpy(prompt.tokens), torch.tensor(response.tokens, dtype=torch.int64)])
+            row = Rollout(
+                [prompt], tokens[None], torch.tensor([tokens.numel()]), torch.tensor([prompt.tokens.size]),
+                torch.tensor([response.ended]), _row_logprobs(prompt, response),
+            )  # fmt: skip
+            rows[index] = row
+            finished(index, row)
+
+        with self.computing():
+            self.generation.run([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
+        return join_rollouts([row for row in rows if row is not None], self.pad_id)
+
+    def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
+        """Log-probs `[B, S-1]` of the response tokens under the policy that samples, or the reference; 0 elsewhere.
+
+        Index t is of token t+1.
+        """
+        out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
+        mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+        with torch.no_grad(), self._weights_of(reference) as model:
+            for rows in self.plan(rollout.lengths):
+                lengths = rollout.lengths[rows]
+                tokens = rollout.tokens[rows, : int(lengths.max())]
+                part = self.token_logprobs(model, tokens, lengths, mask[rows, : tokens.shape[1] - 1])[0].cpu()
+                out[rows, : part.shape[1]] = part
+        return out
+
+    def sampled_logprobs(self, rollout: Rollout) -> Tensor:
+        """Log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs`.
+
+        Generation has computed them already. The first rollout shows whether they agree with a plain forward; where
+        they disagree, and in bfloat16, each rollout takes a forward.
+        """
+        if rollout.logprobs is None:
+            return self.logprobs(rollout)
+        if self._generation_agrees is None:
+            self._generation_agrees = self._agrees(rollout)
+        return rollout.logprobs if self._generation_agrees else self.logprobs(rollout)
+
+    def _agrees(self, rollout: Rollout) -> bool:
+        some = rollout.select(torch.arange(min(PROOF_ROWS, len(rollout.prompts))))
+        assert some.logprobs is not None
+        difference = float((self.logprobs(some) - some.logprobs).abs().max())
+        if difference <= MOST_DISAGREEMENT:
+            return True
+        logger.info(
+            "log-probs are computed anew after generation: those of generation are up to %.2g nats off", difference
+        )
+        return False
+
+    @torch.no_grad()
+    def renew_sampler(self) -> None:
+        """Let responses be written by the policy as it is now. Not while either of them is at work."""
+        if self.sampler is not self.model:
+            for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
+                mine.copy_(current)
+
+    def save(self, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged in."""
+        model = merged(self.model) if self.settings.lora_rank else self.model
+        model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def load(self, folder: Path) -> None:
+        """Take the weights that `save` wrote; not under LoRA, where it merges them. Raises CheckpointError."""
+        load_weights(self.model, folder)
+
+    @contextlib.contextmanager
+    def _weights_of(self, reference: bool) -> Iterator[Any]:
+        """The model whose log-probs are asked for."""
+        if not reference:
+            yield self.sampler
+        elif self.reference is not None:
+            yield self.reference
+        else:
+            assert self.settings.lora_rank, "the reference is on the server"
+            with self.sampler.disable_adapter():
+                yield self.sampler
+
+    def plan(self, lengths: Tensor) -> list[list[int]]:
+        """Micro-batches within the token budget, as indices of `lengths`."""
+        return plan_micro_batches(lengths.tolist(), token_budget=self.settings.token_budget, max_rows=MAX_ROWS)
+
+    def token_logprobs(
+        self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`, where `mask` `[B, S-1]` is not 0 and 0 elsewhere.
+
+        Index t is of token t+1. With `with_entropy` also the entropies `[B, S-1]` of the distributions that these
+        tokens are sampled from. Differentiable. Only positions inside the mask get logits.
+        """
+        tokens, inside = tokens.to(model.device), mask.to(model.device) != 0
+        attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
+        inputs = {"input_ids": tokens, "attention_mask": attention, "use_cache": False}
+        targets = tokens[:, 1:][inside]
+        sampling: dict[str, Any] = {
+            "temperature": self.settings.temperature, "banned_token_ids": self.banned_ids,
+        }  # fmt: skip
+        causal = self._causal(model)
+        if self._head_is_linear:
+            with self.computing():
+                hidden = None
+                if self._shares_prompts:
+                    hidden = response_hidden(causal.base_model, tokens, lengths, inside)
+                if hidden is None:
+                    hidden = causal.base_model(**inputs)[0][:, :-1][inside]
+            head = causal.get_output_embeddings()
+            logprobs, entropies = head_logprobs(hidden, head, targets, with_entropy=with_entropy, **sampling)
+        else:
+            with self.computing():
+                logits = causal(**inputs).logits[:, :-1][inside]
+            logprobs = target_logprobs(logits, targets, **sampling)
+            entropies = sampling_entropy(logits, **sampling) if with_entropy else None
+        return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """For updates, under `actor.gradient_checkpointing`: layers keep no activations within.
+
+        transformers asks for a layer in training mode, and gives such a layer no cache to generate with; what it
+        computes, dropout too, stays in eval mode.
+        """
+        layers = _checkpointed_layers(self.model)
+        try:
+            for layer in layers:
+                layer.training = True
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """What forwards run under: `actor.precision`."""
+        return computing(self.model.device, self.settings.precision)
+
+
+def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
+    if response.logprobs is None:
+        return None
+    return torch.tensor([[0.0] * (prompt.tokens.size - 1) + response.logprobs], dtype=torch.float32)
+
+
+def _scattered(values: Tensor, inside: Tensor) -> Tensor:
+    """`values` `[N]` at the N places that `inside` `[B, S-1]` marks, 0 elsewhere."""
+    return torch.zeros(inside.shape, dtype=values.dtype, device=values.device).masked_scatter(inside, values)
+
+
+def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
+    """Several rollouts as one, padded to the longest."""
+    width = max(part.tokens.shape[1] for part in parts)
+    padded = [torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1]), value=pad_id) for part in parts]
+    return Rollout(
+        [prompt for part in parts for prompt in part.prompts],
+        torch.cat(padded),
+        torch.cat([part.lengths for part in parts]),
+        torch.cat([part.prompt_lengths for part in parts]),
+        torch.cat([part.is_end for part in parts]),
+        _joined_logprobs(parts, width),
+    )
+
+
+def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
+    known = [part.logprobs for part in parts if part.logprobs is not None]
+    if len(known) < len(parts):
+        return None
+    return torch.cat([torch.nn.functional.pad(logprobs, (0, width - 1 - logprobs.shape[1])) for logprobs in known])
+
+
+def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
+    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow its positions."""
+    fix_rotary(model)
+    config, longest = model.config.to_dict(), settings.max_prompt_tokens + settings.max_new_tokens
+    limit, reason = rotary_limit(config), "where its rotary table changes with the length of the rows"
+    if limit is None:
+        limit, reason = max_positions(config), "the last position that it has an embedding for"
+        if limit is not None and longest > limit and _takes_rows_of(model, longest):
+            return
+    if limit is not None and longest > limit:
+        raise CheckpointError(
+            f"{folder}: actor.max_prompt_tokens ({settings.max_prompt_tokens}) and actor.max_new_tokens "
+            f"({settings.max_new_tokens}) are above {limit} together, {reason}; set smaller ones"
+        )
+
+
+@torch.no_grad()
+def _takes_rows_of(model: Any, length: int) -> bool:
+    """Whether positions up to `length` are computed, as rotary ones are; the model is on the CPU, where it raises."""
+    last = {"position_ids": torch.tensor([[length - 1]])}
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    width, inputs = (1, last) if takes_positions else (length, {})
+    try:
+        model(input_ids=torch.zeros(1, width, dtype=torch.int64), use_cache=False, **inputs)
+    except (IndexError, RuntimeError):
+        return False
+    return True
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """Have layers compute their activations again in the backward pass while they are `recomputing`.
+
+    Raises:
+        CheckpointError: transformers has no activation checkpointing for this model.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise CheckpointError(
+            f"{type(model).__name__} cannot compute its activations again; set actor.gradient_checkpointing to false"
+        )
+    # The older name is that of transformers 5.20, the last release for Python 3.10.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    for layer in _checkpointed_layers(model):
+        layer._gradient_checkpointing_func = functools.partial(
+            _compute_again, layer, layer._gradient_checkpointing_func
+        )
+
+
+def _checkpointed_layers(model: Any) -> list[Any]:
+    modules = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return [module for module in modules if module.gradient_checkpointing]
+
+
+def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    """`checkpoint(forward, *args)`, in which the layer is in eval mode: some drop out by the layer's own flag."""
+
+    def evaluated(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *args)

@@ -1,0 +1,122 @@
+"""The policy's update: shuffled minibatches, micro-batches within the token budget, gradient clipping, AdamW.
+
+No micro-batch plan changes the result.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from actor.algorithms.methods import Method
+from actor.algorithms.policy_loss import kl_loss
+from actor.data.rollout import PPOBatch
+from actor.policy.adapters import adapter_dropouts, in_training
+from actor.policy.policy import Policy
+from python_backend.errors import NotFinite
+
+
+class PolicyUpdate:
+    """Trains one policy by one method."""
+
+    def __init__(self, policy: Policy, method: Method) -> None:
+        self._policy = policy
+        self._method = method
+        self._settings = policy.settings
+        self._dropouts = adapter_dropouts(policy.model)
+
+    def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
+        """Passes over the batch; means over the tokens (weights) that were learned from.
+
+        With `actor.max_update_kl` the update ends before the minibatch that stands further than that from the policy
+        that sampled; `train_optim/minibatches` counts those that were taken.
+
+        Raises:
+            NotFinite: the gradient is not finite; the weights are as they were before that minibatch.
+        """
+        s = self._settings
+        generator = torch.Generator().manual_seed(seed)
+        if self._dropouts:
+            torch.manual_seed(seed)  # dropout draws from torch's own generator
+        totals: dict[str, float] = {}
+        seen = taken = norms = 0.0
+        for rows in self._minibatches(len(batch.lengths), generator):
+            rows = rows[batch.policy_weights[rows].any(-1)]  # the others teach nothing: no forward for them
+            if not len(rows):
+                continue
+            total = float(batch.policy_weights[rows].sum())
+            sums = self._gradients(batch, rows, total, kl_coef)
+            if s.max_update_kl is not None and sums["approx_kl"] / total > s.max_update_kl:
+                self._policy.optimizer.zero_grad(set_to_none=True)
+                break
+            norms += self._step()
+            seen, taken = seen + total, taken + 1
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + value
+        means = {name: value / max(1.0, seen) for name, value in totals.items()}
+        means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
+        means.update(
+            grad_norm=norms / max(1.0, taken), minibatches=taken, optim_step=float(self._policy.optimizer_step),
+            lr=s.learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step
+        )  # fmt: skip
+        return {f"train_optim/{name}": value for name, value in means.items()}
+
+    def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:
+        s = self._settings
+        orders = [torch.randperm(count, generator=generator) for _ in range(s.ppo_epochs)]
+        return [rows for order in orders for rows in order.split(s.minibatch_size)]
+
+    def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
+        """Add up the gradients of a minibatch; returns sums over its tokens, and its loss."""
+        sums: dict[str, float] = {}
+        for chunk in self._policy.plan(batch.lengths[rows]):
+            with self._policy.recomputing(), in_training(self._dropouts):
+                loss, stats = self._loss(batch, rows[chunk], total, kl_coef)
+                loss.backward()
+            for name, value in {**stats, "loss": loss.detach()}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of a micro-batch in the minibatch's loss."""
+        s, policy, method = self._settings, self._policy, self._method
+        lengths = batch.lengths[rows]
+        tokens = batch.tokens[rows, : int(lengths.max())]
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor[rows, : tokens.shape[1] - 1].to(policy.model.device)
+
+        advantages, weights = part(batch.advantages), part(batch.policy_weights)
+        logprobs, entropies = policy.token_logprobs(
+            policy.model, tokens, lengths, weights, with_entropy=s.entropy_bonus > 0
+        )
+        # A rollout that is one minibatch meets the policy that sampled it: the ratio is 1, measured KL or not.
+        old = logprobs.detach() if batch.logprobs is None or s.is_one_update else part(batch.logprobs)
+        loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
+        if method.kl_in_loss and kl_coef:
+            assert batch.ref_logprobs is not None, "a KL penalty needs the reference"
+            ref = part(batch.ref_logprobs)
+            penalty = kl_coef * kl_loss(logprobs, ref, weights, kind=method.kl_estimator, total=total)
+            loss = loss + penalty
+            stats["scaled_kl"] = penalty.detach() * total
+        if entropies is not None:
+            bonus = s.entropy_bonus * (entropies * weights).sum() / total
+            loss = loss - bonus
+            stats["scaled_entropy"] = bonus.detach() * total
+        return loss, stats
+
+    def _step(self) -> float:
+        policy, s = self._policy, self._settings
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), s.grad_clip)
+        if not torch.isfinite(norm):
+            policy.optimizer.zero_grad(set_to_none=True)
+            raise NotFinite(
+                f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower actor.lr "
+                f"({s.lr:g}) or look at the rewards of this step in metrics.jsonl"
+            )
+        for group in policy.optimizer.param_groups:
+            group["lr"] = s.learning_rate(policy.optimizer_step)
+        policy.optimizer.step()
+        policy.optimizer.zero_grad(set_to_none=True)
+        policy.optimizer_step += 1
+        return float(norm)

@@ -1,0 +1,61 @@
+"""Collects a scored rollout: generation, scoring and log-probs overlap where they can."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from actor.data.compute import InThread
+from actor.data.rollout import Prompt, Rollout, ScoredRollout
+from actor.policy.policy import Policy
+from actor.run.metrics import Timers
+from actor.scoring.reference import Reference, only_known
+from actor.scoring.scorer import Scorer
+from actor.scoring.stream import ScoringStream
+
+
+async def collect(
+    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int,
+    ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
+    with_logprobs: bool = True,
+) -> ScoredRollout:  # fmt: skip
+    """Write responses; each is scored as soon as it ends and `ready` is done, and the log-probs are taken meanwhile.
+
+    A served reference receives each row as soon as it ends. A row without its log-probs has no score either.
+
+    Args:
+        with_kl: ask the reference.
+        with_logprobs: without `with_kl`, take the policy's own log-probs all the same.
+
+    Raises:
+        RequestFailed, or what `ready` raises.
+    """
+    stream = ScoringStream(scorer, ready=ready, rows_per_request=policy.settings.client.rows_per_request)
+    asked = reference.stream(in_thread) if with_kl else None
+
+    def finished(index: int, row: Rollout) -> None:
+        stream.take(index, row)
+        if asked is not None:
+            asked.take(index, row)
+
+    try:
+        with timers.phase("generate"):
+            rollout = await in_thread(policy.generate, prompts, seed=seed, greedy=greedy, finished=finished)
+        logprobs = start = None
+        if with_logprobs or asked is not None:
+            with timers.phase("logprobs"):
+                logprobs = await in_thread(policy.sampled_logprobs, rollout)
+        if asked is not None:
+            with timers.phase("init_logprobs"):
+                start = await asked.logprobs(rollout)
+        if scorer.has_critic:
+            with timers.phase("critic_wait"):
+                await ready
+        with timers.phase("score_wait"):
+            scores = await stream.scores(rollout.tokens.shape[1])
+        timers.note("scoring", *stream.span)
+    finally:
+        await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
+    if start is None:
+        return ScoredRollout(rollout, scores, logprobs, None)
+    return ScoredRollout(rollout, only_known(scores, start), logprobs, start.logprobs)

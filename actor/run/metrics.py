@@ -1,0 +1,107 @@
+"""What a run records about itself: metrics.jsonl, rollouts.jsonl, TensorBoard events, and how long each phase took."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from actor.run.trackers import Trackers
+from python_backend.store.jsonl import append_jsonl, drop_steps_from
+
+Metric = float | dict[str, int]  # a number, or how often each whole number occurred
+
+
+@dataclass(frozen=True)
+class Text:
+    """A row of the table that people read to see what the rewards mean."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float | None  # None: unavailable
+
+
+class Timers:
+    """Seconds per phase of one step, as `timers/<name>`; phases may overlap. When each began and ended goes along."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []  # phase, begin, end; seconds since the epoch
+        self._start = time.monotonic()
+        self._epoch = time.time() - self._start
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `name`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.note(name, start, time.monotonic())
+
+    def note(self, name: str, start: float, end: float) -> None:
+        """Add what was measured elsewhere, by `time.monotonic`."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + end - start
+        self.spans.append((name, self._epoch + start, self._epoch + end))
+
+    def include(self, other: Timers) -> None:
+        """Take in the phases of another part of the step."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.spans += other.spans
+
+    def metrics(self) -> dict[str, float]:
+        """All phases, and the whole step as `timers/step_time`."""
+        phases = {**self.seconds, "step_time": time.monotonic() - self._start}
+        return {f"timers/{name}": value for name, value in phases.items()}
+
+
+class MetricsLog:
+    """metrics.jsonl, TensorBoard events and trackers of one run; a resumed run drops the lines of steps it repeats."""
+
+    def __init__(self, run_dir: Path, *, first_step: int, trackers: Trackers | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / "metrics.jsonl"
+        drop_steps_from(first_step, self._path)
+        self._trackers = trackers
+        self._texts_path = run_dir / "rollouts.jsonl"
+        drop_steps_from(first_step, self._texts_path)
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """One line, and one point per curve."""
+        append_jsonl(self._path, [{"step": step, "time": time.time(), **metrics}])
+        self.chart(metrics, step)
+
+    def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
+        """Points for TensorBoard and the trackers alone; counts become a histogram."""
+        for name, value in metrics.items():
+            if isinstance(value, dict):
+                self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)
+            else:
+                self._board.add_scalar(name, value, step)
+        self._board.flush()
+        if self._trackers is not None:
+            self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
+
+    def add_texts(self, texts: Sequence[Text]) -> None:
+        """Rows of rollouts.jsonl, of TensorBoard's texts and of the trackers' tables."""
+        append_jsonl(self._texts_path, map(asdict, texts))
+        for i, text in enumerate(texts):
+            shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
+            self._board.add_text(f"train_rollouts/text_{i}", shown, text.step)
+        if self._trackers is not None and texts:
+            self._trackers.add_texts([asdict(text) for text in texts])
+
+    def close(self) -> None:
+        """Finish the event file, and the trackers."""
+        self._board.close()
+        if self._trackers is not None:
+            self._trackers.finish()

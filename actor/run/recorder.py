@@ -1,0 +1,350 @@
+"""Metrics, validations, checkpoints, resume and the summary of a run.
+
+Large files are written in a thread: on the event loop, they would delay answers beyond their deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from actor.algorithms.experience import rollout_metrics, text_metrics
+from actor.data.rollout import PPOBatch, ScoredRollout, Scores
+from actor.policy.checkpoint import (
+    RunState,
+    check_checkpoint_of,
+    critic_steps,
+    reference_fingerprint,
+    restore,
+    save_checkpoint,
+    saved_steps,
+    set_aside,
+)
+from actor.run.metrics import Metric, MetricsLog, Text
+from actor.run.staleness import VersionSteps, staleness_metrics
+from actor.run.trackers import Trackers
+from actor.run.validation import Validation, explained, samples
+from actor.scoring.client import RequestFailed, TritonClient
+from actor.scoring.scorer import Scorer
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RunConfig
+from python_backend.store.durable import read_json, sweep, write_folder, write_json
+from python_backend.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
+from python_backend.store.sealed_folder import DamagedCheckpoint
+from python_backend.store.weights import WeightsError, WeightsStore
+from python_backend.wire.contract import STEP_AHEAD
+
+logger = logging.getLogger(__name__)
+TIMELINE_FILE = "timeline.jsonl"
+
+
+class Bookkeeper:
+    """Writes down one run."""
+
+    def __init__(
+        self, config: RunConfig, state: RunState, client: TritonClient, *, num_prompts: int, has_critic: bool
+    ) -> None:
+        self._settings = config.actor
+        self._publish_every = config.trainer.publish.every
+        self._dir = config.run.dir
+        self._run_id = config.run.identity
+        self._checkpoints = config.run.dir / "checkpoints" / "actor"
+        self._weights = WeightsStore(config.run.weights_dir)
+        self._state = state
+        self._policy = state.policy
+        self._reference = {
+            "reference": str(config.reference.checkpoint),
+            "reference_fingerprint": reference_fingerprint(config, state.policy),
+        }
+        self._has_critic = has_critic
+        self._client = client
+        self._num_prompts = num_prompts
+        self._validations: dict[str, Validation] = {}
+        self._validated: int | None = None  # the newest step that this process validated at
+        self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
+        self.weights_version = 0  # of the critic, as far as this run was told
+        self.failed_critic_updates = 0  # of this process; they count as done
+        self._unsaved: int | None = None  # the newest step whose critic_save failed
+        self._masked_samples = 0
+        self._taken = (0, 0)  # a step, and the prompts that the steps up to it took
+        self._log: MetricsLog
+        self.version_steps: VersionSteps
+
+    async def resume(self) -> int:
+        """Go back to the newest whole checkpoint and have the critic, if any, do the same; return its step, 0 if new.
+
+        Raises:
+            CheckpointError: no checkpoint is whole, or it belongs to a run with other settings.
+        """
+        sweep(self._dir)
+        step, state = await self._newest_usable()
+        if state:
+            restore(self._checkpoints / str(step), state, self._state)
+            self._masked_samples = state["masked_samples"]
+            self._taken = (step, state["prompts_taken"])
+            logger.info("resuming from the checkpoint of step %d", step)
+            if step >= self._settings.steps:
+                logger.warning(
+                    "step %d is the last: raise actor.steps (%d) to train on, or begin anew with --fresh",
+                    step, self._settings.steps,
+                )  # fmt: skip
+        self.version_steps = VersionSteps(
+            self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every,
+            manifest_step=self._manifest_step,
+        )  # fmt: skip
+        trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
+        self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
+        drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
+        return step
+
+    async def _newest_usable(self) -> tuple[int, dict[str, Any]]:
+        """The newest checkpoint that is whole and that the critic could go back to, and its state; 0 if there is none.
+
+        A run that ended while no server answered may have left a checkpoint of a step that the critic never received.
+        Newer checkpoints than the one returned are set aside.
+        """
+        steps = saved_steps(self._checkpoints)
+        passed: dict[int, str] = {}  # why they do not count
+        for step in reversed(steps):
+            try:
+                state = await asyncio.to_thread(
+                    check_checkpoint_of, self._policy, self._checkpoints / str(step),
+                    reference=self._reference["reference_fingerprint"],
+                )  # fmt: skip
+                await self._rewind_critic(state["critic_step"])
+            except DamagedCheckpoint as error:
+                if step == steps[0]:
+                    raise CheckpointError(
+                        f"{error}; no checkpoint before it is left, so restore this one, or start a run in another "
+                        "folder (run.dir)"
+                    ) from error
+                passed[step] = str(error)
+            except RequestFailed as error:
+                if STEP_AHEAD not in str(error) or step == steps[0]:
+                    raise
+                passed[step] = f"the checkpoint of step {step} has no critic: {error}"
+            else:
+                for newer, reason in passed.items():
+                    aside = set_aside(self._checkpoints, newer)
+                    logger.warning("%s; kept as %s, the one of step %d counts", reason, aside.name, step)
+                return step, state
+        await self._rewind_critic(0)
+        return 0, {}
+
+    async def _rewind_critic(self, step: int) -> None:
+        if self._has_critic:
+            self.weights_version = await self._client.rewind(run_id=self._run_id, step=step)
+            logger.info("the critic stands at step %d and serves version %d", step, self.weights_version)
+
+    def prompts_taken(self, step: int) -> int:
+        """Prompts that the steps up to `step` take; those before the resume took as many as the settings then said."""
+        resumed, taken = self._taken
+        return taken + (step - resumed) * (self._settings.rollout_size // self._settings.responses_per_prompt)
+
+    def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
+        """One line of metrics.jsonl."""
+        scores = scored.scores
+        self._masked_samples += int((~scores.scored).sum())
+        consumed = self.prompts_taken(step)
+        metrics = rollout_metrics(scored, batch, kl_coef=self._state.kl.coef)
+        generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
+        seconds = measured["timers/step_time"]
+        line = {
+            **metrics,
+            **self._critic_metrics(scores, step),
+            "train_rollouts/consumed_samples": consumed,
+            "train_rollouts/epoch": consumed // self._num_prompts,
+            "tokens_per_s": generated / seconds,
+            **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
+        }
+        self._log.write(step, {**line, **measured})
+        self._log.add_texts(self._texts(step, scored))
+        logger.info(
+            "step %d/%d: reward %.3f%s%s, %.1f s",
+            step, self._settings.steps, metrics["train_rollouts/rewards"],
+            _in_nats(metrics.get("train_rollouts/init_policy_kl_per_sequence")),
+            f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
+        )  # fmt: skip
+        _warn_of_failures(f"step {step}", scores)
+        taught = int(batch.policy_weights.any(-1).sum())
+        if 0 < taught < len(scores.scored) / 2:
+            logger.warning(
+                "step %d: %d of %d responses teach nothing, most because they did not end within actor.max_new_tokens "
+                "(%d); raise it, or set actor.mask_unfinished to false", step, len(scores.scored) - taught,
+                len(scores.scored), self._settings.max_new_tokens,
+            )  # fmt: skip
+        if not taught:
+            logger.warning(
+                "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
+                "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,
+            )  # fmt: skip
+
+    def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
+        rows, scores = scored.rollout.rows(), scored.scores
+        texts = []
+        for i in range(min(self._settings.logged_texts, len(rows))):
+            prompt = scored.rollout.prompts[i]
+            response = self._policy.tokenizer.decode(rows[i][prompt.tokens.size :].tolist(), skip_special_tokens=True)
+            texts.append(Text(step, prompt.text, response, float(scores.rewards[i]) if scores.scored[i] else None))
+        return texts
+
+    def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
+        """When each phase of a step began and ended, in `TIMELINE_FILE`; `spans`: seconds since the epoch."""
+        lines = ({"step": step, "phase": phase, "start": start, "end": end} for phase, start, end in spans)
+        append_jsonl(self._dir / TIMELINE_FILE, lines)
+
+    def _manifest_step(self, version: int) -> int | None:
+        """The critic's step of a weights version; None where the store is out of sight, or has removed it."""
+        try:
+            return self._weights.manifest(version).step
+        except WeightsError:
+            return None
+
+    def _critic_metrics(self, scores: Scores, step: int) -> dict[str, Metric]:
+        if not self._has_critic:
+            return {}
+        rows = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
+        return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
+
+    async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
+        """Remember a validation, write its texts ("before" and "after"), and keep the policy if it is the best."""
+        _warn_of_failures(f"validation {when}", result.scores)
+        self._masked_samples += int((~result.scores.scored).sum())
+        line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
+        if when != "between":
+            self._validations[when] = result
+            path = self._dir / "samples.jsonl"
+            kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
+            write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
+            write_json(self._dir / f"validation_{when}.json", line)
+        await asyncio.to_thread(self._keep_if_best, step, result.reward)
+        path = self._dir / "validations.jsonl"
+        if self._validated is None:  # a resumed run repeats some
+            drop_steps_from(step, path)
+        self._validated = step
+        append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
+        described = {**text_metrics(result.rollout, result.scores), **line}
+        charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
+        self._log.chart(charted, step)
+        logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
+
+    def _keep_if_best(self, step: int, reward: float) -> None:
+        """`best/`: the policy with the highest validation reward so far, as an ordinary folder beside its score."""
+        if self._settings.validate_every == 0:
+            return
+        if not math.isfinite(reward):
+            logger.warning("validation at step %d: no response has a score, so best/ stays as it is", step)
+            return
+        best = self._dir / "best"
+        known = read_json(best / "best.json")
+        if known is not None and known["reward"] >= reward and known["step"] <= step:
+            return
+
+        def fill(folder: Path) -> None:
+            self._policy.save(folder)
+            write_json(folder / "best.json", {"step": step, "reward": reward})
+
+        write_folder(best, fill)
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether the policy's checkpoint of `step` is written."""
+        return step in saved_steps(self._checkpoints)
+
+    async def checkpoint(self, step: int) -> None:
+        """Write the policy, which must not change meanwhile, and ask for the critic's checkpoint without waiting."""
+        state = {
+            "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
+            "critic_step": step, "weights_version": self.weights_version, "prompts_taken": self.prompts_taken(step),
+            **self._reference,
+        }  # fmt: skip
+        await asyncio.to_thread(
+            save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints
+        )
+        if self._has_critic:
+            self.saves = [save for save in self.saves if not _ended_well(save)]
+            self.saves.append(asyncio.create_task(self._save_critic(step, critic_steps(self._checkpoints))))
+
+    async def _save_critic(self, step: int, keep_steps: list[int]) -> None:
+        try:
+            await self._client.save(run_id=self._run_id, step=step, keep_steps=keep_steps)
+        except RequestFailed as error:  # task edge: until the next one succeeds the journal leads back to this step
+            self._unsaved = max(step, self._unsaved or 0)
+            logger.warning("the critic's checkpoint of step %d failed: %s", step, error)
+        else:
+            self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
+
+    async def finish(self, scorer: Scorer, version: int, seconds: float, *, steps: int) -> dict[str, Any]:
+        """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""
+        await asyncio.gather(*self.saves)
+        if self._unsaved is not None:
+            keep_steps = critic_steps(self._checkpoints)
+            await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
+        self._log.close()
+        await asyncio.to_thread(write_folder, self._dir / "policy", self._policy.save)
+        summary = {
+            "steps": steps,
+            **self._validated_figures(),
+            **(await self._critic_figures(scorer, version, steps=steps) if self._has_critic else {}),
+            "failed_requests": self._client.counters.failed_requests,
+            "retries": self._client.counters.retries,
+            "outages": self._client.counters.outages,
+            "outage_seconds": self._client.counters.outage_seconds,
+            "masked_samples": self._masked_samples,
+            "seconds_total": seconds,
+            "seconds_per_step": self._seconds_per_step(),
+        }
+        write_json(self._dir / "actor_summary.json", summary)
+        return summary
+
+    def _validated_figures(self) -> dict[str, float]:
+        """Of the first and the last validation; none of a run without."""
+        before, after = self._validation("before"), self._validation("after")
+        found = {
+            "reward_before": before.get("reward"),
+            "reward_after": after.get("reward"),
+            "kl_final": after.get("kl"),
+            "ev_v0": before.get("explained_variance"),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    async def _critic_figures(self, scorer: Scorer, version: int, *, steps: int) -> dict[str, float]:
+        """Of the critic; how much of the returns that version 0 was measured on its last version explains, too."""
+        figures: dict[str, float] = {
+            "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
+            "critic_updates": steps,
+            "failed_critic_updates": self.failed_critic_updates,
+        }
+        before = self._validations.get("before")
+        if before is not None:  # of a resumed run the first part held them
+            scores = await scorer.values(before.rollout)
+            figures["ev_last"] = explained(before.rollout, before.scores.rewards, scores)
+        return figures
+
+    def _validation(self, when: str) -> dict[str, Any]:
+        path = self._dir / f"validation_{when}.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def _seconds_per_step(self) -> float:
+        total, steps = 0.0, 0
+        for line in each_line(self._dir / "metrics.jsonl"):
+            total, steps = total + line["timers/step_time"], steps + 1
+        return total / max(1, steps)
+
+
+def _in_nats(kl: float | None) -> str:
+    return "" if kl is None else f", KL {round(kl, 2) + 0.0:.2f} nats per sequence"  # a rounded -0.0 becomes 0.0
+
+
+def _ended_well(save: asyncio.Task[None]) -> bool:
+    return save.done() and not save.cancelled() and save.exception() is None
+
+
+def _warn_of_failures(where: str, scores: Scores) -> None:
+    failed = int((~scores.scored).sum())
+    if failed:
+        causes = "; ".join(scores.failures[:3]) + ("; …" if len(scores.failures) > 3 else "")
+        logger.warning("%s: %d of %d rewards are unavailable: %s", where, failed, len(scores.scored), causes)

@@ -1,0 +1,87 @@
+"""Validation: held-out prompts, sampled with the same seed each time and scored through the server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from actor.algorithms.advantages import explained_variance, response_mask
+from actor.algorithms.experience import score_returns, sequence_kl
+from actor.data.compute import InThread
+from actor.data.prompts import MESSAGES_KEY
+from actor.data.rollout import Prompt, Rollout, Scores
+from actor.policy.policy import Policy
+from actor.run.collection import collect
+from actor.run.metrics import Timers
+from actor.scoring.reference import Reference
+from actor.scoring.scorer import Scorer
+
+SEED_OFFSET = 1_000_000  # apart from the seeds of the training rollouts
+
+
+@dataclass(frozen=True)
+class Validation:
+    """One pass over the held-out prompts."""
+
+    rollout: Rollout
+    scores: Scores
+    kl: float | None  # nats per sequence against the reference, k1, over scored rows; None without a reference
+    explained_variance: float | None  # of the score's Monte-Carlo returns, by the critic version that served
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the scored rows."""
+        return float(self.scores.rewards[self.scores.scored].mean())
+
+
+async def validate(
+    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int, greedy: bool = False,
+    in_thread: InThread, with_kl: bool = True,
+) -> Validation:  # fmt: skip
+    """Sample one response per prompt, or take the likeliest, and score it. Raises RequestFailed."""
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ready.set_result(None)
+    scored = await collect(
+        policy, scorer, reference, prompts, seed=seed + SEED_OFFSET, greedy=greedy, ready=ready, in_thread=in_thread,
+        timers=Timers(), with_kl=with_kl, with_logprobs=False,
+    )  # fmt: skip
+    whole, scores = scored.rollout, scored.scores
+    mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
+    kl = sequence_kl(scored, mask)
+    return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
+
+
+def explained(rollout: Rollout, rewards: torch.Tensor, scores: Scores) -> float:
+    """Share of the returns' variance that the values explain, over scored rows."""
+    returns, mask = score_returns(rewards, rollout)
+    mask = mask * scores.scored[:, None]
+    return float(explained_variance(scores.values[:, :-1], returns, mask))
+
+
+def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
+    """Lines for samples.jsonl."""
+    lines = []
+    rollout = validation.rollout
+    for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.rows(), strict=True)):
+        response = tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True)
+        lines.append(
+            {
+                "prompt_id": prompt.prompt_id,
+                "when": when,
+                "prompt": prompt.text,
+                **_question(prompt),
+                "response": response,
+                "reward": float(validation.scores.rewards[i]) if validation.scores.scored[i] else None,
+                "ended": bool(rollout.is_end[i]),
+            }
+        )
+    return lines
+
+
+def _question(prompt: Prompt) -> dict[str, str]:
+    """What a chat prompt's last message says: its text is full of the template's markers."""
+    messages = prompt.metadata.get(MESSAGES_KEY)
+    return {"question": str(messages[-1]["content"])} if messages else {}

@@ -1,0 +1,323 @@
+"""The data plane: all requests to the servers, over tritonclient's async HTTP, each attempt with a deadline.
+
+The only module that imports tritonclient.http; `servers` chooses the server, `retry` decides how often to try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+from tritonclient.http import InferInput, InferRequestedOutput
+from tritonclient.http.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from actor.scoring.ordering import Turn, Turns
+from actor.scoring.pool import Servers
+from actor.scoring.retry import Counters, Course, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
+from python_backend.config import ClientSection
+from python_backend.models.batching import padded_rows
+from python_backend.store.ownership import Sender
+from python_backend.wire import contract
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+T = TypeVar("T")
+PROBE_TIMEOUT_S = 5.0
+MORE_CONNECTIONS = 8  # than requests in flight: probes never wait for one
+# aiohttp accepts gzip unless told otherwise, and Triton then compresses every answer: floats, which hardly shrink.
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+HINT = "; is `python -m tools serve` running there?"
+
+
+@dataclass(frozen=True)
+class TrainAnswer:
+    """critic_train's answer: these weights are served now."""
+
+    loss_mean: float
+    weights_version: int
+
+
+class TritonClient:
+    """One per event loop, for the whole run; use as an async context manager.
+
+    Whatever is still asked at the end is cancelled: no task and no connection is left.
+    """
+
+    def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
+        """`url`: of the server, where `settings.servers` names none."""
+        self.counters = Counters()
+        self._tokens_dtype: np.dtype = np.dtype(np.int64)
+        self._settings = settings
+        self._train_retries = min(settings.retries, settings.train_retries)
+        self._in_flight = asyncio.Semaphore(settings.max_in_flight)
+        key = os.environ.get(training_key_env) if training_key_env else None
+        self._headers = {**UNCOMPRESSED, **({contract.TRAINING_KEY_HEADER: key} if key else {})}
+        # Apart: a storm of scoring requests must leave the few that train a retry.
+        self._scoring_budget, self._training_budget = (
+            RetryBudget(settings.retry_budget, settings.retry_reserve) for _ in range(2)
+        )
+        self._sender = Sender(uuid.uuid4().hex)
+        self._turns = Turns()
+        self._callers: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+        self._servers = Servers(
+            settings.servers or [url], functools.partial(HTTPConnection, settings=settings), settings, self.counters
+        )
+
+    async def __aenter__(self) -> TritonClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_closed = True
+        callers = list(self._callers)
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+        await self._servers.close()
+
+    async def model_parameters(self, model: str) -> dict[str, str]:
+        """A model's `parameters`, from its configuration: the first contact, so with little patience.
+
+        Tokens are sent from then on in the type that it declares.
+
+        Raises RequestFailed.
+        """
+
+        async def ask(connection: HTTPConnection) -> dict[str, str]:
+            config = await connection.http.get_model_config(model)
+            declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
+            if declared.get(contract.TOKENS) == "TYPE_INT32":
+                self._tokens_dtype = np.dtype(np.int32)
+            return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
+
+        course = Course(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
+        with self._calling():
+            return await self._until_answered(course, ask, self._settings.deadline_s, patient=False)
+
+    async def score(
+        self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
+        width: int = 0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        """Outputs of critic_infer for n token rows, padded to their longest S.
+
+        Args:
+            rows: int64 `[length_i]` each.
+            outputs: of `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1]; where several rewards are
+                served, of `reward_components` [n, C] and `reward_errors` [n, 1] too.
+            metadata: what reward functions are told about each row; None: nothing is sent.
+            width: pad to at least so many tokens, for servers that batch requests of one length only.
+
+        Raises:
+            RequestFailed: no answer within the retries, or the request itself is wrong.
+        """
+        inputs = {**_padded(rows, width), **_metadata(metadata)}
+        return await self._infer(contract.CRITIC_INFER, inputs, outputs)
+
+    async def rewards(
+        self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
+        metadata: list[dict[str, Any]] | None = None, *, width: int = 0,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
+        """Outputs of the reward model alone for n token rows; otherwise as `score`.
+
+        Raises RequestFailed.
+        """
+        inputs = {**_padded(rows, width), **_metadata(metadata)}
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs)
+
+    async def score_sentences(
+        self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Outputs of reward_model for n texts, tokenised by its own tokenizer; otherwise as `score`.
+
+        Raises RequestFailed.
+        """
+        inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
+        return await self._infer(contract.REWARD_MODEL, inputs, outputs)
+
+    async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
+        """Log-probs float32 `[n, S]` of n token rows by the reference model: index t of token t+1, see `LOGPROBS`.
+
+        Raises RequestFailed.
+        """
+        answer = await self._infer(contract.REFERENCE, _padded(rows), (contract.LOGPROBS,))
+        return answer[contract.LOGPROBS]
+
+    async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
+        """Train the critic on `payload` as step `step`; repeats are recognised, so retrying is safe.
+
+        Raises:
+            ServerFailed: the step counts as done, and the next one may be sent; the message has the sidecar's cause.
+            RequestFailed: refused, or not served within the retries; the message says what the journal holds.
+        """
+        inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
+        outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
+        answer = await self._infer(contract.CRITIC_TRAIN, inputs, outputs, writes=True)
+        return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
+
+    async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
+        """Have the critic write its checkpoint of `step`; returns the weights version served.
+
+        `keep_steps`: of the critic's checkpoints up to `step`, only these are needed still; None: it keeps the newest.
+        Raises RequestFailed.
+        """
+        inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
+        if keep_steps is not None:
+            inputs[contract.KEEP_STEPS] = np.asarray(keep_steps, np.int64)
+        return await self._save(inputs)
+
+    async def rewind(self, *, run_id: str, step: int) -> int:
+        """Make `step` the critic's last step; returns the weights version served. Raises RequestFailed.
+
+        The run is this client's from then on: what the owners before it sent is refused, however late it arrives.
+        """
+        self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
+        return await self._save({**_run(run_id), contract.REWIND_TO: np.asarray([step], np.int64)})
+
+    async def _save(self, inputs: Mapping[str, np.ndarray]) -> int:
+        outputs = (contract.STATUS, contract.WEIGHTS_VERSION)
+        answer = await self._infer(contract.CRITIC_SAVE, inputs, outputs, writes=True)
+        return int(answer[contract.WEIGHTS_VERSION][0])
+
+    async def _infer(
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], *, writes: bool = False
+    ) -> dict[str, np.ndarray]:
+        inputs = []
+        for name, array in arrays.items():
+            if name == contract.TOKENS:
+                array = array.astype(self._tokens_dtype, copy=False)
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            inputs.append(tensor)
+        wanted = [InferRequestedOutput(name, binary_data=True) for name in outputs]
+        headers = {**self._headers, contract.SENDER_HEADER: str(self._sender)}
+
+        async def ask(connection: HTTPConnection) -> dict[str, np.ndarray]:
+            answer = await connection.http.infer(model, inputs, outputs=wanted, headers=dict(headers))
+            return {name: answer.as_numpy(name) for name in outputs}
+
+        s = self._settings
+        budget = self._training_budget if writes else self._scoring_budget
+        course = Course(model, s, budget, retries=self._train_retries if writes else s.retries)
+        deadline_s = s.train_deadline_s if writes else s.deadline_s
+        with self._calling(), self._turns.join() if writes else nullcontext() as turn:
+            async with self._in_flight:
+                return await self._until_answered(course, ask, deadline_s, turn=turn)
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """The task that calls is cancelled with the client, and one that comes too late at once."""
+        caller = asyncio.current_task()
+        if self._is_closed or caller is None:
+            raise asyncio.CancelledError
+        self._callers.add(caller)
+        try:
+            yield
+        finally:
+            self._callers.discard(caller)
+
+    async def _until_answered(
+        self, course: Course, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *,
+        turn: Turn | None = None, patient: bool = True,
+    ) -> T:  # fmt: skip
+        self.counters.requests += 1
+        course.budget.earn()
+        try:
+            while True:
+                if turn:
+                    await self._turns.come(turn, lambda: self._servers.writer(course.model))
+                async with self._servers.one(course.model, writes=turn is not None, patient=patient) as server:
+                    try:
+                        with self._turns.under_way(turn, server.url):
+                            answer = await server.connection.answer(ask, deadline_s)
+                        self._servers.answered(server, course.model)
+                        return answer
+                    except Trouble as trouble:
+                        is_lost = await self._servers.failed(server, course.model, trouble)
+                        pause_s = self._pause_s(course, trouble, server.url, is_lost=is_lost, patient=patient)
+                await asyncio.sleep(pause_s)
+        except RequestFailed as error:
+            self.counters.failed_requests += 1
+            self.counters.over_budget += isinstance(error, OverBudget)
+            raise
+
+    def _pause_s(self, course: Course, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
+        """Until the next attempt; none where it goes elsewhere, or waits for a server anyway. Raises RequestFailed."""
+        goes_elsewhere = is_lost and self._servers.can_take(course.model)
+        waits = is_lost and patient and self._settings.max_outage_s > 0
+        if goes_elsewhere or waits:
+            course.moves_on(trouble, url)
+            self.counters.failovers += goes_elsewhere
+            pause_s = 0.0
+        else:
+            pause_s = course.pause_s(trouble, url)
+        self.counters.retries += 1
+        return pause_s
+
+
+class HTTPConnection:
+    """A pool of connections to one server."""
+
+    def __init__(self, url: str, *, settings: ClientSection) -> None:
+        limit = settings.max_in_flight + MORE_CONNECTIONS
+        # `answer` has the only deadline.
+        self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
+
+    async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
+        """What `ask` returns. Raises Trouble."""
+        try:
+            async with timeout(deadline_s):  # wait_for may swallow a cancellation, before Python 3.12
+                return await ask(self)
+        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise _trouble(error, deadline_s) from error
+
+    async def is_ready(self, model: str) -> bool:
+        """Whether the server calls the model ready. Raises Trouble."""
+        return await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Requests under way fail."""
+        await self.http.close()
+
+
+def _trouble(error: Exception, deadline_s: float) -> Trouble:
+    """What an error says: 503 and a dead model pass, as do time-outs and connections; another answer stays as it is."""
+    if isinstance(error, InferenceServerException):
+        message, status = str(error.message()), str(error.status() or "")
+        kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
+        return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
+    if isinstance(error, asyncio.TimeoutError):
+        return Trouble(Kind.LOST, f"gave no answer within {deadline_s:g} s")
+    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
+    return Trouble(kind, "cannot be reached", cause, hint=HINT)
+
+
+def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
+    return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
+
+
+def _padded(rows: list[np.ndarray], width: int = 0) -> dict[str, np.ndarray]:
+    """`tokens` [n, S] and `sequence_lengths` [n, 1], S the longest row or `width`, whichever is more."""
+    tokens = padded_rows(rows, max(width, *(row.size for row in rows)), np.int64)
+    return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64)}
+
+
+def _run(run_id: str) -> dict[str, np.ndarray]:
+    return {contract.RUN_ID: np.asarray([run_id.encode()], dtype=np.object_)}

@@ -1,0 +1,52 @@
+"""Several rewards per response: which ones the server sums up, their metadata, and why a row has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actor.data.prompts import PromptError
+from actor.data.rollout import Prompt
+from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARDS
+
+
+@dataclass(frozen=True)
+class RewardMixture:
+    """The rewards that are summed up on the server; no names: the reward model alone."""
+
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> RewardMixture:
+        """What reward_model's `parameters` say."""
+        return cls(tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]")))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What to ask reward_model for."""
+        return (REWARDS, REWARD_COMPONENTS, REWARD_ERRORS) if self.names else (REWARDS,)
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise PromptError if a column has the name of what functions are given by the actor."""
+        for prompt in prompts if self.names else ():
+            taken = {PROMPT_KEY, RESPONSE_KEY} & prompt.metadata.keys()
+            if taken:
+                raise PromptError(
+                    f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}: reward functions find the prompt's "
+                    "and the response's text under this name, so call the column something else"
+                )
+
+    def metadata(self, prompt: Prompt, response: str) -> dict[str, Any]:
+        """What is sent along with a row: the prompt's other columns and, for functions, both texts."""
+        texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if self.names else {}
+        return {**prompt.metadata, **texts}
+
+    def causes(self, answer: Mapping[str, np.ndarray]) -> list[str]:
+        """Why rows of an answer have no reward, one entry for each such row."""
+        found = answer.get(REWARD_ERRORS)
+        return [] if found is None else [item.decode("utf-8", "replace") for item in found[:, 0] if item]

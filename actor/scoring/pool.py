@@ -1,0 +1,299 @@
+"""Least-loaded balancing over healthy servers; waits while none is healthy.
+
+A lost server receives no requests until all models requested so far are ready there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from actor.scoring.outage import Outage
+from actor.scoring.retry import MAX_BACKOFF_S, Counters, Kind, RequestFailed, Trouble, jittered
+from python_backend.config import ClientSection
+from python_backend.config.addresses import DNS_PREFIX, resolve
+
+logger = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """What this module needs of a connection to one server."""
+
+    async def is_ready(self, model: str) -> bool:
+        """Whether the server calls the model ready. Raises Trouble if it cannot be asked."""
+
+    async def close(self) -> None:
+        """Requests under way fail."""
+
+
+C = TypeVar("C", bound=Connection)
+
+
+@dataclass
+class Suspension:
+    """A model whose process has died at one server: Triton still calls it ready, so one request at a time tries."""
+
+    losses: int
+    until: float  # on the monotonic clock
+    cause: str
+    on_trial: bool = False
+
+
+@dataclass(eq=False)
+class Server(Generic[C]):
+    """One server, for the whole run."""
+
+    url: str
+    connection: C
+    in_flight: int = 0
+    losses: int = 0  # since it last answered a request
+    down: str | None = None  # why it is set aside
+    suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
+    probe: asyncio.Task[str | None] | None = None
+
+    def takes(self, model: str) -> bool:
+        """Whether a request for this model may be sent to it."""
+        suspended = self.suspended.get(model)
+        is_free = suspended is None or (not suspended.on_trial and time.monotonic() >= suspended.until)
+        return self.down is None and is_free
+
+
+class Servers(Generic[C]):
+    """All servers that the actor may ask."""
+
+    def __init__(
+        self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: Counters
+    ) -> None:
+        self.servers: list[Server[C]] = []
+        self._gone: list[Server[C]] = []  # no longer meant by a name, with requests still in flight
+        self._looking_up = asyncio.Lock()
+        self._addresses, self._connect, self._settings, self._counters = addresses, connect, settings, counters
+        self._models: set[str] = set()  # asked for so far
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._outage: Outage | None = None
+        self._reminder: asyncio.Task[None] | None = None
+        self._turn = 0
+        self._writer: Server[C] | None = None
+
+    def writer(self, model: str) -> str | None:
+        """Address of the server that a training request goes to now; None where there is none."""
+        server = self._writing(model)
+        return server.url if server else None
+
+    @contextlib.asynccontextmanager
+    async def one(self, model: str, *, writes: bool, patient: bool) -> AsyncIterator[Server[C]]:
+        """The server for one attempt, in flight until the end of the block.
+
+        Args:
+            model: that is asked for.
+            writes: take the same server as last time, if it is there.
+            patient: where no server answers, wait for one; otherwise one that was lost is tried.
+
+        Raises:
+            RequestFailed: none has answered for `max_outage_s`, or the names cannot be resolved.
+        """
+        self._models.add(model)
+        server = await self._find(model, writes=writes, patient=patient and self._settings.max_outage_s > 0)
+        suspended = server.suspended.get(model)
+        server.in_flight += 1
+        if suspended:
+            suspended.on_trial = True
+        try:
+            yield server
+        finally:
+            server.in_flight -= 1
+            if suspended:
+                suspended.on_trial = False
+                self._change()
+            await self._close_gone()
+
+    def answered(self, server: Server[C], model: str) -> None:
+        """The server has answered a request for this model."""
+        server.losses = 0 if server.down is None else server.losses
+        if server.suspended.pop(model, None):
+            self._change()
+
+    async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
+        """Set the server aside, if it is lost; returns whether it is. One that may be overloaded only is asked."""
+        if trouble.kind.is_final:
+            self.answered(server, model)
+            return False
+        if trouble.kind is Kind.DEAD:
+            self._suspend(server, model, trouble)
+            return True
+        if server.down is None and (trouble.kind is Kind.UNREACHABLE or await self._why_not_ready(server)):
+            self._set_aside(server, trouble.why or trouble.what)
+        return server.down is not None
+
+    def can_take(self, model: str) -> bool:
+        """Whether there is a server for a request for this model."""
+        return any(server.takes(model) for server in self.servers)
+
+    async def close(self) -> None:
+        """End the probes and close all connections."""
+        everyone = [*self.servers, *self._gone]
+        tasks = [*self._tasks, *(server.probe for server in everyone if server.probe)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in everyone:
+            await server.connection.close()
+
+    # ---- choosing ----
+
+    async def _find(self, model: str, *, writes: bool, patient: bool) -> Server[C]:
+        if not self.servers:
+            await self._look_up()
+        choose = self._writing if writes else self._least_busy
+        while (server := choose(model)) is None:
+            if not patient:
+                return min(self.servers, key=lambda server: server.losses)
+            await self._wait(model)
+        return server
+
+    def _least_busy(self, model: str) -> Server[C] | None:
+        self._turn += 1
+        start = self._turn % len(self.servers)
+        in_turn = [*self.servers[start:], *self.servers[:start]]
+        return min((s for s in in_turn if s.takes(model)), key=lambda server: server.in_flight, default=None)
+
+    def _writing(self, model: str) -> Server[C] | None:
+        if self._writer not in self.servers or not self._writer.takes(model):
+            self._writer = next((server for server in self.servers if server.takes(model)), None)
+        return self._writer
+
+    async def _look_up(self) -> None:
+        """Take in the servers that the addresses mean now; one that is set aside and no longer meant is forgotten."""
+        async with self._looking_up:
+            urls: dict[str, None] = {}
+            for address in self._addresses:
+                urls |= dict.fromkeys(await self._resolved(address))
+            before = list(self.servers)
+            known = {server.url for server in before}
+            self.servers += [Server(url, self._connect(url)) for url in urls if url not in known]
+            self._gone += [server for server in self.servers if server.down and server.url not in urls]
+            self.servers = [server for server in self.servers if server not in self._gone]
+            if self.servers != before:
+                self._change()
+        await self._close_gone()
+
+    async def _close_gone(self) -> None:
+        """Close the connections to servers that no name means any more, once they are idle."""
+        idle = [server for server in self._gone if not server.in_flight and (not server.probe or server.probe.done())]
+        self._gone = [server for server in self._gone if server not in idle]
+        for server in idle:
+            await server.connection.close()
+
+    async def _resolved(self, address: str) -> list[str]:
+        if not address.startswith(DNS_PREFIX):
+            return [address]
+        try:
+            return await asyncio.to_thread(resolve, address)
+        except (OSError, ValueError) as error:
+            if not self.servers:
+                raise RequestFailed(f"actor.client.servers: {address!r} cannot be resolved: {error}") from error
+            return [server.url for server in self.servers]  # for now they stay
+
+    # ---- losing and finding again ----
+
+    def _set_aside(self, server: Server[C], cause: str) -> None:
+        if server.down is not None:
+            return
+        server.down = cause
+        server.losses += 1
+        if len(self.servers) > 1:
+            logger.warning("%s gets no requests until it is ready again: %s", server.url, cause)
+        self._spawn(self._bring_back(server))
+
+    async def _bring_back(self, server: Server[C]) -> None:
+        """Ask until all models are ready there."""
+        while server in self.servers:
+            await asyncio.sleep(self._pause_s(server.losses))
+            await self._look_up()
+            if server not in self.servers:
+                break
+            server.down = await self._why_not_ready(server)
+            if server.down is None:
+                server.suspended.clear()
+                if len(self.servers) > 1:
+                    logger.info("%s is ready again", server.url)
+                break
+            server.losses += 1
+        self._change()
+
+    async def _why_not_ready(self, server: Server[C]) -> str | None:
+        """None if all models are ready; those who ask at the same time share one probe."""
+        if server.probe is None or server.probe.done():
+            server.probe = asyncio.create_task(self._probe(server))
+        return await asyncio.shield(server.probe)
+
+    async def _probe(self, server: Server[C]) -> str | None:
+        try:
+            missing = [model for model in sorted(self._models) if not await server.connection.is_ready(model)]
+        except Trouble as trouble:
+            return trouble.why or trouble.what
+        return f"{', '.join(missing)} not ready" if missing else None
+
+    def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
+        known = server.suspended.get(model)
+        if known and not known.on_trial:  # one of many that were under way when the process died
+            return
+        losses = known.losses + 1 if known else 1
+        pause_s = self._pause_s(losses)
+        server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, trouble.why)
+        asyncio.get_running_loop().call_later(pause_s, self._change)
+
+    def _pause_s(self, losses: int) -> float:
+        return jittered(min(MAX_BACKOFF_S, self._settings.backoff_s * 2.0 ** min(losses - 1, 16)))
+
+    async def _wait(self, model: str) -> None:
+        """Until anything has changed. Raises RequestFailed if nobody has answered for too long."""
+        longest = self._settings.max_outage_s
+        if self._outage is None:
+            self._outage = Outage(self._causes, longest)
+            self._counters.outages += 1
+            self._reminder = self._spawn(self._outage.remind())
+            asyncio.get_running_loop().call_later(longest, self._change)  # those who wait look at the clock
+        self._outage.models.add(model)
+        if self._outage.seconds >= longest:
+            raise RequestFailed(
+                f"{model}: no server has answered for {self._outage.seconds:.0f} s (actor.client.max_outage_s): "
+                f"{self._causes()}; is `python -m tools serve` running there?"
+            )
+        await self._changed.wait()
+
+    def _causes(self) -> str:
+        found = []
+        for server in self.servers:
+            causes = [server.down] if server.down else [f"{m}: {s.cause}" for m, s in server.suspended.items()]
+            found += [f"{server.url}: {cause}" for cause in causes]
+        return "; ".join(found)
+
+    def _change(self) -> None:
+        """Let those who wait look again; the outage is over when each model that was waited for is served."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._outage and all(map(self._is_served, self._outage.models)):
+            self._end_outage()
+
+    def _is_served(self, model: str) -> bool:
+        return any(server.down is None and model not in server.suspended for server in self.servers)
+
+    def _end_outage(self) -> None:
+        if self._outage and self._reminder:
+            self._reminder.cancel()
+            self._outage.end()
+            self._counters.outage_seconds += self._outage.seconds
+            self._outage = None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

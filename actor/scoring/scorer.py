@@ -1,0 +1,192 @@
+"""Scores a rollout: rows go out unpadded and at once; failed rows are marked, never scored 0."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import torch
+
+from actor.data.prompts import MESSAGES_KEY
+from actor.data.rollout import Rollout, Scores
+from actor.scoring.client import RequestFailed, TritonClient
+from actor.scoring.mixture import RewardMixture
+from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.errors import RlhfError
+from python_backend.wire.contract import CRITIC, REWARD_COMPONENTS, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
+
+Answer = dict[str, np.ndarray] | str  # outputs, or why there are none
+
+
+class ModelMismatch(RlhfError):
+    """The served models do not fit the policy: another vocabulary, or several rewards for a row."""
+
+
+class Scorer:
+    """Asks one server for rewards and values of rollouts."""
+
+    def __init__(
+        self, client: TritonClient, tokenizer: Any, *, rows_per_request: int, with_critic: bool = True
+    ) -> None:
+        """`with_critic`: ask for values as well; otherwise they are 0, of version -1."""
+        self._client = client
+        self.has_critic = with_critic
+        self._tokenizer = tokenizer
+        self._rows_per_request = rows_per_request
+        self.sends_sentences = False
+        self.mixture = RewardMixture()
+
+    async def compare_tokenizers(self) -> None:
+        """Find out which rewards there are, and whether reward and critic read the policy's token ids.
+
+        A reward model with another vocabulary is sent sentences instead.
+
+        Raises:
+            ModelMismatch: the critic is not served or has another vocabulary, or a model's configuration names none; or
+                the reward model's attributes are not merged.
+            RequestFailed: the server cannot be asked.
+        """
+        ours = fingerprint(self._tokenizer)
+        theirs, folders = {}, {}
+        for model in (REWARD_MODEL, CRITIC) if self.has_critic else (REWARD_MODEL,):
+            parameters = await self._parameters_of(model)
+            theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
+            if int(parameters.get("num_rewards") or 1) > 1:
+                raise ModelMismatch(
+                    f"{model} gives {parameters['num_rewards']} rewards for a row, PPO needs one: set "
+                    "reward.merge_attributes to true, and reward.attribute_weights to what each of them counts"
+                )
+            if model == REWARD_MODEL:
+                self.mixture = RewardMixture.of(parameters)
+            if not theirs[model]:
+                raise ModelMismatch(
+                    f"{model} was rendered without its checkpoint's tokenizer, so it cannot be compared with the "
+                    "policy's; put the tokenizer into the checkpoint folder and render the configs again"
+                )
+        if theirs.get(CRITIC, ours) != ours:
+            raise ModelMismatch(
+                f"the critic's tokenizer differs from the policy's ({folders[CRITIC]} and "
+                f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
+                "from a checkpoint with the same vocabulary"
+            )
+        self.sends_sentences = theirs[REWARD_MODEL] != ours
+
+    async def _parameters_of(self, model: str) -> dict[str, str]:
+        try:
+            return await self._client.model_parameters(model)
+        except RequestFailed as error:
+            if model != CRITIC or "unknown model" not in str(error):
+                raise
+            raise ModelMismatch(
+                f"the server has no {CRITIC}, which actor.algorithm: ppo needs ({error}); start it with this "
+                "configuration, or take grpo, rloo or reinforce++"
+            ) from error
+
+    async def score(self, rollout: Rollout) -> Scores:
+        """Rewards, values and the version they are of, for every row."""
+        count, step = len(rollout.prompts), self._rows_per_request
+        chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
+        answers = await asyncio.gather(*(self._score_chunk(rollout, chunk) for chunk in chunks))
+        return _assemble(rollout, chunks, answers, self.mixture)
+
+    async def values(self, rollout: Rollout) -> Scores:
+        """Values alone (the reward model does not run); rewards are 0."""
+        return _assemble(
+            rollout,
+            [slice(i, i + 1) for i in range(len(rollout.prompts))],
+            await asyncio.gather(*(self._values_of(row) for row in rollout.rows())),
+            RewardMixture(),
+        )
+
+    async def _values_of(self, row: np.ndarray) -> Answer:
+        try:
+            return await self._client.score([row], (VALUES, WEIGHTS_VERSION))
+        except RequestFailed as error:
+            return str(error)
+
+    async def _score_chunk(self, rollout: Rollout, chunk: slice) -> Answer:
+        rows, wanted = rollout.rows()[chunk], self.mixture.outputs
+        metadata = self._metadata(rollout, chunk) if self.mixture.names or self.sends_sentences else None
+        try:
+            if not self.sends_sentences and self.has_critic:
+                return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata)
+            if not self.sends_sentences:
+                return await self._client.rewards(rows, wanted, metadata)
+            texts = [self.render(rollout, i) for i in range(len(rollout.prompts))[chunk]]
+            if not self.has_critic:
+                return await self._client.score_sentences(texts, wanted, metadata)
+            values, rewards = await asyncio.gather(
+                self._client.score(rows, (VALUES, WEIGHTS_VERSION)),
+                self._client.score_sentences(texts, wanted, metadata),
+            )
+            return {**values, **rewards}
+        except RequestFailed as error:  # counted and masked by the caller
+            return str(error)
+
+    def render(self, rollout: Rollout, index: int) -> str:
+        """The text that a reward model with another tokenizer reads; of a chat the reply, its messages go along."""
+        if MESSAGES_KEY in rollout.prompts[index].metadata:
+            return self._response(rollout, index)
+        return self._text(rollout, index, start=0)
+
+    def _response(self, rollout: Rollout, index: int) -> str:
+        return self._text(rollout, index, start=int(rollout.prompt_lengths[index]))
+
+    def _text(self, rollout: Rollout, index: int, *, start: int) -> str:
+        row = rollout.tokens[index, start : int(rollout.lengths[index])]
+        return self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
+
+    def _metadata(self, rollout: Rollout, chunk: slice) -> list[dict[str, Any]]:
+        return [
+            self.mixture.metadata(rollout.prompts[i], self._response(rollout, i))
+            for i in range(len(rollout.prompts))[chunk]
+        ]
+
+
+def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixture: RewardMixture) -> Scores:
+    count, width = rollout.tokens.shape
+    rewards, values = torch.zeros(count), torch.zeros(count, width)
+    versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
+    components = torch.full((count, len(mixture.names)), torch.nan)
+    failures, num_explained = [], 0
+    for chunk, answer in zip(chunks, answers, strict=True):
+        if isinstance(answer, str):
+            failures.append(answer)
+            continue
+        if REWARDS in answer:
+            rewards[chunk] = torch.tensor(answer[REWARDS][:, 0])
+        if mixture.names:
+            components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
+            failures += mixture.causes(answer)
+            num_explained += len(mixture.causes(answer))
+        if VALUES in answer:
+            values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
+            versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
+        scored[chunk] = True
+    finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
+    if int((~finite).sum()) > num_explained:
+        failures.append(f"{int((~finite).sum()) - num_explained} rows were scored with values that are not finite")
+    rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
+    by_name = dict(zip(mixture.names, components.unbind(-1), strict=True))
+    return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name)
+
+
+def _one_version(versions: np.ndarray, rows: int) -> int:
+    """The version that scored a request: all tokens of a row, and so its advantages, are of one critic."""
+    assert versions.shape == (rows, 1), f"weights_version of {rows} rows has the shape {versions.shape}"
+    assert (versions == versions[0]).all(), f"one request was scored by the versions {sorted(set(versions.flat))}"
+    return int(versions[0, 0])
+
+
+def join_scores(parts: list[Scores], width: int) -> Scores:
+    """Scores of several rollouts as one, values padded to `width`."""
+    values = [torch.nn.functional.pad(part.values, (0, width - part.values.shape[1])) for part in parts]
+    return Scores(
+        torch.cat([part.rewards for part in parts]),
+        torch.cat(values),
+        torch.cat([part.versions for part in parts]),
+        torch.cat([part.scored for part in parts]),
+        sorted({failure for part in parts for failure in part.failures}),
+        {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
+    )

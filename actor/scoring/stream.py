@@ -1,0 +1,95 @@
+"""Streams rows to the server: a response is scored as soon as it ends, while others are still generated."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from actor.data.rollout import Rollout, Scores
+from actor.policy.policy import join_rollouts
+from actor.scoring.scorer import Scorer, join_scores
+
+T = TypeVar("T")
+# Rows that end in one decoding step reach the event loop within a few milliseconds. A request of 8 rows takes a third
+# of the CPU time, server and client together, of 8 requests of one row.
+GATHER_S = 0.01
+
+
+class RowStream(Generic[T]):
+    """Asks about the rows of one rollout; made on the event loop."""
+
+    def __init__(
+        self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None
+    ) -> None:
+        """
+        Args:
+            rows_per_request: most rows of one request; rows that end together share one, a lone row waits `GATHER_S`.
+            ready: nothing is sent before it is done, and if it fails so do the answers.
+        """
+        self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[int, Rollout]] = []
+        self._order: list[int] = []
+        self._requests: list[asyncio.Task[T]] = []
+        self._is_closed = False
+        self.span = (math.inf, 0.0)  # of `time.monotonic`: when the first row was sent, and the last answered
+
+    def take(self, index: int, row: Rollout) -> None:
+        """Ask about a rollout of one row, that of prompt `index`. From any thread.
+
+        Raises:
+            asyncio.CancelledError: nobody wants the answers any more; whoever writes rows may stop.
+        """
+        if self._is_closed:
+            raise asyncio.CancelledError
+        self._loop.call_soon_threadsafe(self._add, index, row)
+
+    async def answers(self) -> tuple[list[T], torch.Tensor]:
+        """Of each request, in the order of sending; and int64 `[B]`, which of their rows is that of each prompt."""
+        self._send()
+        return await asyncio.gather(*self._requests), torch.tensor(self._order).argsort()
+
+    async def close(self) -> None:
+        """Cancel what is under way; does nothing after `answers`."""
+        self._is_closed = True
+        for request in self._requests:
+            request.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
+
+    def _add(self, index: int, row: Rollout) -> None:
+        self._waiting.append((index, row))
+        if len(self._waiting) == self._rows_per_request:
+            self._send()
+        elif len(self._waiting) == 1:
+            self._loop.call_later(GATHER_S, self._send)
+
+    def _send(self) -> None:
+        if self._waiting and not self._is_closed:
+            rows, self._waiting = self._waiting, []
+            self._order += [index for index, _ in rows]
+            self._requests.append(asyncio.create_task(self._request(join_rollouts([row for _, row in rows], pad_id=0))))
+
+    async def _request(self, rows: Rollout) -> T:
+        if self._ready is not None:
+            await asyncio.shield(self._ready)  # it is not ours to cancel
+        start = time.monotonic()
+        answer = await self._ask(rows)
+        self.span = min(self.span[0], start), time.monotonic()
+        return answer
+
+
+class ScoringStream(RowStream[Scores]):
+    """Scores the rows of one rollout."""
+
+    def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int) -> None:
+        super().__init__(scorer.score, ready=ready, rows_per_request=rows_per_request)
+
+    async def scores(self, width: int) -> Scores:
+        """Of all rows taken in, ordered by index; values padded to `width` tokens."""
+        parts, order = await self.answers()
+        return join_scores(parts, width).select(order)

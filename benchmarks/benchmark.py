@@ -1,0 +1,120 @@
+"""Benchmark protocol, and what its implementations share: options, targets, and the record of a measurement."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from python_backend.store.durable import write_json
+
+Result = dict[str, Any]
+"""What result.json holds."""
+
+
+class BenchError(RuntimeError):
+    """The benchmark cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Command-line option; one whose default is a list takes values separated by commas."""
+
+    default: Any
+    help: str
+    quick: Any = None
+    """Default with `--quick`; None: the same."""
+    known: Collection[str] = ()
+    """Accepted values; empty: any."""
+    kind: Callable[[str], Any] | None = None
+    """Converts a value; None: the default's type."""
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str, *, quick: bool) -> None:
+        """Add the option as `--name` to the parser."""
+        flag, default = f"--{name.replace('_', '-')}", self.quick if quick and self.quick is not None else self.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=self.help)
+        else:
+            parser.add_argument(flag, type=self._convert, default=default, help=self.help)
+
+    def _convert(self, text: str) -> Any:
+        if isinstance(self.default, list):
+            return [self._convert_one(item, type(self.default[0])) for item in text.split(",") if item]
+        return self._convert_one(text, type(self.default))
+
+    def _convert_one(self, text: str, kind: type) -> Any:
+        if self.known and text not in self.known:
+            raise argparse.ArgumentTypeError(f"unknown {text!r}; known: {', '.join(self.known)}")
+        return (self.kind or kind)(text)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A measured number and the limits that it should keep."""
+
+    name: str
+    value: float | None
+    """None: not measured."""
+    low: float | None = None
+    high: float | None = None
+    """With neither limit, the number is reported only."""
+    detail: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, `miss`, `not measured`, or `no target`."""
+        if self.value is None:
+            return "not measured"
+        if self.low is None and self.high is None:
+            return "no target"
+        above = self.low is None or self.value >= self.low
+        return "pass" if above and (self.high is None or self.value <= self.high) else "miss"
+
+
+class Record:
+    """A running measurement. result.json is rewritten after every sample, so that a stop loses one at most."""
+
+    def __init__(self, out: Path, result: Result) -> None:
+        self.out = out
+        self.result = result
+        self._start = time.monotonic()
+        out.mkdir(parents=True, exist_ok=True)
+
+    def add(self, sample: dict[str, Any]) -> None:
+        """Append a sample."""
+        self.result["samples"].append(sample)
+        self.save()
+
+    def save(self) -> None:
+        """Write result.json."""
+        write_json(self.out / "result.json", self.result, durable=False)
+
+    def say(self, line: str) -> None:
+        """Print progress with the seconds since the start."""
+        print(f"{time.monotonic() - self._start:6.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+class Benchmark(Protocol):
+    """A benchmark; the modules named in `command.BENCHMARKS` implement it."""
+
+    OPTIONS: dict[str, Option]
+
+    def measure(self, settings: argparse.Namespace, record: Record) -> None:
+        """Fill `record.result`; `settings` has a value for each option."""
+
+    def summarise(self, result: Result) -> Any:
+        """Return medians and ratios of the samples; a list of flat rows is printed as a table."""
+
+    def targets(self, result: Result) -> list[Target]:
+        """Return the targets; `result["summary"]` is what `summarise` returned."""
+
+    def draw(self, result: Result, out: Path) -> None:
+        """Write pictures into the folder `out`."""
+
+
+def no_pictures(result: Result, out: Path) -> None:
+    """Draw nothing: the `draw` of a benchmark without pictures."""

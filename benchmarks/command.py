@@ -1,0 +1,160 @@
+"""`python -m tools bench <what>`: run a benchmark, write result.json, report.md and pictures, print the report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import io
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.benchmark import Benchmark, Result, Target
+
+BENCHMARKS = {
+    "scoring": "throughput and latency of scoring beside what users have today",
+    "reload": "what reloads and updates of the critic cost its clients",
+    "learning": "every algorithm on a task whose optimum is known",
+    "generation": "generation beside what transformers offers",
+    "step": "a PPO step by phase, overlapped beside serial",
+    "trl": "training steps without a critic beside TRL's",
+    "update": "throughput of the critic's update beside the same update padded",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark in `argv[0]`; return its exit code, 2 for an unknown one."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else "--help"
+    if name in BENCHMARKS:
+        return run(name, importlib.import_module(f"benchmarks.{name}"), arguments[1:])
+    if name in ("-h", "--help"):
+        print("usage: python -m tools bench <what> --out DIR [--help]\n\nbenchmarks:")
+        print("\n".join(f"  {key:<11}{what}" for key, what in BENCHMARKS.items()))
+        return 0 if arguments else 2
+    print(f"error: unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
+    return 2
+
+
+def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
+    """Measure and report, or report only; return 0, whatever the targets say, 1 on errors, 130 after a signal."""
+    settings = parse_arguments(name, benchmark, argv)
+    out = settings.report_only or settings.out
+    from actor.scoring.client import RequestFailed  # tritonclient: not for --help
+    from benchmarks.benchmark import BenchError
+    from python_backend.config import ConfigError
+    from tools.server.child import ChildDied
+    from tools.server.triton_home import ServerStartError
+    from trainer.control_plane import ControlPlaneError
+
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        if settings.report_only is None:
+            _measure(benchmark, settings, out)
+        print(report(benchmark, json.loads((out / "result.json").read_text()), out))
+    except (BenchError, ChildDied, ConfigError, ControlPlaneError, RequestFailed, ServerStartError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"stopped; `--report-only {out}` reports on what {out}/result.json has so far", file=sys.stderr)
+        return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the benchmark's options, `--out` or `--report-only`, and `--quick`, which changes defaults only."""
+    parser = argparse.ArgumentParser(prog=f"python -m tools bench {name}", description=BENCHMARKS[name])
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, help="folder of result.json, report.md and pictures")
+    where.add_argument("--report-only", type=Path, metavar="DIR", help="report again on DIR/result.json")
+    parser.add_argument("--quick", action="store_true", help="shows that everything works, measures nothing")
+    for key, option in benchmark.OPTIONS.items():
+        option.add_to(parser, key, quick="--quick" in argv)
+    return parser.parse_args(argv)
+
+
+def report(benchmark: Benchmark, result: Result, out: Path) -> str:
+    """Add summary and targets to result.json, write report.md and pictures; return the text of report.md."""
+    from benchmarks.benchmark import Record
+
+    result["summary"] = benchmark.summarise(result)
+    judged = benchmark.targets(result)
+    result["targets"] = [{**dataclasses.asdict(target), "verdict": target.verdict} for target in judged]
+    Record(out, result).save()
+    tables = [result["summary"]] if isinstance(result["summary"], list) else []
+    text = "\n\n".join(markdown(rows) for rows in [*tables, targets_table(judged)] if rows)
+    (out / "report.md").write_text(text + "\n")
+    benchmark.draw(result, out)
+    return text
+
+
+def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """Return a row for each target."""
+    return [
+        {
+            "": target.verdict, "target": target.name, "must be": _limits(target.low, target.high),
+            "where": target.detail, "measured": target.value,
+        }
+        for target in targets
+    ]  # fmt: skip
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table that a terminal shows too: a column for each key, texts flush left."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.MARKDOWN)
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    for key in keys:
+        table.add_column(key, justify="left" if any(isinstance(row.get(key), str) for row in rows) else "right")
+    for row in rows:
+        table.add_row(*(_shown(row.get(key)) for key in keys))
+    console = Console(file=io.StringIO(), width=10_000, markup=False, emoji=False, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().strip()
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _limits(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    return f">= {low:g}" if low is not None else f"<= {high:g}" if high is not None else ""
+
+
+def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:
+    from benchmarks.benchmark import Record
+    from benchmarks.machine import describe_machine, describe_versions, now_utc
+
+    values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
+    record = Record(out, {
+        "date": now_utc(), "machine": describe_machine(), "versions": describe_versions(),
+        "settings": json.loads(json.dumps(values, default=str)), "samples": [],
+    })  # fmt: skip
+    benchmark.measure(settings, record)
+    record.save()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, signal.SIG_IGN)  # already stopping
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Forward that all contenders share, and counters of what it computed, summed over a contender's processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from python_backend.serving.allocator import use_allocator
+
+FIELDS = ("forward_tokens", "computed_tokens")
+"""Tokens of the rows, and positions that were computed, padding included."""
+
+
+class Counters:
+    """Counts of one model instance, in a file that other processes can read meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.counters"
+        self._counts = np.memmap(path, np.int64, "w+", shape=(len(FIELDS),))
+
+    def add(self, lengths: Sequence[int], width: int) -> None:
+        """Count one forward of rows of these lengths, padded to `width` tokens."""
+        self._counts[:] += np.asarray([sum(lengths), len(lengths) * width])
+
+
+def read_counters(folder: Path) -> dict[str, int]:
+    """Return the sum over all instances that count in `folder`, by field."""
+    counts = [np.fromfile(path, np.int64) for path in sorted(folder.glob("*.counters"))]
+    return dict(zip(FIELDS, np.sum([np.zeros(len(FIELDS), np.int64), *counts], axis=0).tolist(), strict=True))
+
+
+class CountedReward:
+    """The reward model of one instance outside tritonserver: by our forward if `lean`, or by transformers' own."""
+
+    def __init__(
+        self, checkpoint: str | Path, counters: str | Path, *, threads: int, tuned: bool, lean: bool = False
+    ) -> None:
+        import torch
+
+        from python_backend.models.modeling import load_reward, quiet_transformers
+
+        use_allocator("retain" if tuned else "default")
+        torch.set_num_threads(threads)
+        quiet_transformers()
+        self._reward = load_reward(Path(checkpoint))
+        if not lean:
+            self._reward.use_own_forward()
+        self._counters = Counters(Path(counters))
+
+    def score(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return rewards `[n, 1]` of token rows `[length_i]`, padded to the longest of them."""
+        lengths = [row.size for row in rows]
+        self._counters.add(lengths, max(lengths))
+        return self._reward.score(rows)
+
+    def score_padded(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Return rewards `[n, 1]` of `tokens` `[n, S]`, `lengths` `[n]`, computed at the full S."""
+        self._counters.add(lengths.tolist(), tokens.shape[1])
+        rows = [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
+        return self._reward.score(rows, tokens.shape[1])

@@ -1,0 +1,190 @@
+"""Generation over slots beside what transformers offers. Every contender generates given numbers of tokens."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.benchmark import Option, Record, Result, Target
+from benchmarks.benchmark import no_pictures as draw
+from benchmarks.samples import grouped, in_turn, median_of, ratio, select
+from benchmarks.trace import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
+
+__all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
+PLAIN = "generate"
+LEAST_SPEEDUP = {"varied": 1.5, "equal": 1.0}
+LONGEST_PROMPT = 64
+OPTIONS = {
+    "models": Option(["1m", "7m"], f"of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
+    "rows": Option(64, "prompts", quick=12),
+    "longest": Option(128, "tokens of the longest response", quick=12),
+    "slots": Option([16, 32, 64], "of ours", quick=[4]),
+    "repeats": Option(5, "matched rounds", quick=1),
+    "threads": Option(1, "torch threads"),
+    "continuous": Option(True, "measure transformers' continuous batching", quick=False),
+}
+Contender = Callable[[], dict[int, list[int]]]
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Generate with every contender on every model and workload."""
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    prompts = make_prompts(settings.rows)
+    record.result["greedy_identical"] = {}
+    for name in settings.models:
+        model = make_policy(name)
+        record.result["greedy_identical"][name] = identical(model, prompts, settings.slots[0], settings.longest)
+        for workload in LEAST_SPEEDUP:
+            lengths = response_lengths(workload, settings.rows, settings.longest)
+            contenders = contenders_of(model, prompts, lengths, settings)
+            for number, contender in in_turn(list(contenders), settings.repeats):
+                start = time.monotonic()
+                written = contenders[contender]()
+                seconds = time.monotonic() - start
+                assert [len(written[i]) for i in range(len(prompts))] == lengths, f"{contender} wrote other lengths"
+                labels = {"model": name, "workload": workload, "round": number, "contender": contender}
+                record.add({**labels, "seconds": seconds, "tokens": sum(lengths)})
+                record.say(f"{name}  {workload}  round {number}  {contender}: {seconds:.2f} s")
+
+
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """Return tokens/s of each contender, and how many times as fast it is as one plain call."""
+    rows = []
+    for (model, workload, name), own in grouped(result["samples"], "model", "workload", "contender").items():
+        matched = select(result["samples"], model=model, workload=workload)
+        rows.append({
+            "model": model, "workload": workload, "contender": name,
+            "tokens_per_s": median_of(sample["tokens"] / sample["seconds"] for sample in own),
+            "over_generate": ratio(matched, PLAIN, name, "seconds"),
+        })  # fmt: skip
+    return rows
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the speed-up of the best number of slots, and the share of identical greedy responses."""
+    found = []
+    for (model, workload), rows in grouped(result["summary"], "model", "workload").items():
+        timed = [row for row in rows if row["contender"].startswith("slots") and row["over_generate"] is not None]
+        best, contender = max(((row["over_generate"], row["contender"]) for row in timed), default=(None, ""))
+        name = f"{model}, {workload} lengths: ours / {PLAIN}, times as fast"
+        found.append(Target(name, best, LEAST_SPEEDUP[workload], None, contender))
+    shares = result["greedy_identical"].items()
+    return found + [Target(f"{model}: identical greedy responses, share", share, 1.0) for model, share in shares]
+
+
+def make_prompts(count: int) -> list[np.ndarray]:
+    """Return prompts of the trace's lengths, at most `LONGEST_PROMPT` tokens each."""
+    generator = np.random.default_rng(SEED + 3)
+    return [generator.integers(3, VOCAB_SIZE, min(n, LONGEST_PROMPT)) for n in trace_lengths(count)]
+
+
+def response_lengths(workload: str, count: int, longest: int) -> list[int]:
+    """Return equal lengths, or varied ones: the trace's log-normal lengths, scaled so that `longest` cuts some."""
+    if workload == "equal":
+        return [longest] * count
+    drawn = trace_lengths(2 * count)[count:] / trace_lengths(2 * count)[count:].max()
+    return np.clip(np.rint(drawn * longest * 1.25), 1, longest).astype(int).tolist()
+
+
+def contenders_of(
+    model: Any, prompts: list[np.ndarray], lengths: list[int], settings: argparse.Namespace
+) -> dict[str, Contender]:
+    """Return the contenders; each generates `lengths[i]` tokens for prompt i at temperature 1."""
+    found: dict[str, Contender] = {PLAIN: lambda: plain(model, prompts, lengths)}
+    if settings.continuous:
+        found["continuous"] = lambda: continuous(model, prompts, lengths)
+    for slots in settings.slots:
+        found[f"slots-{slots}"] = lambda slots=slots: ours(model, prompts, lengths, slots)  # type: ignore[misc]
+    return found
+
+
+def decoder_of(lengths: Sequence[int]) -> Any:
+    """Return a decoder class whose response `i` ends after `lengths[i]` tokens."""
+    from actor.generation.slots import Decoder
+
+    class GivenLengths(Decoder):
+        def _ends_by_itself(self, row: Any) -> bool:
+            return bool(row.written >= lengths[row.index])
+
+    return GivenLengths
+
+
+def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) -> dict[int, list[int]]:
+    """Generate with our decoder."""
+    import torch
+
+    from actor.generation.slots import Rules
+
+    written: dict[int, list[int]] = {}
+    draws = torch.rand(len(prompts), max(lengths), dtype=torch.float64)
+    decoder_of(lengths)(model, Rules(max(lengths), [], [0, 1, 2]), slots=slots).run(
+        prompts, draws, lambda index, response: written.update({index: response.tokens})
+    )
+    return written
+
+
+def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
+    """Generate with one call of `generate` for all prompts."""
+    import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    width = max(map(len, prompts))
+    goals = torch.tensor(lengths)
+
+    class GivenLengths(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            return input_ids.shape[1] - width >= goals
+
+    stops = StoppingCriteriaList([GivenLengths()])
+    sampling = {"do_sample": True, "top_k": 0, "suppress_tokens": [0, 1, 2]}
+    output = generate(model, prompts, max(lengths), sampling, stopping_criteria=stops)
+    return {i: row[:n].tolist() for i, (row, n) in enumerate(zip(output, lengths, strict=True))}
+
+
+def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[str, Any], **arguments: Any) -> Any:
+    """Call `generate` on the prompts, padded on the left; return the new tokens `[N, at most longest]`."""
+    import torch
+    from transformers import GenerationConfig
+
+    width = max(map(len, prompts))
+    ids, attention = torch.full((len(prompts), width), 2), torch.zeros(len(prompts), width, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.from_numpy(prompt)
+        attention[i, width - len(prompt) :] = 1
+    config = GenerationConfig(max_new_tokens=longest, eos_token_id=1, pad_token_id=2, **rules)
+    return model.generate(ids, attention_mask=attention, generation_config=config, **arguments)[:, width:]
+
+
+def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
+    """Generate with transformers' continuous batching, each request with its own length."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=2)
+    written: dict[int, list[int]] = {}
+    with model.continuous_batching_context_manager(generation_config=config, block=True, timeout=5) as manager:
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            manager.add_request(prompt.tolist(), request_id=str(i), max_new_tokens=length)
+        while len(written) < len(prompts):
+            answer = manager.get_result(timeout=1)
+            if answer is not None and answer.is_finished():
+                written[int(answer.request_id)] = answer.generated_tokens
+    return written
+
+
+def identical(model: Any, prompts: list[np.ndarray], slots: int, longest: int) -> float:
+    """Return the share of prompts whose greedy response is the same from our decoder and from `generate`."""
+    from actor.generation.slots import Decoder, Rules
+
+    written: dict[int, list[int]] = {}
+    Decoder(model, Rules(longest, [1], [0, 2]), slots=slots).run(
+        prompts, None, lambda index, response: written.update({index: response.tokens})
+    )
+    output = generate(model, prompts, longest, {"do_sample": False, "suppress_tokens": [0, 2]})
+    return statistics.fmean(row[: len(written[i])].tolist() == written[i] for i, row in enumerate(output))

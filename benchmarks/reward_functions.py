@@ -1,0 +1,20 @@
+"""Reward functions of the benchmarks. Standard library alone: a reward function's process starts fast."""
+
+from __future__ import annotations
+
+from python_backend.rewards.function import Sample
+
+WORD = "w7"
+OPTIMUM = 1.0
+
+
+def share_of_word(sample: Sample) -> float:
+    """Return the share of `WORD` among the words of the response; 0 for an empty one."""
+    words = (sample.response or "").split()
+    return words.count(WORD) / len(words) if words else 0.0
+
+
+def variety(sample: Sample) -> float:
+    """Return the share of distinct characters among the first 64 of the response; 0 for an empty one."""
+    text = (sample.response or "")[:64]
+    return len(set(text)) / len(text) if text else 0.0

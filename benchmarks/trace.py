@@ -1,0 +1,140 @@
+"""Trace of token rows that benchmarks send, the same on every machine, and models with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_backend.wire.training_payload import TrainPayload
+
+SEED = 0
+VOCAB_SIZE = 4096
+SHORTEST, LONGEST = 16, 512  # tokens
+LOG_MEAN, LOG_SD = 4.8, 0.8
+TRACE = {"log_mean": LOG_MEAN, "log_sd": LOG_SD, "shortest": SHORTEST, "longest": LONGEST}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A Llama with a reward head and random weights."""
+
+    name: str
+    layers: int
+    width: int
+    """Hidden size; heads are 64 wide."""
+    feed_forward: int
+    concurrency: tuple[int, ...] = ()
+    """Concurrency levels to measure; empty: all."""
+    rows: tuple[int, ...] = ()
+    """Rows per request to measure; empty: all."""
+    max_repeats: int = 99
+    effort: float = 1.0
+    """Factor on the seconds of a cell: fast models need fewer for as many rows."""
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        ModelSize("tiny", layers=2, width=64, feed_forward=128),
+        ModelSize("1m", layers=4, width=128, feed_forward=336, effort=0.5),  # the demo's shape
+        ModelSize("7m", layers=6, width=256, feed_forward=896),
+        ModelSize("110m", layers=12, width=768, feed_forward=2816, concurrency=(1, 64), rows=(1,), max_repeats=1),
+    )
+}
+
+
+def model_size(model: str) -> float:
+    """Return the millions of parameters of a model's name: 7 for `7m`, 0 for one without a number."""
+    return float(model.removesuffix("m")) if model[:1].isdigit() else 0.0
+
+
+def trace_lengths(num_rows: int) -> np.ndarray:
+    """Return the tokens of each row, int64 `[num_rows]`; a shorter trace is a prefix of a longer one."""
+    drawn = np.random.default_rng(SEED).lognormal(LOG_MEAN, LOG_SD, num_rows)
+    return np.clip(np.rint(drawn), SHORTEST, LONGEST).astype(np.int64)
+
+
+def make_trace(num_rows: int) -> list[np.ndarray]:
+    """Return token rows int64 `[length_i]`, ids from 3 on; a shorter trace is a prefix of a longer one."""
+    generator = np.random.default_rng(SEED + 1)
+    return [generator.integers(3, VOCAB_SIZE, length, dtype=np.int64) for length in trace_lengths(num_rows)]
+
+
+def rows_for_tokens(num_tokens: int) -> int:
+    """Return the rows of the shortest trace that has `num_tokens` tokens."""
+    lengths = trace_lengths(num_tokens // SHORTEST + 1)
+    return int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1
+
+
+def as_requests(rows: Sequence[np.ndarray], rows_per_request: int) -> list[list[np.ndarray]]:
+    """Return consecutive rows as requests; the last one may be smaller."""
+    return [list(rows[i : i + rows_per_request]) for i in range(0, len(rows), rows_per_request)]
+
+
+def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
+    """Return a training payload of the rows: targets are noise, and every one counts."""
+    generator = np.random.default_rng(SEED + 2)
+    lengths = np.asarray([row.size for row in rows], np.int64)
+    count = int(lengths.sum()) - len(rows)
+    returns, prev_values = (generator.normal(size=count).astype(np.float32) for _ in range(2))
+    return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
+
+
+def llama_config(size: ModelSize, max_positions: int) -> Any:
+    """Return the configuration that policies, rewards and critics of this size share."""
+    from transformers import LlamaConfig
+
+    heads = max(1, size.width // 64)
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=size.width, intermediate_size=size.feed_forward,
+        num_hidden_layers=size.layers, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=max_positions, num_labels=1, pad_token_id=2, bos_token_id=0, eos_token_id=1,
+        initializer_range=0.1,
+    )  # fmt: skip
+
+
+def make_checkpoint(size: ModelSize, folder: Path) -> int:
+    """Write a model with a scalar head and a tokenizer to `folder`; return its number of parameters."""
+    import torch
+    from transformers import LlamaForSequenceClassification
+
+    from python_backend.models.modeling import quiet_transformers
+
+    quiet_transformers()
+    torch.manual_seed(SEED)
+    model = LlamaForSequenceClassification(llama_config(size, LONGEST))
+    model.save_pretrained(folder)
+    trace_tokenizer().save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_policy(name: str) -> Any:
+    """Return a causal LM of the size `name`."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from python_backend.models.modeling import quiet_transformers
+
+    quiet_transformers()
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(llama_config(SIZES[name], 1024)).eval()
+
+
+def trace_tokenizer() -> Any:
+    """Return the tokenizer of these models: `w3` is token 3, and so on."""
+    words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(3, VOCAB_SIZE))]
+    return word_tokenizer(words, eos="</s>", unknown="<pad>")
+
+
+def word_tokenizer(words: Sequence[str], *, eos: str, unknown: str) -> Any:
+    """Return a tokenizer whose tokens are the words between spaces; `<pad>` is among `words`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bare = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token=eos, unk_token=unknown)

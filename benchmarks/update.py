@@ -1,0 +1,117 @@
+"""Critic update under a token budget, beside the same update padded to the longest row, by the same code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.benchmark import Option, Record, Result, Target
+from benchmarks.benchmark import no_pictures as draw
+from benchmarks.samples import grouped, in_turn, median_of, ratio, select
+from benchmarks.trace import SIZES, make_checkpoint, make_trace, noise_payload
+from python_backend.config import TrainerSection
+from python_backend.serving.allocator import use_allocator
+from python_backend.wire.training_payload import TrainPayload
+
+__all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
+OURS, PADDED = "ours", "padded"
+LEAST_RATIO = 2.0
+OPTIONS = {
+    "models": Option(["1m", "7m"], f"of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
+    "rows": Option(128, "rows of the payload", quick=16),
+    "repeats": Option(3, "matched rounds", quick=1),
+    "budgets": Option([512, 1024, 2048, 8192], "further token budgets of ours", quick=[512]),
+    "threads": Option(TrainerSection().threads, "torch threads"),
+    "allocator": Option("retain", "malloc settings of all contenders", known=("retain", "default")),
+}
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Update every model's critic as every contender does."""
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    use_allocator(settings.allocator)
+    payload = make_payload(settings.rows)
+    budgets = list(dict.fromkeys([TrainerSection().token_budget, *settings.budgets]))
+    contenders = contenders_of(payload, budgets)
+    record.result["tokens"] = int(payload.lengths.sum())
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in settings.models:
+            checkpoint = Path(scratch) / model
+            make_checkpoint(SIZES[model], checkpoint)
+            for number, name in in_turn(list(contenders), settings.repeats):
+                sample = one_update(checkpoint, *contenders[name])
+                record.add({"model": model, "round": number, "contender": name, **sample})
+                record.say(f"{model}  round {number}  {name}: {sample['seconds']:.2f} s")
+
+
+def make_payload(num_rows: int) -> TrainPayload:
+    """Return the trace as a training payload: targets are noise, the mask covers each row's second half."""
+    rows = make_trace(num_rows)
+    mask = np.concatenate([(np.arange(row.size - 1) >= row.size // 2).astype(np.float32) for row in rows])
+    return dataclasses.replace(noise_payload(rows), mask=mask)
+
+
+def padded_payload(payload: TrainPayload) -> TrainPayload:
+    """Pad every row to the longest; the padding is masked, and causal attention hides it."""
+    longest = int(payload.lengths.max())
+    ends = np.cumsum(payload.lengths)
+    tokens = _padded(np.split(payload.tokens, ends[:-1]), longest)
+    target_ends = np.cumsum(payload.lengths - 1)[:-1]
+    fields = [
+        _padded(np.split(field, target_ends), longest - 1)
+        for field in (payload.returns, payload.prev_values, payload.mask)
+    ]
+    return TrainPayload(tokens, np.full_like(payload.lengths, longest), *fields)
+
+
+def contenders_of(payload: TrainPayload, budgets: Sequence[int]) -> dict[str, tuple[TrainPayload, int]]:
+    """Return payload and token budget of each contender; the target compares the first of `budgets`."""
+    ours = {f"{OURS}-{budget}": (payload, budget) for budget in budgets}
+    return {**ours, f"{PADDED}-{budgets[0]}": (padded_payload(payload), budgets[0])}
+
+
+def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> dict[str, float]:
+    """Time one update of the checkpoint."""
+    from python_backend.models.modeling import load_critic
+    from trainer.critic_update import CriticUpdate
+
+    update = CriticUpdate(load_critic(checkpoint), TrainerSection(token_budget=budget))
+    start = time.monotonic()
+    update.train(payload, lambda _: None)
+    return {"seconds": time.monotonic() - start}
+
+
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """Return tokens/s of each contender, and how many times as fast the first one (ours) is."""
+    rows = []
+    for (model, name), own in grouped(result["samples"], "model", "contender").items():
+        matched = select(result["samples"], model=model)
+        rows.append({
+            "model": model, "contender": name,
+            "tokens_per_s": median_of(result["tokens"] / sample["seconds"] for sample in own),
+            "ours_over_this": ratio(matched, name, matched[0]["contender"], "seconds"),
+        })  # fmt: skip
+    return rows
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the speed against the padded update of each model."""
+    return [
+        Target(f"{row['model']}: ours / padded to the longest, times as fast", row["ours_over_this"], LEAST_RATIO)
+        for row in result["summary"]
+        if row["contender"].startswith(PADDED)
+    ]
+
+
+def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Concatenate the rows, each padded with 0 to `width`."""
+    return np.concatenate([np.pad(row, (0, width - row.size)) for row in rows])

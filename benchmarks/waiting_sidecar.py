@@ -1,0 +1,35 @@
+"""A sidecar that waits instead of training; journal, weights and reloads are real."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import trainer.sidecar
+from python_backend.config import load_config
+from python_backend.stop_signal import stop_event
+from python_backend.wire.training_payload import TrainPayload
+from trainer.critic_update import CriticUpdate, UpdateReport
+
+
+def run(config: str, seconds_per_token: float) -> None:
+    """Run the sidecar of the YAML `config` until SIGINT or SIGTERM."""
+
+    class WaitingUpdate(CriticUpdate):
+        """Takes its time and changes one weight a little."""
+
+        def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
+            start = time.monotonic()
+            time.sleep(seconds_per_token * float(payload.lengths.sum()))
+            with torch.no_grad():
+                list(self.critic.model.parameters())[-1].add_(1e-6)
+            progress(1)
+            return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
+
+    stop = stop_event(signal.SIGINT, signal.SIGTERM)
+    trainer.sidecar.CriticUpdate = WaitingUpdate  # type: ignore[misc]
+    trainer.sidecar.Sidecar(load_config(Path(config), [])).run(stop)

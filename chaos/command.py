@@ -1,0 +1,198 @@
+"""`python -m tools chaos --kills N --out DIR`: the crash test of the live critic, on real processes.
+
+Exits with 0 if every promise was kept, with 1 if one was broken or the system did not recover, with 2 for wrong
+arguments. The results are in DIR/result.json and DIR/chaos.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks.machine import describe_machine, describe_versions, now_utc
+from chaos import verdict
+from chaos.actor_damage import damage_actor_checkpoints
+from chaos.killer import Killer
+from chaos.picture import draw
+from chaos.points import plan_kills
+from chaos.reference import Reference, run_reference
+from chaos.stopping import stop_accepting
+from chaos.summary import kills_with_recovery, outages, summary
+from chaos.system import ChaosSystem, shape_of, write_config
+from chaos.traffic import Record, Traffic
+from python_backend.config.command_line import report
+from python_backend.errors import RlhfError
+from python_backend.store.journal import Entry, Journal, Result
+
+LOOK_EVERY_S = 0.05
+STEPS_AFTER = 6
+Log = Callable[[str], None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the crash test and print its verdicts."""
+    parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill everything; check every promise.")
+    parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, some ten minutes")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder; the run lies there too")
+    parser.add_argument("--seed", type=_count, default=1, help="of batches, victims and moments; default: 1")
+    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic take the place of small ones")
+    parser.add_argument(
+        "--actor-rounds", type=int, default=0, metavar="N", help="damaged actor checkpoints, in a small run of its own"
+    )
+    parser.add_argument("--hung", action="store_true", help="also stop servers and models until they are replaced")
+    args = parser.parse_args(argv)
+    if args.out.exists() and any(args.out.iterdir()):
+        print(f"error: --out {args.out} is not empty", file=sys.stderr)
+        return 2
+    enough = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: _enough(enough, number, frame))
+    try:
+        verdicts = run_chaos(
+            args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
+            actor_rounds=args.actor_rounds,
+        )  # fmt: skip
+    except RlhfError as error:
+        return report(error, 1)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0 if all(item.kept for item in verdicts) else 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
+    """The first signal ends the killing, the second everything."""
+    if event.is_set():
+        signal.default_int_handler(number, frame)
+    event.set()
+
+
+def run_chaos(
+    out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
+    actor_rounds: int = 0,
+) -> list[verdict.Verdict]:  # fmt: skip
+    """Make the run in `out`, kill, stop, compare; returns the verdicts. Must be called from the main thread.
+
+    Args:
+        num_kills: how many the plan has; `seed` says which.
+        given: a YAML whose reward and critic are used, or None.
+        log: gets the progress.
+        enough: once set, nothing more is killed, and the verdict is about what was.
+        hung: also stop (SIGSTOP) servers and models for good: the supervisor is to replace them.
+        actor_rounds: how often a checkpoint of a small actor is damaged, in a run of its own.
+
+    Raises:
+        ServerStartError: the server did not start, at first or again and again.
+        ConfigError: `given` is wrong.
+    """
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    about = {"date": now_utc(), "seed": seed, "machine": describe_machine(), "versions": describe_versions()}
+    started = time.monotonic()
+    plan = plan_kills(num_kills, seed)
+    path = write_config(out, given)
+    system = ChaosSystem(path, random.Random(seed + 1), log)
+    config = system.config
+    accepting = functools.partial(stop_accepting, system)
+    traffic = Traffic(config.server.http_url, config.run.identity, seed, shape_of(config), accepting)
+    killer = Killer(system, traffic, plan, random.Random(seed + 2), log, hung=hung)
+    try:
+        log(f"{num_kills} kills, seed {seed}, in {out}")
+        _drive(system, traffic, killer, enough)
+        system.stop_sidecar()
+    finally:
+        killer.give_up()
+        traffic.give_up()
+        system.stop()
+    log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; the same steps without faults …")
+    reference = run_reference(config, seed, shape_of(config), traffic.last_step, out / "reference")
+    verdicts = _verdicts(system, traffic.record, reference, killer)
+    if actor_rounds:
+        verdicts.append(damage_actor_checkpoints(out / "actor", actor_rounds, random.Random(seed + 3), log))
+    kills = kills_with_recovery(killer.kills, traffic.record)
+    totals = summary(traffic.record, kills) | {"seconds": time.monotonic() - started}
+    _write(out, about, totals, kills, traffic.record, verdicts)
+    draw(out / "chaos.png", traffic.record, kills)
+    for name, value in totals.items():
+        log(f"  {name:<28}{value:.3g}" if isinstance(value, float) else f"  {name:<28}{value}")
+    for item in verdicts:
+        log(item.sentence())
+    return verdicts
+
+
+def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: threading.Event) -> None:
+    """Restart what is killed until all kills and some steps more are done."""
+    traffic.start()
+    killer.start()
+    ending = False
+    while traffic.running:
+        system.look()
+        if enough.is_set() and killer.running:
+            killer.give_up()
+        if not killer.running and not ending:
+            ending = True
+            traffic.finish(STEPS_AFTER)
+        time.sleep(LOOK_EVERY_S)
+    for name, error in (("traffic", traffic.error), ("killer", killer.error)):
+        if error is not None:
+            system.troubles.append(f"the {name} broke off: {error!r}")
+
+
+def _verdicts(system: ChaosSystem, record: Record, reference: Reference, killer: Killer) -> list[verdict.Verdict]:
+    store, config = system.store, system.config
+    manifests = [store.manifest(version) for version in store.versions()]
+    last = config.run.dir / "checkpoints" / "critic" / str(len(reference.steps) - 1)
+    return [
+        verdict.check_coverage(killer.kills, killer.done),
+        verdict.check_steps(record, _results(Journal(config.run.journal_dir, config.run.identity)), reference),
+        verdict.check_repeats(record),
+        verdict.check_versions(manifests, store.current(), reference, {step for step, _, _ in record.rewound}),
+        verdict.check_whole(store),
+        verdict.check_scores(record, {manifest.version: manifest.step for manifest in manifests}, reference),
+        verdict.check_freshness(record),
+        verdict.check_checkpoint(last, reference),
+        verdict.check_order(system.leftovers(), system.troubles),
+    ]
+
+
+def _results(journal: Journal) -> dict[int, Result]:
+    """The journal's result of each training step."""
+    parsed = [(Entry.parse(result.entry), result) for result in journal.results()]
+    return {entry.step: result for entry, result in parsed if entry.kind == "train"}
+
+
+def _write(
+    out: Path, about: dict[str, Any], totals: dict[str, Any], kills: list[dict[str, Any]], record: Record,
+    verdicts: Sequence[verdict.Verdict],
+) -> None:  # fmt: skip
+    failures = [{"time_s": when, "who": who, "why": why} for when, who, why in record.failures]
+    result = {
+        **about, "summary": totals, "kills": kills, "outages": outages(record), "failures": failures,
+        "verdicts": [{"promise": v.promise, "checked": v.checked, "violations": v.violations} for v in verdicts],
+    }  # fmt: skip
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}, must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""`python -m tools fuzz --count N --seed S --out DIR`: bad requests at every model, while a client scores good rows.
+
+Half of the requests go to a plain server, half to one with `rewards`, a training key and a reference; over HTTP and
+over gRPC. Exit code 0: every request got an answer within 30 s, no answer was wrong, the good client was always served,
+and nothing had to be started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from chaos.fuzz.client import HANG_S, Answer, GoodClient, GrpcSender, send_http
+from chaos.fuzz.models import KEY, KEY_VARIABLE, STAGES, make_models, write_config
+from chaos.fuzz.requests import VOCAB_SIZE, Request, make_request
+from python_backend.config import RunConfig
+from python_backend.wire.contract import CRITIC_INFER
+from tools.serve import start_server
+from tools.server.supervisor import Supervisor
+
+SENDERS = 4
+LOOK_EVERY_S = 0.1
+# An answer of 500 is a defect of ours; these are tritonserver's own words for what it cannot parse.
+TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "unexpected", "Unexpected")
+
+
+@dataclass
+class Outcome:
+    """What one stage has shown."""
+
+    stage: str
+    sent: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Requests, by their answer's status."""
+    hangs: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
+    outages: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Requests whose connection broke: where the server died, one of the first of them killed it."""
+    longest_good_wait_s: float = 0.0
+    good_answers: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether all is well but for the wait, which depends on the machine."""
+        return not (self.hangs or self.wrong or self.restarts or self.outages)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run both stages and print what they have shown."""
+    parser = argparse.ArgumentParser(prog="python -m tools fuzz", description="Bad requests beside a good client.")
+    parser.add_argument("--count", type=int, default=5000, help="requests; default: 5000, some ten minutes")
+    parser.add_argument("--seed", type=int, default=1, help="of the requests; default: 1")
+    parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="default: runs/fuzz")
+    parser.add_argument(
+        "--kill-server", action="store_true", help="also requests that are known to kill tritonserver 2.51 itself"
+    )
+    args = parser.parse_args(argv)
+    make_models(args.out / "checkpoints")
+    outcomes = []
+    for number, stage in enumerate(STAGES):
+        seed, count = args.seed + number, args.count // len(STAGES)
+        outcomes.append(run_stage(args.out, stage, count, seed, kills=args.kill_server, log=_say))
+        _say(describe(outcomes[-1]))
+    (args.out / "result.json").write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=1))
+    return 0 if all(outcome.passed for outcome in outcomes) or args.kill_server else 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def describe(outcome: Outcome) -> str:
+    """The outcome in a few lines."""
+    counts = ", ".join(f"{status}: {count}" for status, count in sorted(outcome.sent.items()))
+    lines = [
+        f"{outcome.stage}: {sum(outcome.sent.values())} requests ({counts})",
+        f"  {len(outcome.wrong)} wrong answers, {len(outcome.hangs)} hangs above {HANG_S:g} s, "
+        f"{len(outcome.outages)} outages, {len(outcome.restarts)} restarts",
+        f"  good client: {outcome.good_answers} answers, longest wait {outcome.longest_good_wait_s:.2f} s",
+    ]
+    kinds = [outcome.wrong, outcome.hangs, outcome.restarts, outcome.lost, outcome.outages]
+    return "\n".join([*lines, *(f"  ! {line[:400]}" for found in kinds for line in found[:8])])
+
+
+def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log: Callable[[str], None]) -> Outcome:
+    """Start the server, send the requests, stop. Must be called from the main thread."""
+    outcome = Outcome(stage)
+    os.environ[KEY_VARIABLE] = KEY  # each start renders the repository
+    config = write_config(out, stage)
+    supervisor = Supervisor(lambda: start_server(config, log=lambda line: None), log=_restarts(outcome, log))
+    models = [path.parent.name for path in config.run.repository_dir.glob("*/config.pbtxt")]
+    rows = np.random.default_rng(seed).integers(0, VOCAB_SIZE, (3, 17), dtype=np.int64)
+    good = GoodClient(config.server.http_url, CRITIC_INFER, rows)
+    requests = _Requests(random.Random(seed), models, KEY if stage == "guarded" else None, count, kills)
+    senders = [
+        threading.Thread(target=_send_all, args=(config, requests, outcome), daemon=True) for _ in range(SENDERS)
+    ]
+    try:
+        good.start()
+        for sender in senders:
+            sender.start()
+        while any(sender.is_alive() for sender in senders):
+            supervisor.look()
+            time.sleep(LOOK_EVERY_S)
+    finally:
+        good.stop()
+        supervisor.stop()
+    outcome.outages += good.outages
+    outcome.wrong += good.wrong
+    outcome.good_answers, outcome.longest_good_wait_s = good.answered, good.longest_s
+    return outcome
+
+
+def _restarts(outcome: Outcome, log: Callable[[str], None]) -> Callable[[str], None]:
+    def note(line: str) -> None:
+        log(f"  {line}")
+        if "starting it again" in line or "loading the model anew" in line:
+            outcome.restarts.append(line)
+
+    return note
+
+
+@dataclass
+class _Sent:
+    """A request; `number` counts from 1, in the order of the seed."""
+
+    number: int
+    request: Request
+    over_grpc: bool
+
+    def __str__(self) -> str:
+        protocol = "gRPC" if self.over_grpc else "HTTP"
+        return f"{self.number}: {self.request.model} over {protocol}, {'+'.join(self.request.wrong) or 'nothing wrong'}"
+
+
+class _Requests:
+    """Hands each sender the next request."""
+
+    def __init__(
+        self, generator: random.Random, models: Sequence[str], key: str | None, count: int, kills: bool
+    ) -> None:
+        self._generator, self._models, self._key = generator, sorted(models), key
+        self._number, self._count, self._kills = 0, count, kills
+        self._lock = threading.Lock()
+
+    def next(self) -> _Sent | None:
+        """The request to send; None at the end."""
+        with self._lock:
+            if self._number == self._count:
+                return None
+            self._number += 1
+            request = make_request(self._generator, self._models, self._key, kills=self._kills)
+            return _Sent(self._number, request, request.body is None and self._generator.random() < 0.5)
+
+
+def _send_all(config: RunConfig, requests: _Requests, outcome: Outcome) -> None:
+    sender = GrpcSender(config.server.grpc_url)
+    try:
+        while (sent := requests.next()) is not None:
+            request = sent.request
+            answer = sender.send(request) if sent.over_grpc else send_http(config.server.http_url, request)
+            outcome.sent[str(answer.status)] += 1
+            _judge(sent, answer, outcome)
+    finally:
+        sender.close()
+
+
+def _judge(sent: _Sent, answer: Answer, outcome: Outcome) -> None:
+    what = f"{sent}: {answer.status} {answer.text}"
+    if answer.hung:
+        outcome.hangs.append(what)
+    elif answer.status is None or "Socket closed" in answer.text:
+        outcome.lost.append(what)
+    elif answer.status in ("500", "INTERNAL", "UNKNOWN") and not any(words in answer.text for words in TRITONS_OWN):
+        outcome.wrong.append(what)
+    elif answer.status == "200":
+        outcome.wrong += [f"{what} {name} has shape {shape}" for name, shape in answer.outputs.items() if 0 in shape]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What the fuzz test serves: tiny random models with a tokenizer of bytes, in two configurations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from chaos.fuzz.requests import POSITIONS, VOCAB_SIZE
+from python_backend.config import RunConfig, load_config
+from python_backend.config.sections import UNMEASURED
+from tools.demo.random_models import random_llama, train_bpe
+from tools.server.ports import with_free_ports
+
+KEY_VARIABLE, KEY = "FUZZ_TRAINING_KEY", "open sesame"
+STAGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "guarded": {
+        "rewards": {"model": {}, "length": {"function": "chaos.fuzz.requests:num_tokens", "weight": 0.1}},
+        "server": {"training_key_env": KEY_VARIABLE},
+        "actor": {"reference": "triton"},
+    },
+}
+
+
+def write_config(out: Path, stage: str) -> RunConfig:
+    """The configuration of a stage, on free ports; its server needs no sidecar."""
+    from python_backend.store.weights import WeightsStore
+    from trainer.publish import initialise_store  # torch: not for --help
+
+    folder, checkpoints = out / stage, out / "checkpoints"
+    data: dict[str, Any] = {
+        "run": {"dir": str(folder)},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+        **{name: {"checkpoint": str(checkpoints / name), **UNMEASURED} for name in ("reward", "critic")},
+        "reference": dict(UNMEASURED),
+        "actor": {"checkpoint": str(checkpoints / "policy")},
+    }  # fmt: skip
+    for section, values in STAGES[stage].items():
+        data[section] = {**data.get(section, {}), **values}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "fuzz.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    config = load_config(path)
+    store = WeightsStore(config.run.weights_dir)
+    if store.current() is None:
+        initialise_store(store, config.critic, run_id=config.run.identity)
+    return config.model_copy(update={"server": with_free_ports(config.server)})
+
+
+def make_models(folder: Path) -> None:
+    """Tiny random checkpoints with a tokenizer of bytes and a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=train_bpe([]), bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        chat_template="{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}",
+    )  # fmt: skip
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "initializer_range": 0.2}
+    for name in ("reward", "critic", "policy"):
+        if not (folder / name / "config.json").is_file():
+            random_llama(name, seed=len(name), **sizes).save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)

@@ -1,0 +1,304 @@
+"""Requests for the fuzz test: good ones, with one to three things wrong, at the level of tensors and of the JSON body.
+
+numpy and the standard library alone. The same seed gives the same requests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from python_backend.rewards.function import Sample
+from python_backend.wire.contract import (
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    MASK,
+    METADATA,
+    PREV_VALUES,
+    PROMPT_LENGTHS,
+    REFERENCE,
+    RETURNS,
+    RUN_ID,
+    SENTENCES,
+    SEQUENCE_LENGTHS,
+    STEP,
+    TOKENS,
+)
+
+VOCAB_SIZE, POSITIONS = 300, 128
+KEY_HEADER = "x-triton-training-key"
+EDGES = (0, -1, 1, VOCAB_SIZE, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
+DATATYPES = (
+    "BOOL", "UINT8", "INT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP32", "FP64", "BYTES", "NONSENSE", "",
+)  # fmt: skip
+NAMES = (TOKENS, SEQUENCE_LENGTHS, SENTENCES, METADATA, PROMPT_LENGTHS, RETURNS, STEP, "after_critic", "", "x" * 5000)
+TEXTS = (
+    b"", b" ", b"A list of words", b"\x00", b"\xff\xfe", b"\x1b[2J\x1b]0;title\x07", b"\xed\xa0\x80", b"</s>" * 500,
+    "\u202e\U0001f600".encode() * 50, b"x" * 100_000, b"word " * 200_000, b"y" * 1_000_001,
+)  # fmt: skip
+METADATA_TEXTS = (
+    b"{}", b"", b"null", b"[]", b'"text"', b"{", b"\xff", b'{"a":' + b"[" * 5000, b'{"messages": "\\ud800"}',
+    b'{"messages": [{"role": "user", "content": "\\ud800 \\u001b[2J"}]}', b'{"messages": [{"role": 5}]}',
+    b'{"messages": [{"role": "user", "content": {"a": [1]}}]}', b'{"messages": []}', b'{"prompt": 5, "response": []}',
+    b'{"a": NaN, "b": 1e999, "c": ' + b"9" * 5000 + b"}", b'{"messages": [' + b'{"role":"u","content":""},' * 20_000,
+)  # fmt: skip
+PARAMETERS: tuple[dict[str, Any], ...] = (
+    {"priority": 2**63}, {"timeout": 1}, {"timeout": -1}, {"sequence_id": "x"}, {"sequence_start": True},
+    {"binary_data_output": "yes"}, {KEY_HEADER: 5}, {KEY_HEADER: [1]}, {"triton_enable_empty_final_response": True},
+    {"unknown": {"a": 1}},
+)  # fmt: skip
+
+
+@dataclass
+class Tensor:
+    """An input: `data` is what goes over the wire, raw; `values`, where set, goes as JSON instead."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: bytes
+    values: Any = None
+
+
+@dataclass
+class Request:
+    """One request, good or bad; `wrong` names what was done to it."""
+
+    model: str
+    tensors: list[Tensor]
+    outputs: list[str] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    version: str = ""
+    body: bytes | None = None
+    """In place of all this, over HTTP."""
+    wrong: list[str] = field(default_factory=list)
+
+
+def num_tokens(sample: Sample) -> float:
+    """The reward function of the fuzz test."""
+    return float(len(sample.tokens))
+
+
+def make_request(generator: random.Random, models: Sequence[str], key: str | None, *, kills: bool) -> Request:
+    """A request with up to three things wrong.
+
+    Args:
+        models: to choose from.
+        key: of training, which half of the requests have.
+        kills: also what is known to kill tritonserver 2.51 itself.
+    """
+    request = _good(generator, generator.choice(models))
+    if key is not None and generator.random() < 0.5:
+        request.headers[KEY_HEADER] = key
+    changes = [*CHANGES, *(KILLING if kills else ())]
+    for change in generator.sample(changes, generator.randint(0, 3)):
+        change(generator, request)
+        request.wrong.append(change.__name__.strip("_"))
+    return request
+
+
+def array_tensor(name: str, array: np.ndarray) -> Tensor:
+    """A tensor of int64, float32 or bytes."""
+    if array.dtype == np.object_:
+        return Tensor(name, "BYTES", list(array.shape), _encode(array.ravel().tolist()))
+    return Tensor(name, {"i": "INT64", "f": "FP32"}[array.dtype.kind], list(array.shape), array.tobytes())
+
+
+def _encode(texts: Sequence[bytes]) -> bytes:
+    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+
+
+def _good(generator: random.Random, model: str) -> Request:
+    if model == CRITIC_SAVE:
+        return Request(model, [array_tensor("dummy_var", np.zeros(1, np.int64))])
+    rows, width = generator.randint(1, 4), generator.randint(2, POSITIONS)
+    numbers = np.random.default_rng(generator.getrandbits(32))
+    tokens = array_tensor(TOKENS, numbers.integers(0, VOCAB_SIZE, (rows, width), dtype=np.int64))
+    if model == CRITIC_TRAIN:
+        targets = numbers.normal(size=(3, rows, width - 1)).astype(np.float32)
+        parts = [array_tensor(name, part) for name, part in zip((RETURNS, PREV_VALUES), targets[:2], strict=True)]
+        return Request(model, [tokens, *parts, array_tensor(MASK, np.ones((rows, width - 1), np.float32))])
+    if model != REFERENCE and generator.random() < 0.4:
+        texts = np.asarray([[b"A list of words"]] * rows, dtype=np.object_)
+        return Request(model, [array_tensor(SENTENCES, texts)])
+    lengths = array_tensor(SEQUENCE_LENGTHS, numbers.integers(1, width + 1, (rows, 1), dtype=np.int64))
+    return Request(model, [tokens, lengths])
+
+
+def _pick(generator: random.Random, request: Request) -> Tensor:
+    if not request.tensors:
+        request.tensors.append(array_tensor(TOKENS, np.zeros((1, 2), np.int64)))
+    return generator.choice(request.tensors)
+
+
+def _drop_tensor(generator: random.Random, request: Request) -> None:
+    request.tensors.remove(_pick(generator, request))
+
+
+def _repeat_tensor(generator: random.Random, request: Request) -> None:
+    request.tensors.append(_pick(generator, request))
+
+
+def _rename_tensor(generator: random.Random, request: Request) -> None:
+    _pick(generator, request).name = generator.choice(NAMES)
+
+
+def _change_datatype(generator: random.Random, request: Request) -> None:
+    _pick(generator, request).datatype = generator.choice(DATATYPES)
+
+
+def _change_shape(generator: random.Random, request: Request) -> None:
+    tensor = _pick(generator, request)
+    tensor.shape = [generator.choice((0, 1, 2, 5, 8193, -1, -5)) for _ in range(generator.randint(0, 4))]
+
+
+def _empty(generator: random.Random, request: Request) -> None:
+    tensor = _pick(generator, request)
+    tensor.shape, tensor.data = generator.choice(([0, 0], [0, 5], [1, 0], [0], [0, 1])), b""
+
+
+def _cut_data(generator: random.Random, request: Request) -> None:
+    tensor = _pick(generator, request)
+    tensor.data = tensor.data[: generator.randrange(len(tensor.data) + 1)]
+
+
+def _extend_data(generator: random.Random, request: Request) -> None:
+    _pick(generator, request).data += generator.randbytes(generator.choice((1, 4, 8, 4096)))
+
+
+def _scramble_data(generator: random.Random, request: Request) -> None:
+    tensor = _pick(generator, request)
+    tensor.data = generator.randbytes(len(tensor.data))
+
+
+def _edge_values(generator: random.Random, request: Request) -> None:
+    tensor = _pick(generator, request)
+    if tensor.datatype == "INT64" and tensor.data and len(tensor.data) % 8 == 0:
+        array = np.frombuffer(tensor.data, np.int64).copy()
+        array[generator.randrange(array.size)] = generator.choice(EDGES)
+        tensor.data = array.tobytes()
+
+
+def _bad_floats(generator: random.Random, request: Request) -> None:
+    for tensor in request.tensors:
+        if tensor.datatype == "FP32" and tensor.data and len(tensor.data) % 4 == 0:
+            array = np.frombuffer(tensor.data, np.float32).copy()
+            array[generator.randrange(array.size)] = generator.choice((np.nan, np.inf, -np.inf, 3e38, -1.0))
+            tensor.data = array.tobytes()
+
+
+def _odd_sentences(generator: random.Random, request: Request) -> None:
+    rows = generator.randint(1, 3)
+    texts = np.asarray([[generator.choice(TEXTS)] for _ in range(rows)], dtype=np.object_)
+    request.tensors = [array_tensor(SENTENCES, texts)]
+
+
+def _odd_metadata(generator: random.Random, request: Request) -> None:
+    rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
+    texts = [[generator.choice(METADATA_TEXTS)] for _ in range(min(8, max(1, rows)))]
+    request.tensors = [tensor for tensor in request.tensors if tensor.name != METADATA]
+    request.tensors.append(array_tensor(METADATA, np.asarray(texts, dtype=np.object_)))
+
+
+def _many_rows(generator: random.Random, request: Request) -> None:
+    rows = generator.choice((2000, 8192, 8193, 100_000))
+    request.tensors = [array_tensor(TOKENS, np.ones((rows, 1), np.int64))]
+
+
+def _many_sentences(generator: random.Random, request: Request) -> None:
+    texts = [[b"a"]] * generator.choice((2000, 8192, 20_000)) + [[b"word " * 100]]
+    request.tensors = [array_tensor(SENTENCES, np.asarray(texts, dtype=np.object_))]
+
+
+def _long_sentences(generator: random.Random, request: Request) -> None:
+    texts = [[b"word " * 190_000]] * generator.choice((4, 12, 30))
+    request.tensors = [array_tensor(SENTENCES, np.asarray(texts, dtype=np.object_))]
+
+
+def _wide_rows(generator: random.Random, request: Request) -> None:
+    rows = generator.choice((1, 64, 4000))
+    request.tensors = [
+        array_tensor(TOKENS, np.ones((rows, 1100), np.int64)),
+        array_tensor(SEQUENCE_LENGTHS, np.full((rows, 1), generator.choice((1, 100, 1100)), np.int64)),
+    ]
+
+
+def _prompt_lengths(generator: random.Random, request: Request) -> None:
+    values = [[generator.choice(EDGES)] for _ in range(generator.randint(1, 4))]
+    request.tensors.append(array_tensor(PROMPT_LENGTHS, np.asarray(values, np.int64)))
+
+
+def _odd_run_id(generator: random.Random, request: Request) -> None:
+    texts = np.asarray([generator.choice(TEXTS[:9])], dtype=np.object_)
+    request.tensors.append(array_tensor(RUN_ID, texts))
+
+
+def _odd_step(generator: random.Random, request: Request) -> None:
+    name = generator.choice((STEP, "rewind_to", "keep_steps"))
+    request.tensors.append(array_tensor(name, np.asarray([generator.choice(EDGES)], np.int64)))
+
+
+def _odd_outputs(generator: random.Random, request: Request) -> None:
+    known = ("rewards", "values", "response_values", "weights_version", "after_critic", "nothing", "", "rewards")
+    request.outputs = generator.choices(known, k=generator.randint(1, 3))
+
+
+def _odd_parameters(generator: random.Random, request: Request) -> None:
+    request.parameters |= generator.choice(PARAMETERS)
+
+
+def _odd_version(generator: random.Random, request: Request) -> None:
+    request.version = generator.choice(("2", "0", "-1", "99999999999999999999", "x"))
+
+
+def _as_json(generator: random.Random, request: Request) -> None:
+    values: tuple[Any, ...] = (
+        [], [1], [[1, 2], [3]], [1.5], ["text"], [None], [{}], [2**70], "text", {"a": 1}, [True], ["\ud800\x1b"], 5,
+    )  # fmt: skip
+    tensor = _pick(generator, request)
+    tensor.values = generator.choice(values)
+    if generator.random() < 0.5:
+        tensor.shape = [1, max(1, len(tensor.values))] if isinstance(tensor.values, list) else [1, 1]
+
+
+def _odd_body(generator: random.Random, request: Request) -> None:
+    bodies: tuple[bytes, ...] = (
+        b"", b"{}", b"null", b"[]", b'{"inputs": 5}', b'{"inputs": [{}]}', b'{"inputs": [5]}', b'{"inputs": []}',
+        b"\xff" * 100, b'{"inputs": [{"name": "tokens"', generator.randbytes(200), b"[" * 500,
+        b'{"inputs": [{"name": 5, "shape": "x", "datatype": [], "data": {}}]}', b'{"id": "' + b"i" * 10_000 + b'"}',
+    )  # fmt: skip
+    request.body = generator.choice(bodies)
+
+
+def _odd_headers(generator: random.Random, request: Request) -> None:
+    request.headers |= generator.choice((
+        {"Inference-Header-Content-Length": "5"}, {"Inference-Header-Content-Length": "99999999"},
+        {"Inference-Header-Content-Length": "-1"}, {"Inference-Header-Content-Length": "x"},
+        {KEY_HEADER: "5"}, {KEY_HEADER: "\x7f"}, {"x-triton-odd": "a" * 4000}, {"Content-Encoding": "gzip"},
+        {"Content-Encoding": "odd"}, {"Accept-Encoding": "gzip"},
+    ))  # fmt: skip
+
+
+def _kill_by_shape(generator: random.Random, request: Request) -> None:
+    shape = [1, generator.choice((2**31, 2**37))]
+    tensor = {"name": TOKENS, "shape": shape, "datatype": "INT64", "data": [1]}
+    request.body = json.dumps({"inputs": [tensor]}).encode()
+
+
+def _kill_by_brackets(generator: random.Random, request: Request) -> None:
+    request.body = b"[" * 400_000
+
+
+CHANGES: tuple[Callable[[random.Random, Request], None], ...] = (
+    _drop_tensor, _repeat_tensor, _rename_tensor, _change_datatype, _change_shape, _empty, _cut_data, _extend_data,
+    _scramble_data, _edge_values, _bad_floats, _odd_sentences, _odd_metadata, _many_rows, _many_sentences,
+    _long_sentences, _wide_rows, _prompt_lengths, _odd_run_id, _odd_step, _odd_outputs, _odd_parameters, _odd_version,
+    _as_json, _odd_body, _odd_headers,
+)  # fmt: skip
+KILLING = (_kill_by_shape, _kill_by_brackets)

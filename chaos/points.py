@@ -1,0 +1,116 @@
+"""Kill points: moments in the system's work, recognised from outside by its files, and the plan of all kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from python_backend.config import RunConfig
+from python_backend.store.journal import Journal
+from python_backend.store.jsonl import JsonlTail
+
+POLL_S = 0.001
+VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
+POINTS = ("journal write", "training", "verify", "CURRENT", "reload", "checkpoint", "idle")
+FIRST_GUESS_S = {"training": 0.3, "reload": 4.0}
+NOTHING = "nothing"
+
+
+def plan_kills(num_kills: int, seed: int) -> list[tuple[str, str]]:
+    """(victim, point) of each kill; 42 kills meet every pair once, whatever the seed."""
+    generator = random.Random(seed)
+    victims, points = list(VICTIMS), list(POINTS)
+    generator.shuffle(victims)
+    generator.shuffle(points)
+    return [(victims[i % len(victims)], points[i % len(points)]) for i in range(num_kills)]
+
+
+class Points:
+    """Watches one run for the moments."""
+
+    def __init__(self, config: RunConfig, shared_memory: Path, region_prefix: str, generator: random.Random) -> None:
+        self._journal = Journal(config.run.journal_dir, config.run.identity)
+        self._entries = config.run.journal_dir / config.run.identity / "entries"
+        self._weights = config.run.weights_dir
+        self._checkpoints = config.run.dir / "checkpoints" / "critic"
+        self._shared_memory = shared_memory
+        self._prefix = region_prefix
+        self._metrics = JsonlTail(config.run.dir / "critic_metrics.jsonl")
+        self._spans = dict(FIRST_GUESS_S)
+        self._random = generator
+
+    def wait(self, point: str, timeout_s: float, give_up: threading.Event) -> str:
+        """Return what was seen when `point` came, a random moment after it; NOTHING if it did not, or `give_up` did."""
+        look = self._observer(point)
+        deadline = time.monotonic() + timeout_s
+        while (seen := look()) is None:
+            if time.monotonic() > deadline or give_up.is_set():
+                return NOTHING
+            time.sleep(POLL_S)
+        self._measure()
+        span = self._spans.get(point, 0.0)
+        give_up.wait(self._random.uniform(0, span) + self._random.uniform(0, 0.02))
+        return seen
+
+    def _observer(self, point: str) -> Callable[[], str | None]:
+        match point:
+            case "journal write":
+                return _new_name(self._entries, lambda name: True)
+            case "training":
+                return _new_name(self._entries, lambda name: name.endswith(".train"))
+            case "verify":
+                return _new_name(self._weights, lambda name: name.isdigit() or name.startswith(".staging-"))
+            case "CURRENT":
+                return _replaced(self._weights / "CURRENT")
+            case "reload":
+                return _new_name(self._shared_memory, lambda name: name.startswith(self._prefix))
+            case "checkpoint":
+                return _new_name(self._checkpoints, lambda name: name.isdigit() or name.startswith(".staging-"))
+            case "idle":
+                since = time.time()
+                return lambda: self._idle(since)
+        raise ValueError(f"point: {point!r}, known: {', '.join(POINTS)}")
+
+    def _idle(self, since: float) -> str | None:
+        heartbeat = self._journal.heartbeat()
+        fresh = heartbeat is not None and heartbeat.time > since and heartbeat.state == "idle"
+        return "heartbeat: idle" if fresh else None
+
+    def _measure(self) -> None:
+        """Take how long an update and a reload took last from what the sidecar wrote."""
+        for line in self._metrics.read_new():
+            if "train/step_time" in line:
+                self._spans["training"] = float(line["train/step_time"])
+            elif line.get("reason") == "save":
+                self._spans["reload"] = float(line["reload_ms"]) / 1e3
+
+
+def _new_name(folder: Path, counts: Callable[[str], bool]) -> Callable[[], str | None]:
+    before = _names(folder)
+
+    def look() -> str | None:
+        fresh = sorted(name for name in _names(folder) - before if counts(name))
+        return f"new: {fresh[0]}" if fresh else None
+
+    return look
+
+
+def _replaced(path: Path) -> Callable[[], str | None]:
+    before = path.stat().st_ino, path.stat().st_mtime_ns
+
+    def look() -> str | None:
+        now = path.stat()
+        return f"replaced: {path.name}" if (now.st_ino, now.st_mtime_ns) != before else None
+
+    return look
+
+
+def _names(folder: Path) -> set[str]:
+    names: Iterable[str] = ()
+    if folder.is_dir():
+        names = os.listdir(folder)  # noqa: PTH208 - names, not paths, a thousand times a second
+    return set(names)

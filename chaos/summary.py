@@ -1,0 +1,62 @@
+"""Figures of the crash test: how long each kill was felt, and how often requests failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from chaos.traffic import Record
+
+OUTAGE_S = 1.0
+
+
+def outages(record: Record) -> list[dict[str, float]]:
+    """Spans above OUTAGE_S without any scoring answer."""
+    times = sorted(when for when, _ in record.latencies)
+    return [
+        {"time_s": round(before, 3), "seconds": round(after - before, 3)}
+        for before, after in pairwise(times)
+        if after - before > OUTAGE_S
+    ]
+
+
+def kills_with_recovery(kills: Sequence[dict[str, Any]], record: Record) -> list[dict[str, Any]]:
+    """The kills with `scored_after_s` and `trained_after_s`: until the next answer to a request of that kind."""
+    scored = sorted(when for when, _ in record.latencies)
+    trained = [when for _, when, _ in record.trained]
+    return [
+        kill | {"scored_after_s": _next(scored, kill["time_s"]), "trained_after_s": _next(trained, kill["time_s"])}
+        for kill in kills
+    ]
+
+
+def summary(record: Record, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a run."""
+    latencies = [seconds for _, seconds in record.latencies]
+    gaps = outages(record)
+    failed = Counter(who for _, who, _ in record.failures)
+    return {
+        "kills": sum(kill["hit"] and kill.get("way", "killed") == "killed" for kill in kills),
+        "stops": sum(kill["hit"] and kill.get("way", "killed") != "killed" for kill in kills),
+        "steps": len(record.trained),
+        "steps_repeated": len(record.repeated),
+        "saves": len(record.saved),
+        "rewinds": len(record.rewound),
+        "scoring_requests": len(latencies),
+        "scoring_requests_given_up": failed["scorer"],
+        "training_attempts_given_up": failed["writer"],
+        "scoring_p50_ms": float(np.median(latencies)) * 1e3 if latencies else None,
+        "outages": len(gaps),
+        "longest_outage_s": max((gap["seconds"] for gap in gaps), default=0.0),
+        "longest_until_trained_s": max((kill["trained_after_s"] or 0.0 for kill in kills), default=0.0),
+    }
+
+
+def _next(times: Sequence[float], after: float) -> float | None:
+    """Seconds until the first of ascending `times` past `after`."""
+    index = int(np.searchsorted(times, after, side="right"))
+    return round(times[index] - after, 3) if index < len(times) else None

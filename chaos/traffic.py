@@ -1,0 +1,280 @@
+"""The crash test's traffic: a scripted writer of training steps, and clients that score the same rows repeatedly."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from actor.scoring.client import RequestFailed, TrainAnswer, TritonClient
+from python_backend.config import ClientSection
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
+
+T = TypeVar("T")
+SAVE_EVERY = 10  # each has the server load a fresh critic, seconds of work
+SCORERS = 3
+SCORER_PAUSE_S = 0.06
+WRITER_PAUSE_S = 0.8  # at most; the versions of a long run must fit the disk
+STEP_PATIENCE_S = 240.0
+LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: while such a one is accepted, others act
+REWIND_BY = 3  # at most, and never behind the last save: from there on every step can be reached
+# A killed stub leaves its callers without an answer, so deadlines are short and the loops below ask again. Nobody waits
+# for a server: outages are seen as they are.
+WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
+SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
+
+
+StopAccepting = Callable[[], Callable[[], None]]
+"""Stops (SIGSTOP) critic_train while it writes an entry, where that can be caught; returns what lets it go on."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What rows may hold, and how many a batch has."""
+
+    vocab_size: int
+    longest: int
+    rows: int = 48
+
+
+@dataclass(frozen=True)
+class Served:
+    """A distinct answer of a scoring client."""
+
+    probe: int
+    """Which of the probe requests."""
+    versions: tuple[int, ...]
+    """weights_version of each row."""
+    rewards: bytes
+    """float32 `[n]`."""
+    values: bytes
+    """float32 `[n * S]`."""
+
+
+@dataclass
+class Record:
+    """All that was sent and answered; times are seconds since the start."""
+
+    start: float = field(default_factory=time.monotonic)
+    trained: list[tuple[int, float, TrainAnswer]] = field(default_factory=list)
+    """(step, time, answer), in the order of the answers."""
+    repeated: list[tuple[int, TrainAnswer]] = field(default_factory=list)
+    """Answers to steps that were sent once more after their answer."""
+    saved: list[tuple[int, float, int]] = field(default_factory=list)
+    """(step, time, weights_version) of critic_save."""
+    rewound: list[tuple[int, float, int]] = field(default_factory=list)
+    """(step, time, weights_version) of rewinds; the answers that they made void are no longer in the lists above."""
+    served: Counter[Served] = field(default_factory=Counter)
+    """Distinct scoring answers and how often each came."""
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+    """(time, seconds) of the scoring requests answered."""
+    stale: list[tuple[float, int, int]] = field(default_factory=list)
+    """(time, version, version promised) where a row was scored by an older version than an answer had promised."""
+    failures: list[tuple[float, str, str]] = field(default_factory=list)
+    """(time, who, why) of requests that were given up, and sent again."""
+    refusals: list[str] = field(default_factory=list)
+    """What the writer was refused: its requests are all correct."""
+
+    def now(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start
+
+    def rewind(self, step: int, version: int) -> None:
+        """Note a rewind to `step`, and forget what was answered about later ones."""
+        self.rewound.append((step, self.now(), version))
+        self.trained = [item for item in self.trained if item[0] <= step]
+        self.repeated = [item for item in self.repeated if item[0] <= step]
+        self.saved = [item for item in self.saved if item[0] <= step]
+
+
+def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
+    """The padded training payload of `step`: ragged rows, in several micro-batches. The same on every machine."""
+    generator = np.random.default_rng([seed, step])
+    rows = shape.rows * (LARGE if step % LARGE_EVERY == 0 else 1)
+    lengths = generator.integers(shape.longest // 8, shape.longest, rows, endpoint=True)
+    width = int(lengths.max())
+    targets = (rows, width - 1)
+    scored = np.arange(width - 1)[None] < lengths[:, None] - 1
+    return {
+        "tokens": generator.integers(3, shape.vocab_size, (rows, width), dtype=np.int64),
+        "sequence_lengths": lengths.astype(np.int64)[:, None],
+        "returns": generator.normal(size=targets).astype(np.float32),
+        "prev_values": generator.normal(size=targets).astype(np.float32) * np.float32(0.1),
+        "mask": scored.astype(np.float32),
+    }
+
+
+def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
+    """The rows that are scored again and again: four requests of one to four rows."""
+    generator = np.random.default_rng([seed, 0])
+    return [
+        [generator.integers(3, shape.vocab_size, length) for length in generator.integers(2, shape.longest // 2, rows)]
+        for rows in (1, 2, 3, 4)
+    ]
+
+
+class Traffic:
+    """Writer and scorers in a thread of their own, until `finish`."""
+
+    def __init__(self, url: str, run_id: str, seed: int, shape: Shape, stop_accepting: StopAccepting) -> None:
+        """`stop_accepting`: see `StopAccepting`."""
+        self.record = Record()
+        self.hold = threading.Event()
+        """Set: the writer sends nothing new."""
+        self.save_now = threading.Event()
+        """Set: the writer saves after its next step."""
+        self.rewind_now = threading.Event()
+        """Set: before its next large step the writer rewinds, while that step is being accepted."""
+        self.error: BaseException | None = None
+        self._url, self._run_id, self._seed, self._shape = url, run_id, seed, shape
+        self._stop_accepting = stop_accepting
+        self._probes = probes(seed, shape)
+        self._choice = np.random.default_rng([seed, 1, 1])
+        self._promised = 0
+        self._last_step: int | None = None
+        self._give_up = threading.Event()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
+
+    def start(self) -> None:
+        """Begin with step 1."""
+        self._thread.start()
+
+    def finish(self, more_steps: int) -> None:
+        """Have the writer end after so many further steps, with a save."""
+        self._last_step = self.last_step + more_steps
+
+    def give_up(self) -> None:
+        """End now, whatever is under way."""
+        self._give_up.set()
+        self._thread.join()
+
+    @property
+    def last_step(self) -> int:
+        """The last step answered."""
+        return self.record.trained[-1][0] if self.record.trained else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether requests are still sent."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._converse())
+        except BaseException as error:  # thread edge: the main thread reports it
+            self.error = error
+
+    async def _converse(self) -> None:
+        async with TritonClient(self._url, SCORING) as scoring, TritonClient(self._url, WRITING) as writing:
+            scorers = [asyncio.create_task(self._score(scoring, number)) for number in range(SCORERS)]
+            try:
+                await self._write(writing)
+            finally:
+                self._done.set()
+                await asyncio.gather(*scorers)
+
+    async def _write(self, client: TritonClient) -> None:
+        step = 0
+        while not self._give_up.is_set() and step != self._last_step:
+            if self.rewind_now.is_set() and (step + 1) % LARGE_EVERY == 0:
+                self.rewind_now.clear()
+                step = await self._rewind(client, step)
+            step += 1
+            answer = await self._until_answered(f"step {step}", self._training(client, step))
+            if answer is None:
+                return
+            self.record.trained.append((step, self.record.now(), answer))
+            self._promised = answer.weights_version
+            if self._choice.random() < 0.25:
+                await self._repeat(client, int(self._choice.integers(max(1, step - 8), step, endpoint=True)))
+            if step % SAVE_EVERY == 0 or self.save_now.is_set() or step == self._last_step:
+                self.save_now.clear()
+                version = await self._until_answered(f"save at {step}", self._saving(client, step))
+                if version is not None:
+                    self.record.saved.append((step, self.record.now(), version))
+            await asyncio.sleep(self._choice.uniform(0, WRITER_PAUSE_S))
+            while self.hold.is_set() and not self._give_up.is_set():
+                await asyncio.sleep(0.005)
+
+    async def _rewind(self, client: TritonClient, step: int) -> int:
+        """Rewind while the next step is being accepted, as where an actor dies and comes back; the step it is at."""
+        saved = max((saved for saved, _, _ in self.record.saved), default=0)
+        target = int(self._choice.integers(max(saved, step - REWIND_BY), step, endpoint=True))
+        async with TritonClient(self._url, WRITING) as earlier:
+            payload = batch(self._seed, step + 1, self._shape)
+            sent = asyncio.create_task(earlier.train(payload, run_id=self._run_id, step=step + 1))
+            resume = await asyncio.to_thread(self._stop_accepting)
+            try:
+                ask = functools.partial(client.rewind, run_id=self._run_id, step=target)
+                version = await self._until_answered(f"rewind to {target}", ask)
+            finally:
+                resume()
+            await asyncio.gather(sent, return_exceptions=True)  # refused, failed, or done before the rewind
+        if version is None:
+            return step
+        self.record.rewind(target, version)
+        self._promised = version
+        return target
+
+    async def _repeat(self, client: TritonClient, step: int) -> None:
+        answer = await self._until_answered(f"step {step}, repeated", self._training(client, step))
+        if answer is not None:
+            self.record.repeated.append((step, answer))
+
+    def _training(self, client: TritonClient, step: int) -> Callable[[], Awaitable[TrainAnswer]]:
+        payload = batch(self._seed, step, self._shape)
+        return lambda: client.train(payload, run_id=self._run_id, step=step)
+
+    def _saving(self, client: TritonClient, step: int) -> Callable[[], Awaitable[int]]:
+        return lambda: client.save(run_id=self._run_id, step=step)
+
+    async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """The answer; None if it was refused, did not come in STEP_PATIENCE_S, or everything ends."""
+        give_up_at = time.monotonic() + STEP_PATIENCE_S
+        while not self._give_up.is_set():
+            try:
+                return await ask()
+            except RequestFailed as error:
+                self.record.failures.append((self.record.now(), "writer", str(error)))
+                if _is_refusal(error) or time.monotonic() > give_up_at:
+                    self.record.refusals.append(f"{what}: {error}")
+                    return None
+            await asyncio.sleep(0.2)
+        return None
+
+    async def _score(self, client: TritonClient, number: int) -> None:
+        turn = number
+        while not self._done.is_set():
+            turn += 1
+            await self._score_once(client, turn % len(self._probes))
+            await asyncio.sleep(SCORER_PAUSE_S)
+
+    async def _score_once(self, client: TritonClient, probe: int) -> None:
+        sent, promised = self.record.now(), self._promised
+        try:
+            answer = await client.score(self._probes[probe], (REWARDS, VALUES, WEIGHTS_VERSION))
+        except RequestFailed as error:
+            self.record.failures.append((self.record.now(), "scorer", str(error)))
+            return
+        now = self.record.now()
+        versions = tuple(answer[WEIGHTS_VERSION].ravel().tolist())
+        values = np.ascontiguousarray(answer[VALUES], np.float32).tobytes()
+        rewards = np.ascontiguousarray(answer[REWARDS], np.float32).tobytes()
+        self.record.served[Served(probe, versions, rewards, values)] += 1
+        self.record.latencies.append((now, now - sent))
+        if min(versions) < promised:
+            self.record.stale.append((now, min(versions), promised))
+
+
+def _is_refusal(error: RequestFailed) -> bool:
+    """Whether the server called the request wrong, which it never is."""
+    status = getattr(error.__cause__, "status", None)
+    return callable(status) and str(status()) == "400"

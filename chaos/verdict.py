@@ -1,0 +1,199 @@
+"""The promises of the crash test, one check each; a check lists how its promise was broken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from chaos.reference import Reference
+from chaos.traffic import Record
+from python_backend.store.durable import numbers_in
+from python_backend.store.journal import Result
+from python_backend.store.weights import Manifest, WeightsError, WeightsStore
+
+TOLERANCE = 1e-5
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One promise."""
+
+    promise: str
+    checked: int
+    """How many things were looked at; 0 breaks the promise."""
+    violations: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> bool:
+        """Whether nothing broke it."""
+        return not self.violations
+
+    def sentence(self) -> str:
+        """The promise with its outcome."""
+        if self.kept:
+            return f"kept    {self.promise} ({self.checked} checked)"
+        more = f" … and {len(self.violations) - SHOWN} more" if len(self.violations) > SHOWN else ""
+        return f"BROKEN  {self.promise}: {'; '.join(self.violations[:SHOWN])}{more}"
+
+
+def verdict(promise: str, checked: int, violations: Sequence[str]) -> Verdict:
+    """A promise about nothing is not kept."""
+    return Verdict(promise, checked, list(violations) or ([] if checked else ["there was nothing to check"]))
+
+
+def check_steps(record: Record, results: Mapping[int, Result], reference: Reference) -> Verdict:
+    """Steps 1..n without a gap, each with one result, its loss the reference's bit for bit, its version told."""
+    found = [f"refused: {refusal}" for refusal in record.refusals]
+    answered = [step for step, _, _ in record.trained]
+    last = len(reference.steps) - 1
+    if answered != list(range(1, last + 1)):
+        found.append(f"answered were the steps {_shortened(answered)}, sent were 1 to {last}")
+    if sorted(results) != list(range(1, last + 1)):
+        found.append(f"the journal has results of the steps {_shortened(sorted(results))}, sent were 1 to {last}")
+    for step, _, answer in record.trained:
+        result, loss = results.get(step), reference.steps[step].loss if step <= last else None
+        if result is None or loss is None:
+            continue
+        if result.error is not None:
+            found.append(f"step {step} ended in an error: {result.error}")
+        if result.loss_mean != loss:
+            found.append(f"step {step} has loss {result.loss_mean!r}, without faults it is {loss!r}")
+        told = (result.weights_version, float(np.float32(loss)))
+        if (answer.weights_version, answer.loss_mean) != told:
+            found.append(f"step {step} was answered with {answer}, its result says {result}")
+    return verdict("each accepted step was trained once, in order, with the loss of a run without faults", last, found)
+
+
+def check_repeats(record: Record) -> Verdict:
+    """A step sent again gets the answer that it had."""
+    first = {step: answer for step, _, answer in record.trained}
+    found = [
+        f"step {step} was answered with {first.get(step)} first and {answer} later"
+        for step, answer in record.repeated
+        if first.get(step) != answer
+    ]
+    return verdict("a step sent again got the answer that it had", len(record.repeated), found)
+
+
+def check_versions(
+    manifests: Sequence[Manifest], current: int | None, reference: Reference, rewound: Collection[int] = ()
+) -> Verdict:
+    """One version for each step, ascending, with the bits of the reference; CURRENT names the last.
+
+    Args:
+        rewound: steps to which the run was rewound: a version of such a step may follow a later one.
+    """
+    found = []
+    steps = [manifest.step for manifest in manifests]
+    last = len(reference.steps) - 1
+    follow = all(step == before + 1 or (step in rewound and step <= before) for before, step in pairwise(steps))
+    if not follow or steps[:1] != [0] or steps[-1] != last:
+        found.append(f"the versions are of the steps {_shortened(steps)}, trained were 0 to {last}")
+    for manifest in manifests:
+        if manifest.step < len(reference.steps) and manifest.sha256 != reference.steps[manifest.step].sha256:
+            found.append(
+                f"version {manifest.version} of step {manifest.step} has sha256 {manifest.sha256[:12]}…, without "
+                f"faults it is {reference.steps[manifest.step].sha256[:12]}…"
+            )
+    if manifests and current != manifests[-1].version:
+        found.append(f"CURRENT names {current}, the last version is {manifests[-1].version}")
+    return verdict("the weights after each step are bit-identical to a run without faults", len(manifests), found)
+
+
+def check_whole(store: WeightsStore) -> Verdict:
+    """Every version's files are what its manifest says."""
+    found = []
+    folders = numbers_in(store.root)
+    for version in folders:
+        try:
+            store.verify_files(version)
+        except WeightsError as error:
+            found.append(str(error))
+    return verdict("no version is torn", len(folders), found)
+
+
+def check_scores(record: Record, steps: Mapping[int, int], reference: Reference) -> Verdict:
+    """Every value is that of the version it names, every reward the fixed one; one version in one answer.
+
+    Args:
+        steps: of each version, the critic updates that made it.
+    """
+    found = []
+    for served in record.served:
+        if len(set(served.versions)) != 1 or served.versions[0] not in steps:
+            found.append(f"probe {served.probe} was scored by the versions {served.versions}")
+            continue
+        expected = reference.steps[steps[served.versions[0]]].values[served.probe]
+        what = f"of probe {served.probe} by version {served.versions[0]}"
+        found += _differences(f"values {what}", served.values, expected)
+        found += _differences(f"rewards {what}", served.rewards, reference.rewards[served.probe])
+    return verdict("no reward or value was wrong", record.served.total(), found)
+
+
+def check_checkpoint(last: Path, reference: Reference) -> Verdict:
+    """Weights and optimizer of the last checkpoint are the reference's, bit for bit."""
+    import torch
+    from safetensors.torch import load_file
+
+    found, checked = [], 0
+    for path in sorted(reference.checkpoint.glob("*.safetensors")):
+        if not (last / path.name).is_file():
+            found.append(f"{last.name}/{path.name} is missing")
+            continue
+        ours, theirs = load_file(last / path.name), load_file(path)
+        checked += len(theirs)
+        found += [f"{path.name}: {name} is in one of them only" for name in sorted(set(ours) ^ set(theirs))]
+        different = [name for name in sorted(set(ours) & set(theirs)) if not torch.equal(ours[name], theirs[name])]
+        found += [f"{path.name}: {name} differs" for name in different]
+    return verdict("the last checkpoint, optimizer included, is that of a run without faults", checked, found)
+
+
+def check_freshness(record: Record) -> Verdict:
+    """After an answer named a version, no row is scored by an older one."""
+    found = [
+        f"at {when:.1f} s a row was scored by version {version}, after version {promised} had been answered"
+        for when, version, promised in record.stale
+    ]
+    return verdict("an answered step is served", record.served.total(), found)
+
+
+def check_order(leftovers: Sequence[str], troubles: Sequence[str]) -> Verdict:
+    """Nothing is left behind, and nothing ended that was not killed."""
+    return verdict("nothing was left behind, and only what was killed ended", 1, [*leftovers, *troubles])
+
+
+def check_coverage(kills: Sequence[Mapping[str, object]], planned: Sequence[tuple[str, str]]) -> Verdict:
+    """Each victim was hit, and at each point, that the plan names; a kill counts if its moment was seen."""
+    hits = [kill for kill in kills if kill["hit"]]
+    wanted = [("victim", {victim for victim, _ in planned}), ("point", {point for _, point in planned})]
+    found = [
+        f"no kill hit the {key} {name!r}"
+        for key, names in wanted
+        for name in sorted(names - {str(kill[key]) for kill in hits})
+    ]
+    return verdict("each victim and each moment was hit", len(hits), found)
+
+
+def _differences(what: str, got: bytes, expected: np.ndarray) -> list[str]:
+    array = np.frombuffer(got, np.float32)
+    if array.size != expected.size:
+        return [f"{what}: {array.size} numbers, not {expected.size}"]
+    largest = float(np.abs(array - expected.ravel()).max())
+    return [] if largest <= TOLERANCE else [f"{what}: off by {largest:.2g}"]  # NaN is off, too
+
+
+def _shortened(steps: Sequence[int]) -> str:
+    """Runs as 1-5."""
+    text = ""
+    for i, step in enumerate(steps):
+        if i and step == steps[i - 1] + 1:
+            text = re.sub(r"(-\d+)?$", f"-{step}", text, count=1)
+        else:
+            text += f"{', ' if text else ''}{step}"
+    return text or "none"

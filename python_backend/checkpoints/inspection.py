@@ -1,0 +1,264 @@
+"""Inspects a Hugging Face checkpoint folder through config.json and the safetensors headers alone.
+
+Imports neither torch nor transformers and never opens a pickled file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from python_backend.checkpoints.positions import max_positions
+from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.errors import RlhfError
+from python_backend.store.weights import CONFIG_FILE, WEIGHTS_FILE
+
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+ADAPTER_FILE = "adapter_config.json"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# Where a value head's weights are found, first match wins; `v_head.summary` is TRL's, its dropout stands beside it.
+VALUE_HEADS = ("v_head.summary", "v_head", "value_head")
+# Final linear layers of Hugging Face's classification classes; the last two end a head of several layers.
+CLASSIFIERS = ("score", "classifier", "classifier.out_proj", "logits_proj")
+TOKENIZERS = {
+    "tokenizer.json": "fast (tokenizer.json)",
+    "tokenizer.model": "SentencePiece (tokenizer.model)",
+    "spiece.model": "SentencePiece (spiece.model)",
+    "spm.model": "SentencePiece (spm.model)",
+    "sentencepiece.bpe.model": "SentencePiece (sentencepiece.bpe.model)",
+    "vocab.txt": "WordPiece (vocab.txt)",
+    "vocab.json": "BPE (vocab.json)",
+}
+
+NUM_PIECES, PIECE_BYTES = 256, 4096  # of a weights file, looked at for its fingerprint
+
+HeadKind = Literal["sequence", "token", "value"]
+
+
+class CheckpointError(RlhfError, ValueError):
+    """A folder cannot be used as a checkpoint; the message names it and says why."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The trained head of a checkpoint: a final linear map to `num_labels` numbers."""
+
+    kind: HeadKind  # of the whole sequence, of each token, or a value head beside a language model
+    prefix: str  # of its tensors: `<prefix>.weight` [num_labels, hidden]
+    num_labels: int
+    has_bias: bool
+    is_plain: bool  # a linear map of the body's hidden states; else layers and a pooling of its own stand before it
+
+    @property
+    def weight_name(self) -> str:
+        """Name of the weight in the file."""
+        return f"{self.prefix}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        """Name the bias has in the file, where there is one."""
+        return f"{self.prefix}.bias"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Rewards leave the model as `(score - mean) / std`."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What `inspect_checkpoint` found."""
+
+    folder: Path
+    model_type: str
+    architecture: str | None
+    head: Head | None
+    labels: tuple[str, ...]  # of config.json's id2label; empty where it only numbers them
+    tensors: Mapping[str, TensorInfo]
+    vocab_size: int | None
+    max_positions: int | None
+    tokenizer: str | None  # its kind; None: the folder has none
+    constants: Constants | None  # None: config.json has none
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Number of weights of each dtype, most frequent first."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] += math.prod(tensor.shape)
+        return dict(counts.most_common())
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The safetensors files, sorted."""
+        return [self.folder / name for name in sorted({tensor.file for tensor in self.tensors.values()})]
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError, with the way out, unless `folder` holds a Hugging Face checkpoint in safetensors."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist or is no folder; give the folder of a Hugging Face checkpoint")
+    if (folder / ADAPTER_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
+        raise CheckpointError(f"{folder} holds a PEFT adapter alone; merge it into its model (merge_and_unload) first")
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} is no Hugging Face checkpoint: it has no {CONFIG_FILE}")
+    if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+        pickled = next((name for name in PICKLED if (folder / name).is_file()), None)
+        why = (
+            f"only pickled weights ({pickled}), which run code when they are read and are never opened here; save it "
+            "again with model.save_pretrained(FOLDER, safe_serialization=True), on a machine where you trust the file"
+            if pickled
+            else "no weights"
+        )
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: {why}")
+
+
+def inspect_checkpoint(folder: Path) -> CheckpointInfo:
+    """What the checkpoint in `folder` is, from its JSON files and headers; milliseconds, whatever its size.
+
+    Raises:
+        CheckpointError: no checkpoint, pickled weights only, a damaged file, or a head of several layers.
+    """
+    check_checkpoint(folder)
+    config = _read_object(folder / CONFIG_FILE)
+    tensors = _read_tensors(folder)
+    text = config.get("text_config") or config
+    architecture = next(iter(config.get("architectures") or []), None)
+    names = config.get("id2label") or {}
+    labels = tuple(str(label) for label in names.values())
+    return CheckpointInfo(
+        folder=folder,
+        model_type=str(config.get("model_type", "unknown")),
+        architecture=architecture,
+        head=_find_head(folder, config, tensors),
+        labels=() if all(re.fullmatch(r"LABEL_\d+", label) for label in labels) else labels,
+        tensors=tensors,
+        vocab_size=text.get("vocab_size"),
+        max_positions=max_positions(config),
+        tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
+        constants=_constants(folder, config),
+    )
+
+
+def reward_head(info: CheckpointInfo) -> Head:
+    """The head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
+    if info.head is None:
+        raise CheckpointError(
+            f"{info.folder} is no trained reward model: its weights lack score.weight, or another head's; use a "
+            "checkpoint with a classification or value head"
+        )
+    return info.head
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """Hash of pieces all over the weights files and of their sizes: milliseconds, whatever the size.
+
+    Training changes every piece, so it tells a model from any other, and from itself in another dtype. It does not
+    prove that a copy is whole.
+
+    Raises:
+        CheckpointError: no checkpoint, pickled weights only, or a damaged file.
+    """
+    check_checkpoint(folder)
+    digest = hashlib.sha256()
+    for file in sorted({folder / tensor.file for tensor in _read_tensors(folder).values()}):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for i in range(NUM_PIECES):
+                stream.seek(max(0, size - PIECE_BYTES) * i // (NUM_PIECES - 1))
+                digest.update(stream.read(PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
+    architecture = str(next(iter(config.get("architectures") or []), ""))
+    named = config.get("value_head_prefix")  # OpenRLHF's
+    for prefix in [*([named] if named else []), *VALUE_HEADS, *CLASSIFIERS]:
+        weight = tensors.get(f"{prefix}.weight")
+        if weight is None or len(weight.shape) != 2:
+            continue
+        is_value = prefix == named or prefix in VALUE_HEADS
+        kind: HeadKind = "value" if is_value else "token" if "TokenClassification" in architecture else "sequence"
+        # Decoders of Hugging Face call their sequence head `score`; any other one sits on a pooler.
+        is_plain = kind != "sequence" or prefix == "score"
+        return Head(kind, prefix, weight.shape[0], f"{prefix}.bias" in tensors, is_plain)
+    stacked = re.compile(rf"({'|'.join(map(re.escape, (*VALUE_HEADS, *CLASSIFIERS)))})\.\d+\.weight")
+    layered = sorted(name for name in tensors if stacked.fullmatch(name))
+    if layered:
+        raise CheckpointError(
+            f"{folder}: its value head has several layers ({', '.join(layered[:3])}, as trlX makes them), which is not "
+            "supported; use a checkpoint with a linear head, or train one on this body"
+        )
+    return None
+
+
+def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
+    found = config.get("reward_standardization")
+    if found is None and config.get("normalize_reward") is True and "mean" in config:  # OpenRLHF's
+        found = {"mean": config["mean"], "std": config.get("std", 1.0)}
+    if not found:
+        return None
+    try:
+        mean, std = (float(found.get(name, default)) for name, default in (("mean", 0.0), ("std", 1.0)))
+    except (AttributeError, TypeError, ValueError):
+        mean, std = 0.0, 0.0
+    if not (math.isfinite(mean) and 0 < std < math.inf):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: reward_standardization {found!r} must hold numbers mean and std, std above 0"
+        )
+    return Constants(mean, std)
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
+    if (folder / WEIGHTS_FILE).is_file():
+        return _header(folder / WEIGHTS_FILE)
+    weight_map = _read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} has no weight_map; copy the file again")
+    tensors: dict[str, TensorInfo] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} names {name}, which is missing; copy it")
+        tensors.update(_header(folder / name))
+    lacking = sorted(set(weight_map) - set(tensors))
+    if lacking:
+        raise CheckpointError(f"{folder} cannot be loaded: {lacking[0]} stands in {INDEX_FILE}, but in no file")
+    return tensors
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        return read_header(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: {error}; copy it again") from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file.parent} cannot be loaded: unreadable {file.name}: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file.parent} cannot be loaded: {file.name} holds no object")
+    return data

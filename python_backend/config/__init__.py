@@ -1,0 +1,246 @@
+"""The one YAML, typed: a section per process, unknown keys rejected, dotted overrides from the command line.
+
+A process reads `run` and its own section; nothing inside tritonserver reads this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError, model_validator
+
+from python_backend.config.actor_sections import ActorSection, ClientSection, check_actor
+from python_backend.config.deterministic import with_fixed_values
+from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
+from python_backend.config.sections import (
+    CriticSection,
+    DemoSection,
+    ModelSection,
+    ReferenceSection,
+    RewardSection,
+    RunSection,
+    Section,
+    ServerSection,
+    TrainerSection,
+)
+from python_backend.errors import RlhfError
+
+__all__ = [
+    "ActorSection",
+    "ClientSection",
+    "ConfigError",
+    "CriticSection",
+    "DemoSection",
+    "ModelSection",
+    "ReferenceSection",
+    "RewardSection",
+    "RewardTerm",
+    "RunConfig",
+    "RunSection",
+    "ServerSection",
+    "TrainerSection",
+    "load_config",
+]
+
+
+OTHER_NAMES = {  # what TRL and others call a key, by the section of ours
+    "actor": {
+        "learning_rate": "lr", "max_grad_norm": "grad_clip", "num_generations": "responses_per_prompt",
+        "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens", "beta": "kl_coef",
+        "epsilon": "clip_ratio", "num_iterations": "ppo_epochs", "model": "checkpoint", "dataset": "prompts",
+        "batch_size": "rollout_size", "mini_batch_size": "minibatch_size",
+    },
+    "trainer": {"learning_rate": "lr", "max_grad_norm": "grad_clip", "batch_size": "global_batch_size"},
+}  # fmt: skip
+
+
+class ConfigError(RlhfError, ValueError):
+    """The YAML or an override is wrong; the message names the key, the value and the way out."""
+
+
+class RunConfig(Section):
+    """The whole file."""
+
+    run: RunSection = RunSection()
+    """Shared by every room."""
+    server: ServerSection = ServerSection()
+    """The tritonserver process."""
+    reward: RewardSection = RewardSection()
+    """The reward model; needs a checkpoint unless `rewards` holds functions alone."""
+    rewards: Terms | None = None
+    """Names and terms of a weighted sum of rewards; default: the reward model alone."""
+    critic: CriticSection = CriticSection()
+    """The critic model; needs a checkpoint where `actor.algorithm` is `ppo`, otherwise no critic is served."""
+    reference: ReferenceSection = ReferenceSection()
+    """The reference model, where `actor.reference` is `triton`."""
+    trainer: TrainerSection = TrainerSection()
+    """The critic sidecar."""
+    actor: ActorSection = ActorSection()
+    """The PPO loop."""
+    demo: DemoSection | None = None
+    """Set only in the demo's own configuration."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        check_terms(self.rewards or {})
+        slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
+        if slow:
+            raise ValueError(
+                f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) is not below "
+                f"actor.client.deadline_s ({self.actor.client.deadline_s:g}): the actor would give up first"
+            )
+        check_actor(self.actor)
+        if self.trainer.warmup_steps + self.trainer.constant_steps > self.trainer.max_steps:
+            raise ValueError(
+                f"trainer.warmup_steps ({self.trainer.warmup_steps}) + trainer.constant_steps "
+                f"({self.trainer.constant_steps}) is larger than trainer.max_steps ({self.trainer.max_steps})"
+            )
+        return self
+
+    @property
+    def functions(self) -> dict[str, RewardTerm]:
+        """The rewards that are Python functions."""
+        return function_terms(self.rewards or {})
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether the reward checkpoint is served; `rewards` of functions alone do without it."""
+        return self.rewards is None or MODEL_TERM in self.rewards
+
+    @property
+    def served_sections(self) -> dict[str, ModelSection]:
+        """Sections of the models that tritonserver loads from checkpoints, by their names in the YAML."""
+        sections: dict[str, tuple[bool, ModelSection]] = {
+            "reward": (self.uses_reward_model, self.reward),
+            "critic": (self.actor.uses_critic, self.critic),
+            "reference": (self.actor.serves_reference, self.reference),
+        }
+        return {name: section for name, (is_served, section) in sections.items() if is_served}
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.
+
+    Raises:
+        ConfigError: with one line per problem, naming the file or the override, key, value and, for an unknown key, the
+            nearest valid one.
+    """
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path} must hold sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
+        )
+    data = _unshared(data)
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        config = _with_reference(RunConfig.model_validate(data))
+        return with_fixed_values(config) if config.run.deterministic else config
+    except ValidationError as error:
+        problems = [(".".join(map(str, item["loc"])), _describe(item)) for item in error.errors()]
+    except ValueError as error:
+        problems = [("", str(error))]
+    raise ConfigError("\n".join(f"{_source(path, overrides, *problem)}: {problem[1]}" for problem in problems))
+
+
+def _with_reference(config: RunConfig) -> RunConfig:
+    """The configuration with the policy's checkpoint and precision for the reference, unless that has its own."""
+    given, actor = config.reference.model_fields_set, config.actor
+    defaults = {"checkpoint": actor.checkpoint, "dtype": actor.precision}
+    update = {name: value for name, value in defaults.items() if name not in given}
+    reference = config.reference.model_copy(update=update)
+    if actor.serves_reference and reference.dtype != actor.precision:
+        raise ValueError(
+            f"reference.dtype ({reference.dtype}) differs from actor.precision ({actor.precision}), so the KL would "
+            "not begin at 0; leave reference.dtype out"
+        )
+    return config.model_copy(update={"reference": reference})
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} must look like section.key=value, for instance actor.steps=3")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
+    *parents, last = key.split(".")
+    for parent in parents:
+        inner = data.get(parent)
+        if inner is None:
+            inner = data[parent] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+        data = inner
+    data[last] = value
+
+
+def _unshared(data: Any) -> Any:
+    """The same values, each an object of its own: an override of one section would change a YAML alias of it, too."""
+    if isinstance(data, dict):
+        return {key: _unshared(value) for key, value in data.items()}
+    return [_unshared(value) for value in data] if isinstance(data, list) else data
+
+
+def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> str:
+    """The override that is wrong, or the file; a problem between several keys may have several overrides."""
+    keys = {override: override.partition("=")[0] for override in overrides}
+    if location:
+        wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
+    else:
+        wrong = [o for o, key in keys.items() if re.search(rf"{re.escape(key)}(?![\w.]\w)", text)]
+    return ", ".join(f"override {override!r}" for override in wrong) or str(path)
+
+
+def _describe(item: Any) -> str:
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        reason = item["msg"].removeprefix("Value error, ")
+        return f"{location}: {reason} (got {item['input']!r})" if location else reason
+    valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
+    near = _by_other_names(location) or difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
+    if not near:  # the right key in the wrong section
+        near = [key for key in valid if key.rsplit(".", 1)[-1] == str(item["loc"][-1])][:1]
+    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_siblings(item['loc'], valid))}"
+    return f"unknown key {location}{hint}"
+
+
+def _by_other_names(location: str) -> list[str]:
+    """The key of `actor` or `trainer` that other trainers call by the name of `location`, or nearly so."""
+    section, _, name = location.rpartition(".")
+    near = difflib.get_close_matches(name, OTHER_NAMES.get(section, {}), n=1, cutoff=0.85)
+    return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
+
+
+def _term_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the reward term that `location` lies in; terms have names of their own."""
+    if location[0] != "rewards" or len(location) < 3:
+        return []
+    return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
+
+
+def _keys_of(section: type[BaseModel], prefix: str) -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        for part in (field.annotation, *get_args(field.annotation)):  # one of several types, as in `Section | None`
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                keys += _keys_of(part, f"{prefix}{name}.")
+    return keys
+
+
+def _siblings(location: tuple[int | str, ...], valid: list[str]) -> list[str]:
+    prefix = "".join(f"{part}." for part in location[:-1])
+    return [key for key in valid if key.startswith(prefix) and "." not in key[len(prefix) :]]

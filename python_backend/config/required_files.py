@@ -1,0 +1,144 @@
+"""The files that a run needs, looked for before anything slow starts: only what its configuration uses is demanded."""
+
+from __future__ import annotations
+
+import symtable
+from pathlib import Path
+
+from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
+from python_backend.config import ConfigError, RunConfig
+from python_backend.rewards.function import FILE_SPEC
+from python_backend.store.durable import read_json
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+WAYS_OUT = {
+    "reward": ", or give `rewards` functions alone",
+    "critic": ", or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
+}
+
+
+def check_files(config: RunConfig, *, server: bool = False, actor: bool = False) -> None:
+    """Check the checkpoints, prompts and reward functions that the server, the actor, or both, read.
+
+    Raises:
+        ConfigError: a line for each that is missing: key, value, and what to do.
+    """
+    problems = _of_actor(config) if actor else {}
+    if server:
+        problems = {**_of_server(config, whole_run=actor), **problems}
+    problems = {key: problem for key, problem in problems.items() if problem}
+    if problems:
+        raise ConfigError("\n".join(f"{key}: {problem}" for key, problem in problems.items()))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in `folder` renders conversations."""
+    files = ("chat_template.jinja", "additional_chat_templates")
+    settings = read_json(folder / "tokenizer_config.json") or {}
+    return any((folder / name).exists() for name in files) or bool(settings.get("chat_template"))
+
+
+def check_critic(config: RunConfig) -> None:
+    """Check that the sidecar has a critic to train, and its checkpoint if there is no version. Raises ConfigError."""
+    if not config.actor.uses_critic:
+        raise ConfigError(
+            f"actor.algorithm: {config.actor.algorithm} has no critic, so there is nothing to train; leave the sidecar "
+            "out, or set it to ppo"
+        )
+    has_version = (config.run.weights_dir / "CURRENT").exists()
+    problem = None if has_version else _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
+    if problem:
+        raise ConfigError(f"critic.checkpoint: {problem}")
+
+
+def tokenizer_folder(config: RunConfig) -> Path:
+    """Whose tokenizer decodes the text for reward functions: beside a reward model its own, otherwise the policy's.
+
+    Where the policy is another trainer's and unknown here: the critic's, which shares its vocabulary, or the one that
+    `reward.checkpoint` names.
+    """
+    if config.uses_reward_model:
+        return config.reward.checkpoint
+    folders = [config.actor.checkpoint, config.critic.checkpoint, config.reward.checkpoint]
+    return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.checkpoint)
+
+
+def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
+    problems = {
+        f"{role}.checkpoint": _of_checkpoint(section.checkpoint, WAYS_OUT.get(role, ""))
+        for role, section in config.served_sections.items()
+    }
+    if config.uses_reward_model and problems["reward.checkpoint"] is None:
+        problems["reward.checkpoint"] = _of_reward(config.reward.checkpoint, whole_run=whole_run)
+    if not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
+        problems["actor.checkpoint"] = (
+            f"{folder} holds no tokenizer, with which reward functions read the policy's tokens; give the folder of "
+            "the policy's checkpoint"
+        )
+    for name, term in config.functions.items():
+        if found := FILE_SPEC.fullmatch(str(term.function)):
+            problems[f"rewards.{name}.function"] = _of_function(Path(found["file"]), found["name"])
+    return problems
+
+
+def _of_actor(config: RunConfig) -> dict[str, str | None]:
+    actor = config.actor
+    problems = {"actor.checkpoint": _of_checkpoint(actor.checkpoint), "actor.prompts": _of_prompts(actor.prompts)}
+    if problems["actor.checkpoint"] is None and not _has_tokenizer(actor.checkpoint):
+        problems["actor.checkpoint"] = (
+            f"{actor.checkpoint} holds no tokenizer; save the policy's into it, with tokenizer.save_pretrained(folder)"
+        )
+    if actor.validation_prompts is not None and actor.validation_size:
+        problems["actor.validation_prompts"] = _of_prompts(actor.validation_prompts)
+    return problems
+
+
+def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
+    try:
+        check_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error) if folder.is_dir() else f"{error}{_start_of(folder)}{way_out}"
+    return None
+
+
+def _of_reward(folder: Path, *, whole_run: bool) -> str | None:
+    try:
+        reward_head(inspect_checkpoint(folder))
+    except CheckpointError as error:
+        return str(error)
+    if whole_run and not _has_tokenizer(folder):
+        return (
+            f"{folder} holds no tokenizer, so whether the reward model reads the policy's token ids is unknown; save "
+            "its own into it, with tokenizer.save_pretrained(folder)"
+        )
+    return None
+
+
+def _of_function(file: Path, name: str) -> str | None:
+    """What is wrong with a function in a file, as far as that can be told without running the file."""
+    if not file.is_file():
+        return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
+    try:
+        code = file.read_text(encoding="utf-8")
+        symbols = symtable.symtable(code, str(file), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        return f"{file} is no Python code: {error}"
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name in names or "import *" in code:
+        return None
+    functions = sorted(symbol.get_name() for symbol in symbols if symbol.is_namespace())
+    return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no function'}"
+
+
+def _of_prompts(path: Path) -> str | None:
+    if path.exists():
+        return None
+    return f'{path} does not exist; give a file of prompts, such as JSONL of {{"text": …}}{_start_of(path)}'
+
+
+def _start_of(path: Path) -> str:
+    return "" if path.is_absolute() else f" (relative paths start at {Path.cwd()})"
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)

@@ -1,0 +1,60 @@
+"""The YAML's `rewards`: a weighted sum of the reward checkpoint and Python functions."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from python_backend.config.sections import Count, Seconds, Section
+from python_backend.rewards.function import check_spec
+
+MODEL_TERM = "model"  # the checkpoint of the section `reward`
+TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+class RewardTerm(Section):
+    """One reward of the sum: the term `model` is the checkpoint of the section `reward`, any other a function."""
+
+    weight: float = 1.0
+    """What its score is multiplied by; 0: logged only, though a sample on which it fails still has no reward."""
+    function: str | None = None
+    """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not for `model`."""
+    timeout_s: Seconds = 2.0
+    """Longest run for one sample; the worker process is killed then, and the sample has no reward."""
+    workers: Count = 2
+    """Worker processes."""
+    memory_mib: Count = 4096
+    """Most memory of a worker; beyond it the function gets a MemoryError."""
+
+    @field_validator("function")
+    @classmethod
+    def _well_formed(cls, value: str | None) -> str | None:
+        return None if value is None else check_spec(value)
+
+
+Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
+
+
+def check_terms(terms: dict[str, RewardTerm]) -> None:
+    """Raise ValueError, naming the term, if a name or the presence of `function` is wrong."""
+    for name, term in terms.items():
+        if not TERM_NAME.fullmatch(name):
+            raise ValueError(f"rewards.{name}: a name is 1 to 40 of a-z, 0-9 and _, beginning with a letter")
+        if name == MODEL_TERM and term.model_fields_set - {"weight"}:
+            wrong = sorted(term.model_fields_set - {"weight"})[0]
+            raise ValueError(
+                f"rewards.{MODEL_TERM}.{wrong}: {MODEL_TERM!r} is the checkpoint of the section reward, with a weight "
+                "and nothing else; give a function another name"
+            )
+        if name != MODEL_TERM and term.function is None:
+            raise ValueError(
+                f"rewards.{name}.function is missing: only {MODEL_TERM!r}, the checkpoint of the section reward, "
+                "has none"
+            )
+
+
+def function_terms(terms: dict[str, RewardTerm]) -> dict[str, RewardTerm]:
+    """Those that are functions."""
+    return {name: term for name, term in terms.items() if name != MODEL_TERM}

@@ -1,0 +1,112 @@
+"""The reference as a torch module: log-probs of ragged rows under a Hugging Face causal LM.
+
+The server, the calibration and the tests run this code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from python_backend.checkpoints.inspection import inspect_checkpoint
+from python_backend.models.collation import collate
+from python_backend.models.lean_decoder import lean_decoder
+from python_backend.models.loading import load_causal_model
+from python_backend.models.logprobs import target_logprobs
+from python_backend.models.modeling import limits_of
+from python_backend.models.output_head import head_logprobs, linear_head
+from python_backend.models.precision import computing, in_float32, use_bfloat16
+from python_backend.models.token_head import compile_body
+
+
+class LanguageModel:
+    """Log-probs of rows under one frozen model, at a temperature and without banned tokens."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        banned_token_ids: Sequence[int] = (),
+        precision: str = "float32",
+        compile_forward: bool = False,
+    ) -> None:
+        """Raises CheckpointError if `compile_forward` and there is no working compiler."""
+        self.model = model.eval().requires_grad_(False)
+        self.limits = limits_of(model)
+        self._temperature = temperature
+        self._banned = list(banned_token_ids)
+        self._precision = precision
+        if precision == "bfloat16":
+            use_bfloat16(model)
+        self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
+        with in_float32(model):
+            self._head = linear_head(model)
+        if compile_forward:
+            with self._computing():
+                compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
+        """Log-probs float32 `[length_i]` of each token row (int64 `[length_i]`), one forward padded to `width`.
+
+        Index t is of token t+1: -inf where that token is banned, 0 at the row's last token, which predicts nothing.
+        """
+        ids, attention, lengths = collate(rows, self.model.device, width)
+        steps = torch.arange(ids.shape[1] - 1, device=ids.device)
+        predicts = steps[None] < lengths[:, None] - 1  # [n, S-1]
+        found = torch.zeros(ids.shape, dtype=torch.float32)
+        found[:, :-1][predicts.cpu()] = self._of(ids, attention, predicts).cpu()
+        return [row[:length].numpy() for row, length in zip(found, lengths.tolist(), strict=True)]
+
+    def _of(self, ids: Tensor, attention: Tensor, predicts: Tensor) -> Tensor:
+        """Log-probs `[N]` at the N positions that `predicts` `[n, S-1]` marks; no others get logits if the head is a
+        layer of its own, and these a part at a time."""
+        targets = ids[:, 1:][predicts]
+        if self._head is None:
+            with self._computing():
+                logits = self.model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1][predicts]
+            return target_logprobs(logits, targets, temperature=self._temperature, banned_token_ids=self._banned)
+        hidden = self._hidden(ids, attention)[:, :-1][predicts]
+        return head_logprobs(hidden, self._head, targets, temperature=self._temperature, banned_token_ids=self._banned)[
+            0
+        ]
+
+    def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
+        if self._lean is not None:
+            return self._lean.hidden(ids)
+        with self._computing():
+            return self.model.base_model(input_ids=ids, attention_mask=attention, use_cache=False)[0]
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        return computing(self.model.device, self._precision)
+
+
+def load_language_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", temperature: float = 1.0,
+    banned_token_ids: Sequence[int] = (), compile_forward: bool = False,
+) -> LanguageModel:  # fmt: skip
+    """The causal LM in a checkpoint.
+
+    Args:
+        dtype: what forwards compute in, as the actor's under the same `actor.precision`.
+        temperature: of the sampling whose log-probs are asked for, > 0.
+        banned_token_ids: ids that sampling never draws.
+        compile_forward: torch.compile the body.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or holds no causal LM.
+    """
+    info = inspect_checkpoint(folder)
+    stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # what lies in bfloat16 stays mapped
+    model = load_causal_model(info, stored).to(device)
+    return LanguageModel(
+        model, temperature=temperature, banned_token_ids=banned_token_ids, precision=dtype,
+        compile_forward=compile_forward,
+    )  # fmt: skip

@@ -1,0 +1,277 @@
+"""Loads Hugging Face modules from inspected checkpoints: the body memory-mapped if possible, the head in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import logging
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+)
+
+from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, Head, inspect_checkpoint
+from python_backend.checkpoints.positions import fix_rotary, rotary_limit
+from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.models.token_head import head_of
+from python_backend.store.weights import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+NOT_ARCHITECTURE = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
+    "id2label", "label2id", "use_cache",
+}  # fmt: skip
+OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A linear head as the checkpoint has it, in fp32."""
+
+    weight: Tensor  # [A, hidden]
+    bias: Tensor | None  # [A]
+
+    def merged(self, weights: Tensor) -> HeadWeights:
+        """The one-output head whose output is the attributes' sum under `weights` [A]."""
+        bias = None if self.bias is None else (self.bias * weights).sum()[None]
+        return HeadWeights(weights[None] @ self.weight, bias)
+
+
+def read_head(info: CheckpointInfo, head: Head) -> HeadWeights:
+    """The head's own tensors from the file, as fp32 whatever the body runs in."""
+    with as_checkpoint_error(info.folder):
+        weight = _read_one(info, head.weight_name).float()
+        return HeadWeights(weight, _read_one(info, head.bias_name).float() if head.has_bias else None)
+
+
+def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str) -> Any:
+    """The body under a linear head on each token: Hugging Face's token classification class of the family, or its
+    sequence classification class where it has no such class (OPT, GPT-J); `head` None: one output, which is 0."""
+    num_labels = 1 if head is None else head.weight.shape[0]
+    config = _config(info, num_labels)
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None:
+        raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
+    model = _load(info, kind, config, dtype, with_head=False)
+    linear = head_of(model)
+    if head is None:
+        head = HeadWeights(torch.zeros(1, linear.in_features), None)
+    if head.weight.shape[1] != linear.in_features:
+        raise CheckpointError(
+            f"{info.folder}: its head takes {head.weight.shape[1]} numbers, its body gives {linear.in_features}"
+        )
+    put_head(linear, head)
+    return model
+
+
+def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
+    """A sequence classification model with layers and a pooling of its own before the last linear layer."""
+    config = _config(info, head.num_labels)
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if kind is None or config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{info.folder}: {info.model_type} models with a sequence classification head are not supported; use a "
+            "decoder or an encoder"
+        )
+    model = _load(info, kind, config, dtype, with_head=True)
+    put_head(head_of(model), read_head(info, head))
+    return model
+
+
+def load_causal_model(info: CheckpointInfo, dtype: str) -> Any:
+    """A causal language model, whose logits are of the next token."""
+    config = _config(info, 1)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise CheckpointError(f"{info.folder}: transformers has no causal language model for {info.model_type} models")
+    return _load(info, kind, config, dtype, with_head=True)
+
+
+def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
+    """Give `linear` these fp32 weights; a bias it has stays (as 0), one it lacks is made."""
+    bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
+    linear.weight = torch.nn.Parameter(head.weight.clone())
+    linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Copy the weights that `model.save_pretrained` wrote to `folder` into `model`.
+
+    transformers reads them: for some families it saves other names and shapes than the module has, such as a tensor for
+    each expert of a mixture where the module has one for all of them.
+
+    Raises:
+        CheckpointError: names or shapes differ, or a file is damaged.
+    """
+    info = inspect_checkpoint(folder)
+    with as_checkpoint_error(folder):
+        saved, report = type(model).from_pretrained(
+            None, config=copy.deepcopy(model.config), state_dict=map_tensors(info.files), dtype=model.dtype,
+            output_loading_info=True,
+        )  # fmt: skip
+    differing = sorted({*report["missing_keys"], *report["unexpected_keys"]} - set(model.all_tied_weights_keys))
+    if differing:
+        raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {', '.join(differing[:4])}")
+    own = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in saved.state_dict().items():
+            own[name].copy_(tensor)
+
+
+def twin(model: Any, info: CheckpointInfo) -> Any:
+    """A module of the same class, configuration and dtypes as `model`, with the weights of `info`.
+
+    Raises:
+        CheckpointError: another architecture, or names or shapes that differ.
+    """
+    _check_same_architecture(model.config, info.folder)
+    # Building the class anew costs a serving process five times as much of the interpreter. The copy shares every
+    # tensor: the strict assignment replaces those of the checkpoint, and computed ones (rotary frequencies) stay.
+    module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    tensors = map_tensors(info.files)
+    _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, info.folder)
+    return module.to(model.device)
+
+
+def map_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """All tensors of safetensors files, memory-mapped: their pages are shared until somebody writes to them.
+
+    Not by the library: its version 0.8.0 keeps two numbers for each tensor that it gives to torch for ever, at every
+    version that is served.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            tensors |= {name: _view(mapped, info) for name, info in read_header(file).items()}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file.parent}: unreadable {file.name}: {error}") from error
+    return tensors
+
+
+def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
+    """A tensor of a mapped file. Raises ValueError if torch has no such type."""
+    dtype = STORED_DTYPES.get(info.dtype)
+    if dtype is None:
+        raise ValueError(f"tensors of type {info.dtype} are not supported")
+    if not info.num_bytes:
+        return torch.empty(info.shape, dtype=dtype)
+    count = info.num_bytes // dtype.itemsize
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=info.start).reshape(info.shape)
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Turn what transformers and safetensors raise into a CheckpointError that names the folder."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} cannot be loaded: {reason[:400]}") from error
+
+
+def _config(info: CheckpointInfo, num_labels: int) -> Any:
+    with as_checkpoint_error(info.folder):
+        config = AutoConfig.from_pretrained(
+            str(info.folder), num_labels=num_labels, local_files_only=True, trust_remote_code=False
+        )
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(f"{info.folder} is quantised; use the checkpoint it was made from")
+    for key in OPENRLHF_KEYS:  # what they say is known by now, and a saved critic says it in its own words
+        if hasattr(config, key):
+            delattr(config, key)
+    return config
+
+
+def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool) -> Any:
+    """transformers renames, converts and initialises what is not in a file; tensors whose dtype fits it takes as they
+    are, so what was mapped stays mapped. Without `with_head` the caller puts the head in."""
+    tensors = map_tensors(info.files)
+    if info.head is not None and not with_head:
+        tensors.pop(info.head.weight_name)
+        tensors.pop(info.head.bias_name, None)
+    with as_checkpoint_error(info.folder):
+        model, report = kind.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=DTYPES[dtype], output_loading_info=True
+        )
+    heads = {id(parameter) for parameter in head_of(model).parameters()}
+    others = {name for name, parameter in model.named_parameters() if with_head or id(parameter) not in heads}
+    lacking = sorted(others.intersection(report["missing_keys"]))
+    if lacking:
+        raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
+    model.config.architectures = [kind.__name__]
+    _keep_rotary(model, info)
+    return model.eval()
+
+
+def _keep_rotary(model: Any, info: CheckpointInfo) -> None:
+    fix_rotary(model)
+    limit, positions = rotary_limit(model.config.to_dict()), getattr(model.config, "max_position_embeddings", None)
+    if limit and positions and limit < positions:
+        logger.warning(
+            "%s: rows end at original_max_position_embeddings (%d), not at max_position_embeddings (%d): a longer one "
+            "would change the rotary table of every row in its forward",
+            info.folder, limit, positions,
+        )  # fmt: skip
+
+
+def _read_one(info: CheckpointInfo, name: str) -> Tensor:
+    with safe_open(str(info.folder / info.tensors[name].file), framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def _check_same_architecture(config: Any, folder: Path) -> None:
+    try:
+        theirs = _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
+    mine = config.to_dict()
+    if theirs["model_type"] != mine["model_type"]:
+        raise CheckpointError(f"{folder} is a {theirs['model_type']} model, the served critic is {mine['model_type']}")
+    for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
+        if mine.get(key) != theirs.get(key):  # the same shapes may mean another forward: heads, rotary base, norms
+            raise CheckpointError(
+                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, of the served critic {mine.get(key)!r}; "
+                "another architecture comes in by a reload through Triton"
+            )
+
+
+@functools.lru_cache(maxsize=4)
+def _read_architecture(text: str) -> dict[str, Any]:
+    """All keys of a config.json; version after version it says the same."""
+    given = json.loads(text)
+    if not isinstance(given, dict) or "model_type" not in given:
+        raise ValueError("it names no model_type")
+    return AutoConfig.for_model(**given).to_dict()
+
+
+def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    try:
+        module.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder} does not fit the served critic: {reason[:400]}") from error

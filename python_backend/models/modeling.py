@@ -1,0 +1,275 @@
+"""Reward and critic as torch modules: scores and values of ragged rows from Hugging Face checkpoints.
+
+The server, the sidecar's verification and the tests run this code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from python_backend.checkpoints.inspection import (
+    CheckpointError,
+    CheckpointInfo,
+    Constants,
+    Head,
+    inspect_checkpoint,
+    reward_head,
+)
+from python_backend.checkpoints.positions import rotary_limit
+from python_backend.models.collation import collate
+from python_backend.models.heads import merge_attributes, pool_last, pool_mean, standardise
+from python_backend.models.loading import load_pooled_model, load_token_model, read_head, twin
+from python_backend.models.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
+from python_backend.store.durable import disk_errors
+from python_backend.store.weights import WEIGHTS_FILE
+from python_backend.wire.contract import Limits
+
+logger = logging.getLogger(__name__)
+Pooling = Literal["auto", "last", "mean"]
+Standardization = Literal["checkpoint", "off"] | tuple[float, float]
+POOLS = {"last": pool_last, "mean": pool_mean}
+
+
+class RewardModel:
+    """Scores of rows: the head's outputs, pooled, merged, standardised, in fp32."""
+
+    def __init__(
+        self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants,
+        skipped_pad_id: int | None = None,
+    ) -> None:  # fmt: skip
+        self.model = outputs.model if isinstance(outputs, TokenHead) else outputs
+        self.num_outputs = num_outputs
+        self.mean, self.std = constants.mean, constants.std
+        self.limits = limits_of(self.model)
+        self.skipped_pad_id = skipped_pad_id  # ends no text: transformers pools the token before it
+        self._token_head = outputs if isinstance(outputs, TokenHead) else None
+        self._pool = POOLS.get(pooling)
+        self._weights = weights
+
+    def use_own_forward(self) -> None:
+        """Run transformers' own forward from now on, where a leaner one was proven equal: for comparisons."""
+        if self._token_head is not None:
+            self._token_head.lean = None
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
+        """Rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`), one forward padded to `width`."""
+        ids, attention, lengths = collate(rows, self.model.device, width)
+        if self._token_head is None or self._pool is None:  # encoders pool in their own way, blind to padding
+            scores = self.model(input_ids=ids, attention_mask=attention).logits
+        elif self._pool is pool_last:
+            scores = self._token_head.at_last(ids, attention, lengths)
+        else:
+            scores = self._pool(self._token_head(ids, attention), lengths)
+        if self._weights is not None:
+            scores = merge_attributes(scores, self._weights)
+        return standardise(scores, self.mean, self.std).cpu().numpy()
+
+
+class CriticModel:
+    """One value per token, in fp32: the value at index t is of the state after token t."""
+
+    def __init__(
+        self, model: Any, *, constants: Constants | None = None, compile_forward: bool = False, note: str = "",
+        like: CriticModel | None = None,
+    ) -> None:  # fmt: skip
+        self.model = model.eval()
+        self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
+        self.limits = limits_of(model)
+        self.note = note  # where its value head comes from
+        known = None if like is None else like._token_head
+        self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
+
+    @torch.no_grad()
+    def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
+        """Values float32 `[length_i]` of each token row (int64 `[length_i]`), one forward padded to `width`."""
+        ids, attention, _ = collate(rows, self.model.device, width)
+        values = self.forward(ids, attention).cpu().numpy()
+        return [values[i, : row.size] for i, row in enumerate(rows)]
+
+    def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Standardised values `[B, S]` of `ids` `[B, S]` under the mask `attention` `[B, S]`; differentiable."""
+        values = self._token_head(ids, attention).squeeze(-1)
+        at_least_fp32 = torch.promote_types(values.dtype, torch.float32)
+        return standardise(values.to(at_least_fp32), self.mean, self.std)
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
+        sums = {name: parameter.detach().sum() for name, parameter in self.model.named_parameters()}
+        # One sum finds both a tenth as dearly as isfinite; all together they are looked at once.
+        if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
+            name = next(name for name, value in sums.items() if not value.isfinite())
+            raise CheckpointError(f"{name} holds values that are not finite")
+
+    def own_weights(self) -> None:
+        """Copy the weights out of the file they are mapped from, so that they can be trained."""
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    def with_weights(self, folder: Path) -> CriticModel:
+        """A second critic of the same architecture with the weights and constants in `folder`: of the same dtypes as
+        this one, and memory-mapped on a CPU where the file's dtypes are those.
+
+        Raises:
+            CheckpointError: names or shapes differ from this critic's, or the file is damaged.
+        """
+        info = inspect_checkpoint(folder)
+        module = twin(self.model, info)
+        return CriticModel(
+            module, constants=info.constants, compile_forward=self._token_head.is_compiled, note=self.note, like=self
+        )
+
+
+def load_reward(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", pooling: Pooling = "auto",
+    attribute_weights: Sequence[float] | None = None, merge_attributes: bool = True,
+    standardization: Standardization = "checkpoint", compile_forward: bool = False,
+) -> RewardModel:  # fmt: skip
+    """The reward model in a checkpoint with a trained head of one label or more (attributes).
+
+    Args:
+        pooling: of a linear head: `last` (index length-1), `mean`, or `auto`, which is `last` and sets
+            `skipped_pad_id`; encoders whose classification head pools in its own way take `auto` alone.
+        attribute_weights: of the merged sum; default: 1/A each.
+        merge_attributes: give the weighted sum; otherwise all A scores.
+        standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
+        compile_forward: torch.compile the body.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint or has no trained head; or a setting does not fit its head.
+    """
+    info = inspect_checkpoint(folder)
+    head = reward_head(info)
+    weights = _attribute_weights(info, head, attribute_weights)
+    constants = _constants(info, standardization)
+    num_outputs = 1 if merge_attributes else head.num_labels
+    outputs: Any
+    skipped_pad_id = None
+    if head.is_plain:
+        outputs = TokenHead(
+            load_token_model(info, read_head(info, head), dtype).to(device), compile_forward=compile_forward
+        )
+        if pooling == "auto":
+            pooling = "last"
+            skipped_pad_id = _skipped_pad_id(outputs, head)
+    else:
+        outputs = _load_pooled(info, head, device, dtype, pooling)
+        if compile_forward:
+            compile_body(outputs, lambda ids, attention: outputs(input_ids=ids, attention_mask=attention))
+    merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
+    return RewardModel(
+        outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,
+        constants=constants, skipped_pad_id=skipped_pad_id,
+    )  # fmt: skip
+
+
+def load_critic(
+    folder: Path, *, device: str = "cpu", dtype: str = "float32", standardization: Standardization = "checkpoint",
+    attribute_weights: Sequence[float] | None = None, compile_forward: bool = False,
+) -> CriticModel:  # fmt: skip
+    """The critic that a checkpoint is, or that starts from it; its `note` says where the value head comes from.
+
+    A linear head (of each token, a value head, a decoder's `score`) becomes the value head, several attributes as
+    their sum under `attribute_weights` (default 1/A). A body alone, or under an encoder's pooled classifier, gets a
+    head that answers 0.
+
+    Raises:
+        CheckpointError: the folder is no checkpoint, or its body does not fit the architecture it names.
+    """
+    info = inspect_checkpoint(folder)
+    constants = _constants(info, standardization)
+    head = None if info.head is None or not info.head.is_plain else read_head(info, info.head)
+    if info.head is None:
+        note = "the checkpoint has no head: the value head starts at 0"
+    elif head is None:
+        note = f"{info.head.prefix} stands on a pooling of its own: the value head starts at 0"
+    else:
+        note = f"the value head is {info.head.prefix}"
+        if info.head.num_labels > 1 or attribute_weights is not None:
+            head = head.merged(_attribute_weights(info, info.head, attribute_weights))
+            note += f", its {info.head.num_labels} outputs merged into one"
+    logger.info("%s: %s", folder, note)
+    model = load_token_model(info, head, dtype)
+    return CriticModel(model.to(device), constants=constants, compile_forward=compile_forward, note=note)
+
+
+def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+    """Put the critic's weights, configuration and constants into `folder` (model.safetensors, config.json); with
+    `dtype` the body is saved in it, the head in fp32 all the same."""
+    heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
+    tensors = {
+        name: tensor.detach().to("cpu", tensor.dtype if id(tensor) in heads else dtype or tensor.dtype).contiguous()
+        for name, tensor in critic.model.state_dict(keep_vars=True).items()
+    }
+    with disk_errors(folder / WEIGHTS_FILE):
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    critic.model.config.reward_standardization = {"mean": critic.mean, "std": critic.std}
+    critic.model.config.save_pretrained(folder)
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars and load reports out of the logs; what matters in them is checked here."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def limits_of(model: Any) -> Limits:
+    """Vocabulary and positions of a Hugging Face model, no more of these than leave its rotary table as it is."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():  # RoBERTa's positions begin behind its padding index
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions = module.num_embeddings - module.padding_idx - 1
+    known = [int(limit) for limit in (positions, rotary_limit(model.config.to_dict())) if limit]
+    return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
+
+
+def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
+    if pooling != "auto":
+        raise CheckpointError(
+            f"{info.folder}: pooling: {pooling} does not fit; its head {head.prefix} was trained on the pooling of its "
+            f"own {info.architecture or 'class'}, set pooling: auto"
+        )
+    model = load_pooled_model(info, head, dtype).to(device)
+    keep_head_exact(model)
+    if measure_causality(model):  # its pooling looks for the padding id, which a row may hold
+        raise CheckpointError(
+            f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
+            "use a checkpoint whose head is a linear `score`"
+        )
+    return model
+
+
+def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
+    """The padding id, where transformers' own class pools the last token that is not padding."""
+    if head.kind != "sequence" or not outputs.is_causal:
+        return None
+    return outputs.model.config.get_text_config().pad_token_id
+
+
+def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] | None) -> Tensor:
+    weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
+    if len(weights) != head.num_labels:
+        raise CheckpointError(
+            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; give one each"
+        )
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def _constants(info: CheckpointInfo, setting: Standardization) -> Constants:
+    if setting == "off":
+        return Constants()
+    if setting == "checkpoint":
+        return info.constants or Constants()
+    mean, std = setting
+    if not std > 0:
+        raise CheckpointError(f"{info.folder}: standardisation by std {std:g}, which must be above 0")
+    return Constants(mean, std)

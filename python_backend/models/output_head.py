@@ -1,0 +1,129 @@
+"""Log-probs and entropies straight from hidden states: the `[N, V]` logits of a causal LM never exist as a whole.
+
+With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, their gradient as much again. Here a part of the
+positions at a time gets logits, and the backward pass computes them once more instead of keeping them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from python_backend.models.logprobs import sampling_entropy, sampling_logits, target_logprobs
+
+MAX_LOGITS = 1 << 24  # at once: 64 MiB in float32
+TOLERANCE = 1e-5  # of the logits' largest value
+PROBE_TOKENS = 4
+LARGE_LOGIT = 1000.0
+
+
+@torch.no_grad()
+def linear_head(model: Any) -> nn.Linear | None:
+    """The layer that turns the hidden states of `model.base_model` into its logits.
+
+    None where the model does more than that, such as capping its logits: its own forward must be used there. That is
+    found out by comparing both on a few tokens, with large logits: a cap hardly changes those of random weights.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or model.base_model is model:  # transformers names no body for a few, as for Llama 4
+        return None
+    ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % head.out_features
+    enlarged = head.register_forward_hook(lambda _, __, logits: logits * (LARGE_LOGIT / logits.abs().max()))
+    try:
+        own = model(input_ids=ids, use_cache=False).logits
+        ours = head(model.base_model(input_ids=ids, use_cache=False)[0])
+    finally:
+        enlarged.remove()
+    if ours.shape != own.shape:
+        return None
+    return head if float((ours - own).abs().max()) <= TOLERANCE * max(1.0, float(own.abs().max())) else None
+
+
+def head_logprobs(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = (),
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Log-prob `[N]` of each target under `head(hidden)`, as `target_logprobs`, and the entropies `[N]` if wanted.
+
+    Differentiable with respect to `hidden` and the head. The product is computed in the type of the head's weights.
+
+    Args:
+        hidden: `[N, H]`.
+        targets: int64 `[N]`, token ids.
+
+    Raises: ValueError as `target_logprobs`.
+    """
+    result = _HeadLogprobs.apply(
+        hidden, head.weight, head.bias, targets, temperature, list(banned_token_ids), with_entropy
+    )
+    return result if with_entropy else (result, None)
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """With z = logits / temperature, p = softmax(z), logp_y = z_y - logsumexp(z) and H = -sum_v p_v log p_v:
+
+    d logp_y / dz_v = [v = y] - p_v
+    d H / dz_v = -p_v (log p_v + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+        banned: list[int], with_entropy: bool,
+    ) -> Any:  # fmt: skip
+        logprobs, entropies = [], []
+        for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
+            logits = _logits(part, weight, bias)
+            logprobs.append(target_logprobs(logits, wanted, temperature=temperature, banned_token_ids=banned))
+            if with_entropy:
+                entropies.append(sampling_entropy(logits, temperature=temperature, banned_token_ids=banned))
+        ctx.save_for_backward(hidden, weight, bias, targets, *(map(torch.cat, [entropies] if with_entropy else [])))
+        ctx.temperature, ctx.banned = temperature, banned
+        return (torch.cat(logprobs), torch.cat(entropies)) if with_entropy else torch.cat(logprobs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, bias, targets, *entropies = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        grad_bias = torch.zeros_like(bias) if needs_bias else None
+        start = 0
+        for part, wanted in zip(*_parts(hidden, targets, weight), strict=True):
+            rows = slice(start, start := start + len(part))
+            grad = _grad_of_logits(ctx, _logits(part, weight, bias), wanted, [each[rows] for each in grads],
+                                   [each[rows] for each in entropies]).to(weight.dtype)  # fmt: skip
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, part.to(weight.dtype))
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """Gradient `[n, V]` of the loss with respect to the logits, given those to log-probs and entropies `[n]`."""
+    logp = sampling_logits(logits, ctx.temperature, ctx.banned)
+    logp -= logp.logsumexp(-1, keepdim=True)
+    p = logp.exp()
+    if entropies:
+        logp[:, ctx.banned] = 0.0  # p log p is 0 at p = 0, where the plain product would be 0 * -inf
+        weights = grads[0][:, None] + grads[1][:, None] * (logp + entropies[0][:, None])
+    else:
+        weights = grads[0][:, None]
+    grad = p.mul_(-weights)
+    grad.scatter_add_(1, targets[:, None], grads[0][:, None].to(grad.dtype))
+    return grad.div_(ctx.temperature)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+
+
+def _parts(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    step = max(1, MAX_LOGITS // weight.shape[0])
+    return hidden.split(step), targets.split(step)

@@ -1,0 +1,270 @@
+"""Worker processes of one reward function; killing one costs only the sample that it was scoring.
+
+One thread, one process and one socket per worker: a killed worker leaves nothing locked that others share.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import queue
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from python_backend.errors import RlhfError
+from python_backend.rewards.function import FunctionError, Sample
+from python_backend.rewards.worker import receive_frame, send_frame
+from python_backend.stop_signal import how_ended
+
+MEMORY_MIB = 4096
+START_LIMIT_S = 60.0  # for Python and the function's imports
+LOOK_INTERVAL_S = 0.1  # between looks whether the worker lives and the pool is wanted
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one sample: `error` is empty exactly when there is a score; `score` is NaN otherwise."""
+
+    score: float = float("nan")
+    error: str = ""
+
+
+class WorkerDied(RlhfError):
+    """The worker process is gone; the message says how it ended."""
+
+
+class PoolClosed(RuntimeError):
+    """The pool was closed while a sample was under way."""
+
+
+class Worker:
+    """One process that has imported the function."""
+
+    def __init__(self, spec: str, wanted: Callable[[], bool], *, start_limit_s: float, memory_mib: int) -> None:
+        """Raises FunctionError if the function cannot be imported in time, PoolClosed."""
+        self._wanted = wanted
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
+            self._process = subprocess.Popen(
+                [_python(), "-m", "python_backend.rewards.worker", *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            answer = self._read(start_limit_s)
+        except (WorkerDied, TimeoutError) as error:
+            self.kill()
+            cause = f"no end after {start_limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise FunctionError(f"{spec} cannot be imported: {cause}") from error
+        except BaseException:
+            self.kill()
+            raise
+        if "error" in answer:
+            self.kill()
+            raise FunctionError(answer["error"])
+
+    def run(self, sample: Sample, limit_s: float) -> Outcome:
+        """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied, PoolClosed; kill the worker then."""
+        started = time.monotonic()
+        self._channel.settimeout(limit_s)
+        try:
+            send_frame(self._channel, asdict(sample))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise WorkerDied(self._obituary()) from error
+        return Outcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
+
+    def kill(self) -> None:
+        """End the process and whatever it started; returns when it is gone."""
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self, limit_s: float) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_s
+        while not select.select([self._channel], [], [], min(LOOK_INTERVAL_S, max(0.0, deadline - time.monotonic())))[
+            0
+        ]:
+            if not self._wanted():
+                raise PoolClosed
+            if self._process.poll() is not None:  # what it has forked holds the socket open
+                raise WorkerDied(self._obituary())
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+        self._channel.settimeout(max(LOOK_INTERVAL_S, deadline - time.monotonic()))
+        try:
+            return receive_frame(self._channel)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise WorkerDied(self._obituary()) from error
+
+    def _obituary(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a socket may close before the exit code is there
+            self._process.wait(1.0)
+        code = self._process.poll()
+        return f"the worker process {'closed its channel' if code is None else how_ended(code)}"
+
+
+Pending = tuple[Sample, Callable[[Outcome], None]]
+
+
+class FairQueue:
+    """Samples that wait, one of each request in turn: a request of thousands does not keep one of a few waiting."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._requests: collections.deque[collections.deque[Pending]] = collections.deque()
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, samples: Iterable[Pending]) -> None:
+        """Append the samples of one request."""
+        with self._changed:
+            waiting = collections.deque(samples)
+            if waiting:
+                self._requests.append(waiting)
+                self.size += len(waiting)
+                self._changed.notify_all()
+
+    def get(self) -> Pending | None:
+        """Wait for a sample; None once the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._requests or self._closed)
+            if self._closed:
+                return None
+            waiting = self._requests.popleft()
+            sample = waiting.popleft()
+            if waiting:
+                self._requests.append(waiting)
+            self.size -= 1
+            return sample
+
+    def close(self) -> None:
+        """Drop what waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class WorkerPool:
+    """A fixed number of workers for one function."""
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        memory_mib: int = MEMORY_MIB,
+        start_limit_s: float = START_LIMIT_S,
+    ) -> None:
+        """Start the workers and return when each has imported the function.
+
+        Args:
+            timeout_s: longest run of one sample, from the moment a worker begins with it.
+            memory_mib: most memory of a worker.
+
+        Raises:
+            FunctionError: it cannot be imported; nothing is left running.
+        """
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._start = functools.partial(
+            Worker, spec, lambda: not self._closed.is_set(), start_limit_s=start_limit_s, memory_mib=memory_mib
+        )
+        self._samples = FairQueue()
+        self._started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"worker-{i}", daemon=True) for i in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for error in [self._started.get() for _ in self._threads]:
+            if error is not None:
+                self.close()
+                raise error
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that no worker has begun with."""
+        return self._samples.size
+
+    def submit(self, samples: Iterable[Pending]) -> None:
+        """Score the samples of one request, in turn with those of others.
+
+        Each is given with a function that is called once, from a thread of the pool, unless the pool is closed before.
+        """
+        self._samples.put(samples)
+
+    def close(self) -> None:
+        """End every worker, at once; samples that are not done are dropped."""
+        self._closed.set()
+        self._samples.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        """One worker's thread; it replaces a worker that is gone when the next sample comes."""
+        worker = None
+        try:
+            try:
+                worker = self._start()
+                self._started.put(None)
+            except Exception as error:  # thread edge: told to the constructor
+                self._started.put(error)
+                return
+            while (item := self._samples.get()) is not None:
+                sample, done = item
+                try:
+                    worker = worker or self._start()
+                    outcome, worker = self._run(worker, sample)
+                except PoolClosed:
+                    return
+                except Exception as error:  # thread edge: a thread that died would leave its samples without an end
+                    outcome = Outcome(error=str(error) or type(error).__name__)
+                done(outcome)
+        finally:
+            if worker is not None:
+                worker.kill()
+
+    def _run(self, worker: Worker, sample: Sample) -> tuple[Outcome, Worker | None]:
+        """The outcome, and the worker if it may go on."""
+        healthy = False
+        try:
+            outcome = worker.run(sample, self._timeout_s)
+            healthy = True
+            return outcome, worker
+        except TimeoutError:
+            return Outcome(error=f"took longer than {self._timeout_s:g} s and was killed"), None
+        except WorkerDied as error:
+            return Outcome(error=str(error)), None
+        finally:
+            if not healthy:
+                worker.kill()
+
+
+def _python() -> str:
+    """The interpreter; inside Triton's stub `sys.executable` may be the stub itself, or empty."""
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    found = shutil.which("python3")
+    if found is None:
+        raise FunctionError("there is no python3 on PATH to run reward functions with")
+    return found

@@ -1,0 +1,96 @@
+"""A reward function's worker: `python -m python_backend.rewards.worker SPEC FD MEMORY_MIB`.
+
+Receives samples over the socket `FD`, one at a time, and replies with `{"score"}` or `{"error"}`; ends with its parent.
+The function runs in the main thread and may crash the process: the pool starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from python_backend.rewards.function import FunctionError, Sample, describe, load_function, score
+
+HEADER = struct.Struct("!I")
+
+
+def send_frame(channel: socket.socket, message: dict[str, Any]) -> None:
+    """Write one message: its length, then JSON. Raises OSError; TimeoutError after the channel's timeout."""
+    data = json.dumps(message).encode()
+    channel.sendall(HEADER.pack(len(data)) + data)
+
+
+def receive_frame(channel: socket.socket) -> dict[str, Any]:
+    """Read one message. Raises EOFError when the other side is gone, OSError."""
+    (size,) = HEADER.unpack(_receive(channel, HEADER.size))
+    return json.loads(_receive(channel, size))
+
+
+def _receive(channel: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = channel.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _watch_the_server(channel: socket.socket) -> None:
+    """Fork a process that ends all of our process group once the other side of the channel is gone.
+
+    An endless function never looks at its channel, and a program that it has started knows of none.
+    """
+    if os.fork():
+        return
+    gone = select.poll()
+    gone.register(channel, select.POLLRDHUP)
+    while not gone.poll():
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _bound_memory(memory_mib: int) -> None:
+    """Beyond it a function gets MemoryError; and if the machine runs out, this process goes before the server."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main(argv: list[str]) -> int:
+    """Serve until the channel is closed; 1 if the function cannot be imported."""
+    spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    _watch_the_server(channel)
+    _bound_memory(memory_mib)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server's threads block signals, and masks are inherited
+    try:
+        function = load_function(spec)
+    except FunctionError as error:
+        send_frame(channel, {"error": str(error)})
+        return 1
+    send_frame(channel, {"ready": True})
+    while True:
+        try:
+            message = receive_frame(channel)
+        except (EOFError, OSError):
+            return 0
+        try:
+            answer: dict[str, Any] = {"score": score(function, Sample(**message))}
+        except BaseException as error:  # process edge: whatever it raised, sys.exit too, is this sample's error
+            answer = {"error": describe(error)}
+        send_frame(channel, answer)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

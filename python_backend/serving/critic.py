@@ -1,0 +1,111 @@
+"""The critic inside tritonserver: serves the version that CURRENT names and swaps in the next one.
+
+Replies with `values` FP32 [B, S], 0 behind each row, and `weights_version` INT64 [B, 1], one version per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from python_backend.models.batching import padded_rows
+from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.serving.follower import Follower, Version
+from python_backend.serving.requests import RowReader, read_limits
+from python_backend.serving.scoring import Scoring
+from python_backend.serving.torch_scoring import TorchScoringModel
+from python_backend.serving.triton import Call, Counters, Gauge, log, log_error
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import (
+    AFTER_CRITIC,
+    PROMPT_LENGTHS,
+    RESPONSE_VALUES,
+    SENTENCES,
+    VALUES,
+    WEIGHTS_VERSION,
+    ContractError,
+    ScoringRows,
+    check_size,
+)
+
+COUNTERS = {
+    "rlhf_weights_taken_up_total": "Versions of the critic's weights that an instance took up",
+    "rlhf_weights_rejected_total": "Versions of the critic's weights that an instance refused",
+}
+
+
+class TritonPythonModel(TorchScoringModel):
+    """Scores rows by the current version; a watcher thread brings the next, taken up between micro-batches."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load: a Triton reload comes in here, in a fresh process."""
+        self.set_up_torch(args)
+        parameters = self.parameters
+        self._served = Gauge(parameters.model, "rlhf_weights_version", "Version of the critic's weights that is served")
+        self._versions = Counters(parameters.model, COUNTERS)
+        self._follower = Follower(
+            WeightsStore(parameters.path("store")),
+            args["model_instance_name"],
+            load=self._load,
+            swaps=parameters.text("reload") == "swap",
+            poll_s=parameters.number("poll_interval_ms") / 1000,
+            log_error=log_error,
+            count=self._count,
+        )
+        self._follower.start()
+        version = self._follower.version
+        self.limits = read_limits(version.critic.limits, parameters)
+        self._reader = RowReader(parameters.path("checkpoint"), self.limits, add_special_tokens=False)
+        self.start()
+        log(f"{parameters.model}: serving weights version {version.number}")
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload."""
+        super().finalize()
+        self._follower.stop()
+
+    def current_model(self) -> Version:
+        return self._follower.version
+
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        rows = yield from self._reader.read(call)
+        check_size(SENTENCES, len(rows.tokens), rows.width, self.limits)  # of tokens it was checked; so is the answer
+        # A caller that names no outputs is asked for all of them by Triton, and gets those that it can have.
+        if RESPONSE_VALUES in call.wanted and VALUES not in call.wanted and rows.prompt_lengths is None:
+            raise ContractError(f"{PROMPT_LENGTHS}: missing; {RESPONSE_VALUES} needs it")
+        return rows
+
+    def needs_forward(self, call: Call) -> bool:
+        # critic_infer asked for `rewards` alone still takes `after_critic` from here, which costs nothing.
+        return not call.wanted.isdisjoint((VALUES, RESPONSE_VALUES))
+
+    def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        return model.critic.values(rows, width)
+
+    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
+        wanted, rows = scoring.call.wanted, scoring.rows
+        outputs = [output for output in scoring.outputs if output is not None]
+        versions = np.full((len(rows.tokens), 1), scoring.model.number, np.int64)
+        answer = {WEIGHTS_VERSION: versions, AFTER_CRITIC: versions}
+        if VALUES in wanted:
+            answer[VALUES] = padded_rows(outputs, rows.width)
+        if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:
+            parts = [output[p - 1 : -1] for output, p in zip(outputs, rows.prompt_lengths.tolist(), strict=True)]
+            answer[RESPONSE_VALUES] = padded_rows(parts, max(1, *(part.size for part in parts)))
+        return answer
+
+    def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
+        """The critic in `folder`; a sibling of the served one shares what is known of its architecture.
+
+        Looking at every weight also brings the mapped file into memory before the first forward needs it.
+        """
+        critic = load_critic(folder, **self.loading) if served is None else served.with_weights(folder)
+        critic.check_finite()
+        return critic
+
+    def _count(self, number: int, rejected: bool) -> None:
+        self._versions.add((not rejected, rejected))
+        self._versions.publish()
+        self._served.show(self._follower.version.number)

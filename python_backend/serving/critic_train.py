@@ -1,0 +1,49 @@
+"""critic_train inside tritonserver: accepts training payloads into the journal.
+
+Replies with `loss_mean` and `weights_version` once every instance serves the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import numpy as np
+
+from python_backend.checkpoints.positions import max_positions
+from python_backend.serving.allocator import use_allocator
+from python_backend.serving.journal_model import JournalModel
+from python_backend.serving.triton import Call
+from python_backend.store.journal import Entry, Result
+from python_backend.store.ownership import Sender
+from python_backend.store.weights import CONFIG_FILE, FIRST_VERSION, WeightsStore
+from python_backend.wire import contract
+from python_backend.wire.contract import Limits, step_identity
+from python_backend.wire.training_payload import sent_payload
+
+
+class TritonPythonModel(JournalModel):
+    """Validates and journals; never computes, never blocks the next caller."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        super().initialize(args)
+        use_allocator("retain")  # fresh pages for every payload cost more than checking it does
+        store = WeightsStore(self.parameters.path("store"))
+        number = store.current()
+        if number is None:
+            raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
+        config = json.loads((store.folder(number) / CONFIG_FILE).read_text())
+        self._limits = Limits(int(config["vocab_size"]), max_positions(config))
+
+    def accept(self, call: Call) -> Entry:
+        names = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.RETURNS, contract.PREV_VALUES, contract.MASK)
+        sent = sent_payload({name: call.array(name) for name in names}, self._limits)
+        run_id, step = step_identity(call.array(contract.RUN_ID), call.array(contract.STEP))
+        sender = Sender.parse(call.header(contract.SENDER_HEADER))
+        return self.journal.accept_training(sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check)
+
+    def reply(self, result: Result) -> Mapping[str, np.ndarray]:
+        return {
+            contract.LOSS_MEAN: np.asarray([result.loss_mean], np.float32),
+            contract.WEIGHTS_VERSION: np.asarray([result.weights_version], np.int64),
+        }

@@ -1,0 +1,124 @@
+"""A reward function as a Triton model: worker processes score the rows, and the last one completes the reply.
+
+Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1] with the
+cause. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from python_backend.checkpoints.tokenization import TextCodec
+from python_backend.rewards.function import Sample
+from python_backend.rewards.pool import Outcome, WorkerPool
+from python_backend.serving.requests import LONGEST_ROW_TOKENS, request_limits
+from python_backend.serving.round_robin import RoundRobin
+from python_backend.serving.triton import Call, Parameters, log, log_error, refuse_numpy_2
+from python_backend.wire import contract
+
+ANY_TOKEN = contract.Limits(vocab_size=2**31)  # a policy's vocabulary may be padded beyond the tokenizer's
+
+
+class TritonPythonModel:
+    """Scores rows by one function."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load. Raises FunctionError if the function cannot be imported."""
+        refuse_numpy_2()
+        parameters = Parameters(args)
+        self._codec = TextCodec(parameters.path("tokenizer"))
+        self._most_waiting = parameters.number("max_waiting_rows")
+        self._limits = request_limits(ANY_TOKEN, parameters)
+        self._texts = RoundRobin("texts")
+        spec, workers = parameters.text("function"), parameters.number("workers")
+        timeout_s = float(parameters.text("timeout_s"))
+        memory_mib = parameters.number("memory_mib")
+        self._pool = WorkerPool(spec, num_workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
+        log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s for a sample")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: another thread makes texts of token rows, or the reverse, and hands them to workers."""
+        for request in requests:
+            self._texts.submit(self._hand_over(Call(request)))
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload, once every request has its answer: no worker is left behind."""
+        self._texts.close()
+        self._pool.close()
+
+    def _hand_over(self, call: Call) -> Generator[None, None, None]:
+        try:
+            samples = yield from self._samples(call)
+            waiting = self._pool.num_waiting
+            if waiting + len(samples) > self._most_waiting:
+                raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
+            pending = PendingCall(call, len(samples))
+            self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
+        except Exception as error:  # thread edge: one request's error is that request's answer
+            _refuse(call, error)
+
+    def _samples(self, call: Call) -> Generator[None, None, list[Sample]]:
+        sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
+        if sentences is not None:
+            contract.text_bytes(sentences, encoded, self._limits)
+            samples = [Sample(text) for text in contract.sentence_texts(sentences)]
+        else:
+            given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
+            rows = contract.scoring_rows(given, lengths, limits=self._limits).tokens
+            contract.text_bytes(np.empty((0, 1), np.object_), encoded, self._limits)
+            samples = [Sample("", row.tolist()) for row in rows]
+        metadata = contract.metadata_rows(encoded, len(samples))
+        for i, sample in enumerate(samples):
+            text = sample.text if sentences is not None else self._codec.decode(sample.tokens)
+            tokens = self._codec.encode(text, LONGEST_ROW_TOKENS) if sentences is not None else sample.tokens
+            samples[i] = Sample(text, tokens, metadata[i])
+            yield
+        return samples
+
+
+class PendingCall:
+    """A request whose rows are with the workers; answered from a thread of the pool."""
+
+    def __init__(self, call: Call, num_rows: int) -> None:
+        self._call = call
+        self._outcomes = [Outcome()] * num_rows
+        self._left = num_rows
+        self._lock = threading.Lock()
+
+    def done(self, row: int, outcome: Outcome) -> None:
+        """Take a row's outcome; the last one answers the request."""
+        with self._lock:
+            self._outcomes[row] = outcome
+            self._left -= 1
+            if self._left:
+                return
+        try:
+            _answer(self._call, self._outcomes)
+        except Exception as error:  # thread edge: a worker's thread must outlive a caller that is gone
+            log_error(f"an answer could not be sent: {type(error).__name__}: {error}")
+
+
+def _answer(call: Call, outcomes: Sequence[Outcome]) -> None:
+    """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
+    scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
+    with np.errstate(over="ignore"):  # beyond FP32: infinite, which the sum calls a failure
+        arrays = {contract.REWARD_COMPONENT: scores.astype(np.float32)}
+    call.answer({**arrays, contract.REWARD_ERROR: contract.texts_array([outcome.error for outcome in outcomes])})
+
+
+def _refuse(call: Call, error: Exception) -> None:
+    """Give every row the error as its cause; Triton gives all tensors of a request the same number of rows."""
+    inputs = (contract.SENTENCES, contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.METADATA)
+    arrays = (call.array(name) for name in inputs)
+    try:
+        num_rows = next((len(array) for array in arrays if array is not None), 0)
+        if num_rows == 0:
+            raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
+        _answer(call, [Outcome(error=str(error))] * num_rows)
+    except Exception as trouble:  # thread edge: the request must have an answer
+        call.fail(trouble)

@@ -1,0 +1,55 @@
+"""The reference model inside tritonserver: the policy as it was before training.
+
+Replies with `logprobs` FP32 [B, S]: index t is of token t+1, under the sampling temperature and without the tokens that
+are never sampled; 0 behind each row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+
+import numpy as np
+
+from python_backend.models.batching import padded_rows
+from python_backend.models.language_model import LanguageModel, load_language_model
+from python_backend.serving.requests import read_limits
+from python_backend.serving.scoring import Scoring
+from python_backend.serving.torch_scoring import TorchScoringModel
+from python_backend.serving.triton import Call, log
+from python_backend.wire import contract
+from python_backend.wire.contract import ContractError, ScoringRows, scoring_rows
+
+
+class TritonPythonModel(TorchScoringModel):
+    """Gives log-probs by one fixed checkpoint."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        self.set_up_torch(args)
+        parameters = self.parameters
+        folder = parameters.path("checkpoint")
+        temperature, banned = parameters.text(contract.TEMPERATURE), parameters.text(contract.BANNED_TOKEN_IDS)
+        self._model = load_language_model(
+            folder, temperature=float(temperature), banned_token_ids=json.loads(banned), **self.loading
+        )
+        self.limits = read_limits(self._model.limits, parameters)
+        self.start()
+        log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, without the tokens {banned}")
+
+    def current_model(self) -> LanguageModel:
+        return self._model
+
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        yield from ()  # tokens are read at once
+        tokens = call.array(contract.TOKENS)
+        if tokens is None:
+            raise ContractError(f"{contract.TOKENS}: missing")
+        return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=self.limits)
+
+    def forward(self, model: LanguageModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        return model.logprobs(rows, width)
+
+    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
+        outputs = [output for output in scoring.outputs if output is not None]
+        return {contract.LOGPROBS: padded_rows(outputs, scoring.rows.width)}

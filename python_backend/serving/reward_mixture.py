@@ -1,0 +1,46 @@
+"""The weighted sum of several rewards, the last step of the ensemble `reward_model`.
+
+Takes each component's scores FP32 [B, 1], NaN where it failed, and each function's causes BYTES [B, 1].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from python_backend.rewards.weighted_sum import weighted_sum
+from python_backend.serving.triton import Call, Parameters, answer_each, refuse_numpy_2
+from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARD_WEIGHTS, REWARDS, texts_array
+
+
+class TritonPythonModel:
+    """Adds up what the other models scored."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        refuse_numpy_2()
+        parameters = Parameters(args)
+        self._names: list[str] = json.loads(parameters.text(REWARD_COMPONENTS))
+        self._weights = np.asarray(json.loads(parameters.text(REWARD_WEIGHTS)), np.float64)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point."""
+        answer_each(requests, lambda call: call.answer(self._mix(call)))
+
+    def _mix(self, call: Call) -> dict[str, np.ndarray]:
+        columns = [call.array(f"component_{name}") for name in self._names]
+        components = np.concatenate([column for column in columns if column is not None], axis=1)
+        causes = {}
+        for name in self._names:
+            found = call.array(f"error_{name}")
+            if found is not None:
+                causes[name] = [item.decode() for item in found[:, 0]]
+        rewards, errors = weighted_sum(self._names, self._weights, components, causes)
+        return {
+            REWARDS: rewards[:, None],
+            REWARD_COMPONENTS: np.where(np.isfinite(components), components, np.float32(np.nan)),
+            REWARD_ERRORS: texts_array(errors),
+        }

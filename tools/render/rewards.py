@@ -1,0 +1,72 @@
+"""Renders the reward models of a YAML with `rewards`: components, their sum, and the ensemble `reward_model`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from python_backend.config import RunConfig
+from python_backend.config.required_files import tokenizer_folder
+from python_backend.config.reward_terms import MODEL_TERM
+from python_backend.rewards.function import with_absolute_path
+from python_backend.wire.contract import (
+    REWARD_CHECKPOINT,
+    REWARD_COMPONENTS,
+    REWARD_MIXTURE,
+    REWARD_MODEL,
+    REWARD_WEIGHTS,
+)
+from tools.render.ensembles import mixture_steps, model_of
+
+MAX_WAITING_ROWS = 100_000  # beyond it callers are told to come back: the memory of a server is finite
+Render = Callable[..., str]
+
+
+def render_rewards(
+    config: RunConfig, place: Callable[[Path], Path], *, render: Render, checkpoint: Callable[[str], str],
+    fingerprint: Callable[[Path], str],
+) -> dict[str, str]:  # fmt: skip
+    """The reward models of a configuration whose `rewards` are set.
+
+    Args:
+        place: makes a path what it should be in the files.
+        render: a template by its name, with values.
+        checkpoint: config.pbtxt of the reward checkpoint under a name.
+        fingerprint: of a checkpoint folder's tokenizer.
+    """
+    assert config.rewards
+    tokenizer = tokenizer_folder(config)
+    sums = {
+        REWARD_COMPONENTS: json.dumps(list(config.rewards)),
+        REWARD_WEIGHTS: json.dumps([term.weight for term in config.rewards.values()]),
+    }
+    whole = {**sums, "checkpoint": str(place(tokenizer)), "tokenizer_fingerprint": fingerprint(tokenizer)}
+    batch = config.reward.max_batch_size
+    texts = {}
+    for name, term in config.functions.items():
+        parameters = {
+            "function": with_absolute_path(str(term.function), place),
+            "timeout_s": f"{term.timeout_s:g}",
+            "workers": str(term.workers),
+            "memory_mib": str(term.memory_mib),
+            "max_waiting_rows": str(MAX_WAITING_ROWS),
+            "max_sentence_bytes": str(config.reward.max_sentence_bytes),
+            "max_request_tokens": str(config.reward.max_request_tokens),
+            "max_request_bytes": str(config.reward.max_request_bytes),
+            "tokenizer": str(place(tokenizer)),
+        }
+        model = model_of(name)
+        texts[model] = render("reward_function.pbtxt.j2", name=model, max_batch_size=batch, parameters=parameters)
+    if MODEL_TERM in config.rewards:
+        texts[REWARD_CHECKPOINT] = checkpoint(REWARD_CHECKPOINT)
+    terms = [{"name": name, "function": name != MODEL_TERM} for name in config.rewards]
+    texts[REWARD_MIXTURE] = render(
+        "reward_mixture.pbtxt.j2", name=REWARD_MIXTURE, terms=terms, max_batch_size=batch, parameters=sums
+    )
+    texts[REWARD_MODEL] = render(
+        "ensemble.pbtxt.j2", name=REWARD_MODEL, purpose="The weighted sum of several rewards.", has_values=False,
+        num_rewards=1, num_components=len(config.rewards), steps=mixture_steps(config.rewards), max_batch_size=batch,
+        parameters=whole,
+    )  # fmt: skip
+    return texts

@@ -1,0 +1,66 @@
+"""Rules of the rendered configurations that Triton's protobuf cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from python_backend.config import ConfigError
+from python_backend.wire.contract import TOKENS
+
+
+def check_rules(configs: Mapping[str, Any]) -> None:
+    """Names, ragged inputs, batch sizes, the ensembles' wiring. Raises ConfigError."""
+    for model, config in configs.items():
+        if config.name != model:
+            raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}")
+        if config.platform == "ensemble":
+            _check_ensemble(configs, model)
+        elif config.max_batch_size:
+            _check_batching(model, config)
+
+
+def _check_batching(model: str, config: Any) -> None:
+    for tensor in config.input:
+        if tensor.name == TOKENS and not tensor.allow_ragged_batch:
+            raise ConfigError(f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
+                              "of different lengths never share a batch")  # fmt: skip
+    if not config.HasField("dynamic_batching"):
+        raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing")
+    too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]
+    if too_large:
+        raise ConfigError(
+            f"{model}: preferred_batch_size {too_large[0]} exceeds max_batch_size {config.max_batch_size}"
+        )
+
+
+def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
+    whole = configs[model]
+    ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
+    before: set[str] | None = None
+    for step in whole.ensemble_scheduling.step:
+        part = configs[step.model_name]
+        if part.platform == "ensemble":
+            raise ConfigError(
+                f"{model}/config.pbtxt: step {step.model_name} is an ensemble itself: there a request with a text as "
+                "sequence_id kills tritonserver 2.51"
+            )
+        if before is not None and not before & set(step.input_map.values()):
+            raise ConfigError(
+                f"{model}/config.pbtxt: step {step.model_name} takes no output of the step before it: steps that run "
+                "at the same time can deadlock tritonserver when one of them fails"
+            )
+        before = set(step.output_map.values())
+        if part.max_batch_size < whole.max_batch_size:
+            raise ConfigError(f"{model}: max_batch_size {whole.max_batch_size} exceeds that of {step.model_name}")
+        for mapping, tensors in ((step.input_map, part.input), (step.output_map, part.output)):
+            theirs = {tensor.name: tensor for tensor in tensors}
+            for key, value in mapping.items():
+                known = theirs.get(key)
+                # What passes between two steps has the type that its first user gives it.
+                if known is None or _type(ours.setdefault(value, known)) != _type(known):
+                    raise ConfigError(f"{model}/config.pbtxt: tensor {key} does not fit {step.model_name}")
+
+
+def _type(tensor: Any) -> tuple[int, list[int]]:
+    return tensor.data_type, list(tensor.dims)

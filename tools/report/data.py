@@ -1,0 +1,196 @@
+"""Reads a finished run for the report: summary, steps, critic updates, held-out texts and their gains."""
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from python_backend.store.durable import read_json
+from python_backend.store.jsonl import each_line
+from tools.demo.gold import paired_ci95
+from tools.report.summary import Pair, gold_gains, has_samples, read_pairs
+
+SETTINGS_FILE = "settings.json"
+ALL_WORDS = "all words"
+MOST_DRAWN = 2000  # steps, and critic updates: more are not seen, and make a page of many megabytes
+MOST_TEXTS = 8  # from the beginning of a run, and as many from its end
+SHOWN_S = 0.005  # a phase shorter than this would read 0.00
+# Timer -> what it is called; "other" is what no timer covers.
+PHASES = {
+    "timers/generate": "generate",
+    "timers/logprobs": "log-probs",
+    "timers/init_logprobs": "reference log-probs",
+    "timers/score_wait": "waiting for scores",
+    "timers/critic_wait": "waiting for the critic",
+    "timers/train_time": "policy update",
+    "other": "other",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """The mean gain over the held-out prompts with its 95 % interval."""
+
+    label: str
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A response of a training rollout."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float | None  # None: it has no score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the report shows, as read from the run folder."""
+
+    name: str
+    summary: dict[str, Any]
+    settings: dict[str, Any]  # `section.key`: value, all of them; empty for a run before 2026-11-22
+    steps: list[dict[str, Any]]  # of a long run every n-th
+    critic: list[dict[str, Any]]  # the same of each kind of line; empty where the algorithm has no critic
+    pairs: list[Pair]
+    texts: list[Sample]  # of its training rollouts, where it has no pairs
+
+    @property
+    def gold(self) -> bool:
+        """Whether the held-out texts have a score that the run never saw."""
+        return "gold_before" in self.summary
+
+    @cached_property
+    def gains(self) -> list[Gain]:
+        """The gold gain with the whole lexicon, and without the top word; empty where there is no gold."""
+        if not self.gold:
+            return []
+        gains = [_gain(ALL_WORDS, *gold_gains(self.pairs))]
+        top_word = self.summary.get("top_word")
+        if top_word:
+            gains.append(_gain(f"without “{top_word}”", *gold_gains(self.pairs, [top_word])))
+        return gains
+
+
+def load_run(run_dir: Path) -> Run:
+    """Raises FileNotFoundError naming the missing file; only samples.jsonl may be absent."""
+    run_dir = Path(run_dir).resolve()
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    pairs = read_pairs(run_dir) if has_samples(run_dir) else []
+    if "ppo_steps" in summary:  # of a run before 2026-11-22
+        summary = {"steps": summary.pop("ppo_steps"), **summary}
+    return Run(
+        name=run_dir.name,
+        summary=summary,
+        settings=flattened(read_json(run_dir / SETTINGS_FILE) or {}),
+        steps=read_steps(run_dir),
+        critic=read_critic(run_dir) if "critic_updates" in summary else [],
+        pairs=pairs,
+        texts=[] if pairs else read_texts(run_dir),
+    )
+
+
+def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested objects as one, whose keys are joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in sections.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns metrics.jsonl by rising step, thinned; of a step done again after a resume, the last line."""
+    chosen = Thinned()
+    for row in each_line(run_dir / "metrics.jsonl", required=True):
+        while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
+            chosen.rows.pop()
+        chosen.add(row)
+    return chosen.rows
+
+
+def read_texts(run_dir: Path) -> list[Sample]:
+    """Returns the first and the last MOST_TEXTS lines of rollouts.jsonl; nothing where that is absent."""
+    rows = each_line(run_dir / "rollouts.jsonl")
+    first = list(islice(rows, MOST_TEXTS))
+    names = ("step", "prompt", "response", "reward")
+    return [Sample(**{name: row[name] for name in names}) for row in (*first, *deque(rows, MOST_TEXTS))]
+
+
+def read_critic(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns critic_metrics.jsonl in its order, updates and each kind of reload thinned by themselves."""
+    chosen: dict[str | None, Thinned] = {}
+    for row in each_line(run_dir / "critic_metrics.jsonl", required=True):
+        chosen.setdefault(row.get("reload"), Thinned()).add(row)
+    return sorted((row for kind in chosen.values() for row in kind.rows), key=lambda row: row["time"])
+
+
+class Thinned:
+    """Every n-th of any number of rows, so that they are MOST_DRAWN at most; all of them where there are no more."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._every = 1
+        self._seen = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Take in the next row."""
+        if self._seen % self._every == 0:
+            self.rows.append(row)
+        self._seen += 1
+        if len(self.rows) > MOST_DRAWN:
+            self.rows = self.rows[::2]
+            self._every *= 2
+
+
+def reward_gain(run: Run) -> Gain | None:
+    """Returns the gain of the reward model's score over the pairs that have both scores."""
+    scored = [
+        (pair.reward_before, pair.reward_after)
+        for pair in run.pairs
+        if pair.reward_before is not None and pair.reward_after is not None
+    ]
+    return _gain("reward", [s[0] for s in scored], [s[1] for s in scored]) if scored else None
+
+
+def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
+    """Returns seconds by the names in PHASES; what no timer covers is "other"."""
+    seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
+    total = number(row.get("timers/step_time")) or 0.0
+    return seconds | {"other": max(0.0, total - sum(seconds.values()))}
+
+
+def formatted(value: float, spec: str) -> str:
+    """As `format`, but without a minus before what rounds to 0."""
+    text = format(value, spec)
+    return text if text.strip("+-0.,") else format(0.0, spec)
+
+
+def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """Returns (steps, values) where the value is a finite number."""
+    found = [(row["step"], number(row.get(key))) for row in rows]
+    kept = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def number(value: Any) -> float | None:
+    """Returns the value as a float, None unless it is a finite number."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _gain(label: str, before: Sequence[float], after: Sequence[float]) -> Gain:
+    low, high = paired_ci95(before, after)
+    mean = statistics.fmean(after) - statistics.fmean(before)
+    return Gain(label=label, mean=mean, low=low, high=high)

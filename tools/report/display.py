@@ -1,0 +1,258 @@
+"""Live display of a run in a terminal; one plain line per step elsewhere.
+
+Follows metrics.jsonl and critic_metrics.jsonl; text printed meanwhile stays above the display.
+"""
+
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from python_backend.store.jsonl import JsonlTail
+from tools.report.data import PHASES, SHOWN_S, formatted, number, phase_seconds
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
+SPARKLINE_WIDTH = 24
+CURVE_POINTS = 1000  # even; far more than a sparkline shows
+NARROW_WIDTH = 66  # columns that the display takes beside the sparkline
+PLAIN_LINES = 100  # at most about so many steps are printed where there is no terminal
+ETA_STEPS = 20
+
+
+class RunDisplay:
+    """A context manager; call `refresh` a few times a second while it is open."""
+
+    def __init__(self, run_dir: Path, total_steps: int, *, console: Console | None = None) -> None:
+        # Decided here, since rich would also believe a FORCE_COLOR of a CI machine.
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live: Live | None = None
+        self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl")
+        self._critic_metrics = JsonlTail(Path(run_dir) / "critic_metrics.jsonl")
+        self._total = total_steps
+        self._every = max(1, round(total_steps / PLAIN_LINES))
+        self._recent: tuple[dict[str, Any], ...] = ()  # the last steps
+        self._rewards = Curve()  # of all steps
+        self._reloads: dict[str, dict[str, Any]] = {}
+        self._num_reloads: Counter[str] = Counter()
+        self._resumed_at = 0
+        self._start = self._phase_start = time.monotonic()
+        self._phase = ""
+        self._mark: RenderableType = Spinner("dots")
+
+    def __enter__(self) -> "RunDisplay":
+        for row in self._read():  # what an earlier part of a resumed run wrote is no news
+            self._resumed_at = row["step"]
+        if self._is_live:
+            self._live = Live(
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=4,
+                redirect_stderr=sys.stderr.isatty(),  # one that goes to a file keeps going there
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.refresh()
+        finally:
+            if self._live is not None:
+                self._mark = Text("✗" if kind else "✓", style="red" if kind else "green")
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()  # a line without its end would be lost with rich's proxy
+                self._live.stop()
+                self._live = None
+
+    def phase(self, text: str) -> None:
+        """Says what happens now; the phase before is ticked off with its seconds."""
+        seconds = time.monotonic() - self._phase_start
+        if self._is_live and self._phase:
+            self.log(f"✓ {self._phase} ({seconds:.1f} s)")
+        elif not self._is_live:
+            self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
+        self._phase, self._phase_start = text, time.monotonic()
+
+    def log(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._is_live:
+            self._console.print(Text(text), soft_wrap=True)
+        else:
+            print(text, file=self._console.file, flush=True)
+
+    def refresh(self) -> None:
+        """Takes in what the actor and the sidecar wrote since the last call."""
+        for row in self._read():
+            step = row["step"]
+            if not self._is_live and (step % self._every == 0 or step in (1, self._total)):
+                self.log(self._plain_line(row))
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """The steps that are news; the display stands at each of them meanwhile."""
+        # What rich's thread may be drawing from is replaced, not changed.
+        for row in self._critic_metrics.read_new():
+            kind = row.get("reload")
+            if kind:
+                self._reloads = self._reloads | {kind: row}
+                self._num_reloads[kind] += 1
+        known = 0
+        for row in self._metrics.read_new():
+            step = row.get("step")
+            if not isinstance(step, int):
+                continue
+            last = self._last().get("step", 0)
+            if step <= last:  # a resumed run has written the file anew
+                known, self._recent, self._rewards = last, (row,), Curve()
+            else:
+                self._recent = (*self._recent[-ETA_STEPS:], row)
+            self._rewards.add(number(row.get("train_rollouts/rewards")))
+            if step > known:
+                yield row
+
+    def _last(self) -> dict[str, Any]:
+        return self._recent[-1] if self._recent else {}
+
+    def _eta(self) -> str:
+        """From the median time between the lines of this start: it has the waits, but not the pause before a resume."""
+        rows = self._recent
+        if not rows:
+            return "-"
+        new = [row for row in rows if row["step"] > self._resumed_at]
+        gaps = [after["time"] - before["time"] for before, after in pairwise(new)]
+        per_step = statistics.median(gaps) if gaps else number(rows[-1].get("timers/step_time"))
+        return "-" if per_step is None else _clock(per_step * (self._total - rows[-1]["step"]))
+
+    def _plain_line(self, row: dict[str, Any]) -> str:
+        figures = (f"{name} {text}" for name, text in self._figures(row))
+        parts = [f"step {row['step']}/{self._total}", *figures, _format(row, "timers/step_time", ".1f", " s")]
+        return "  ".join([*parts, f"ETA {self._eta()}"])
+
+    def _figures(self, row: dict[str, Any]) -> list[tuple[str, str]]:
+        """What both displays say, in this order."""
+        swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
+        newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
+        served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
+        figures = [
+            ("reward", _format(row, "train_rollouts/rewards", "+.3f")),
+            ("KL", _format(row, "train_rollouts/init_policy_kl_per_sequence", ".2f")),
+            ("tokens/s", _format(row, "tokens_per_s", ",.0f")),
+            ("critic explains", _format(row, "train_rollouts/explained_variance", ".2f")),
+            ("weights version", _format(served, "weights_version", ".0f")),
+            ("swap reload", _format(swap, "reload_ms", ",.0f", " ms")),
+            ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
+            ("failed requests", _format(row, "client/failed_requests", ".0f")),
+        ]
+        return [(name, text) for name, text in figures if text]  # a run without a critic has nothing to say of it
+
+    def _render(self) -> RenderableType:
+        lines: list[RenderableType] = [self._head()]
+        if self._recent:
+            lines += [self._progress(), Text(), self._table(self._last()), Text(), *_step_time(self._last())]
+        return Panel(Group(*lines), title="RLHF on Triton", title_align="left", border_style="blue", padding=(0, 1))
+
+    def _head(self) -> RenderableType:
+        head = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        head.add_column(no_wrap=True)
+        head.add_row(self._mark, Text(self._phase), Text(_clock(time.monotonic() - self._start), style="dim"))
+        return head
+
+    def _progress(self) -> RenderableType:
+        step = self._last()["step"]
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step), f"ETA {self._eta()}")
+        return bar
+
+    def _table(self, row: dict[str, Any]) -> RenderableType:
+        width = min(SPARKLINE_WIDTH, max(4, self._console.width - NARROW_WIDTH))
+        extras = {
+            "reward": Text(sparkline(self._rewards.means, width), style="blue"),
+            "KL": Text("nats/sequence", style="dim"),
+            "swap reload": Text(f"×{self._num_reloads['swap']}", style="dim"),
+            "triton reload": Text(f"×{self._num_reloads['triton']}", style="dim"),
+        }
+        cells = []
+        for name, text in self._figures(row):
+            style = "bold red" if name == "failed requests" and text != "0" else "bold"
+            cells.append((Text(name, style="dim"), Text(text, style=style), extras.get(name, Text())))
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        for _ in range(6):
+            grid.add_column(no_wrap=True)
+        rows = (len(cells) + 1) // 2
+        for left, right in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
+            grid.add_row(*left, *right)
+        return grid
+
+
+class Curve:
+    """A series of any length in a bounded number of means, each of as many values."""
+
+    def __init__(self) -> None:
+        self.means: tuple[float, ...] = ()
+        self._size = 1  # values in each
+        self._begun: list[float] = []  # values of the next one
+
+    def add(self, value: float | None) -> None:
+        """Add a value; None is none."""
+        if value is not None:
+            self._begun.append(value)
+        if len(self._begun) == self._size:
+            self.means, self._begun = (*self.means, statistics.fmean(self._begun)), []
+        if len(self.means) == CURVE_POINTS:
+            self.means = tuple((a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True))
+            self._size *= 2
+
+
+def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
+    """Returns the values as blocks, at most `width` of them: means where there are more values."""
+    count = min(width, len(values))
+    cuts = [round(i * len(values) / count) for i in range(count + 1)] if count else []
+    means = [statistics.fmean(values[a:b]) for a, b in pairwise(cuts)]
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    return "".join(BLOCKS[round((mean - low) / span * 7) if span else 3] for mean in means)
+
+
+def _step_time(row: dict[str, Any]) -> list[RenderableType]:
+    """A bar cut by phase, and what its colours mean."""
+    seconds = {name: value for name, value in phase_seconds(row).items() if value >= SHOWN_S}
+    total = sum(seconds.values())
+    if not total:
+        return []
+    bar, legend = Text(), []
+    for name, value in seconds.items():
+        bar.append("━" * round(48 * value / total), style=PHASE_STYLES[name])
+        legend.append(Text.assemble(("■", PHASE_STYLES[name]), f" {name} {value:.2f}"))
+    head = Text(_format(row, "timers/step_time", ".1f", " s per step  "), style="dim")
+    return [head.append_text(bar), Columns(legend, padding=(0, 2))]
+
+
+def _format(row: dict[str, Any], key: str, spec: str, unit: str = "") -> str:
+    value = number(row.get(key))
+    return "" if value is None else formatted(value, spec) + unit
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,100 @@
+"""`python3 -m tools.server.container`: becomes tritonserver on the image's model repository, closed as far as it can be.
+
+Imports the standard library alone: the image has what serves, and nothing more. The server gets a copy of the
+repository, because the training key is not known when the image is built. Where `TRAINING_KEY` is not set, a key is
+made and kept in `runs/training.key`.
+"""
+
+from __future__ import annotations
+
+import compileall
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from python_backend.store.control_key import closing_arguments, control_key, key_in
+
+REPOSITORY = Path("model_repository")
+RUNS = Path("runs")
+KEY_VARIABLE = "TRAINING_KEY"
+EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10
+LARGEST_BODY_BYTES = 256 << 20  # a training payload may exceed the server's own limit of 64 MB
+SERVER_ARGUMENTS = (
+    "--model-control-mode=explicit",
+    "--load-model=*",  # whatever was rendered, before the ports open: no client meets a server without its models
+    "--disable-auto-complete-config",
+    "--strict-readiness=true",
+    "--http-header-forward-pattern=x-triton-.*",
+    "--grpc-header-forward-pattern=x-triton-.*",
+    "--allow-sagemaker=false",
+    "--allow-vertex-ai=false",
+)
+"""What every tritonserver of ours is started with, in the image or beside it."""
+_NO_KEY = re.compile(r'(key: "training_key_sha256" value \{ string_value: )""')
+_STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
+
+
+def main() -> None:
+    """Become tritonserver; the environment says which addresses it binds."""
+    os.umask(0o077)  # the journal has prompts and responses, and so may the logs
+    repository = Path(tempfile.mkdtemp(prefix="model_repository-"))
+    copy_repository(REPOSITORY, repository, training_key(RUNS))
+    command = tritonserver_command(
+        repository,
+        key=control_key(weights_dir(repository)),
+        address=os.environ.get("TRITON_ADDRESS", "127.0.0.1"),
+        control_address=os.environ.get("TRITON_CONTROL_ADDRESS", "127.0.0.1"),
+    )
+    os.execvp(command[0], command)
+
+
+def training_key(runs: Path) -> str:
+    """Return the key in the environment, or the one in `runs`, made the first time."""
+    given = os.environ.get(KEY_VARIABLE)
+    if given:
+        return given
+    path = runs / "training.key"
+    if not path.exists():
+        print(f"{KEY_VARIABLE} is not set: training needs the key in {path}", flush=True)
+    return key_in(path)
+
+
+def copy_repository(source: Path, target: Path, key: str) -> None:
+    """Copy a rendered repository; models that train get the hash of `key` unless they were rendered with one."""
+    shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    for path in target.glob("*/config.pbtxt"):
+        path.write_text(_NO_KEY.sub(rf'\g<1>"{digest}"', path.read_text()))
+    compileall.compile_dir(target, quiet=2)  # written during a load it would be a change, and Triton loads again
+
+
+def weights_dir(repository: Path) -> Path:
+    """Return the folder of the critic's weights; where no critic is served, the default."""
+    config = repository / "critic" / "config.pbtxt"
+    found = _STORE.search(config.read_text()) if config.is_file() else None
+    return Path(found[1]) if found else RUNS / "default" / "weights" / "critic"
+
+
+def tritonserver_command(repository: Path, *, key: str, address: str, control_address: str) -> list[str]:
+    """Return the command line. `key` opens model control, which stays on `control_address` besides."""
+    return [
+        "tritonserver",
+        f"--model-repository={repository}",
+        *SERVER_ARGUMENTS,
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        f"--http-address={address}",
+        "--http-port=8000",
+        f"--metrics-address={address}",
+        "--metrics-port=8002",
+        f"--grpc-address={control_address}",
+        "--grpc-port=8001",
+        f"--http-max-input-size={LARGEST_BODY_BYTES}",
+        *closing_arguments(key),
+    ]
+
+
+if __name__ == "__main__":
+    main()

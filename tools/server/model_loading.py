@@ -1,0 +1,144 @@
+"""Proves that a freshly started tritonserver works: every model is loaded and answers a request."""
+
+from __future__ import annotations
+
+import compileall
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from python_backend.config import ServerSection
+from python_backend.wire.contract import (
+    CRITIC,
+    CRITIC_INFER,
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    LOGPROBS,
+    REFERENCE,
+    REWARD_CHECKPOINT,
+    REWARD_COMPONENT,
+    REWARD_ERROR,
+    REWARD_FUNCTION_PREFIX,
+    REWARD_MIXTURE,
+    REWARD_MODEL,
+    REWARDS,
+    VALUES,
+    WEIGHTS_VERSION,
+)
+from tools.server.triton_home import ServerStartError
+from trainer.control_plane import ControlPlane
+
+SCORING_OUTPUTS = {
+    REWARD_CHECKPOINT: (REWARDS,),
+    REWARD_MODEL: (REWARDS,),  # where it is an ensemble, this proves the mixture too
+    REFERENCE: (LOGPROBS,),
+    CRITIC: (VALUES, WEIGHTS_VERSION),
+    CRITIC_INFER: (REWARDS, VALUES, WEIGHTS_VERSION),
+}
+POLL_INTERVAL_S = 0.1
+
+
+def load_and_probe(
+    control: ControlPlane,
+    repository: Path,
+    section: ServerSection,
+    *,
+    check: Callable[[], None],
+    log: Callable[[str], None],
+) -> None:
+    """Return when each model of the repository has answered a request.
+
+    The server has tried to load them all; one that failed is loaded again, because this call is told the reason.
+
+    Args:
+        section: its `start_timeout_s` bounds the whole, its `load_timeout_s` each load.
+        check: called while a load is under way; raises to give up.
+        log: gets a line for each model.
+
+    Raises:
+        ServerStartError: the repository is empty, or the time is over.
+        ControlPlaneError: a model did not load, or did not answer.
+    """
+    models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
+    if not models:
+        raise ServerStartError(f"{repository} holds no model: `python -m tools render` makes them")
+    deadline = time.monotonic() + section.start_timeout_s
+
+    def time_left() -> float:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ServerStartError(too_slow(section))
+        return min(left_s, section.load_timeout_s)
+
+    missing = {model for model in models if not control.is_ready(model)}
+    for group in load_order(missing):
+        _load_together(control, group, time_left, check, log)
+    for model in sorted(models):
+        probe(control, model, time_left())
+        log(f"{model} answers")
+
+
+def too_slow(section: ServerSection) -> str:
+    """The sentence of a server whose models take longer than they may."""
+    return (
+        f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
+        "what they wait for; if only time is missing, raise server.start_timeout_s"
+    )
+
+
+def load_order(models: set[str]) -> list[set[str]]:
+    """The models in groups, each to be loaded at the same time, after those that it consists of."""
+    parts = {model for model in models if _is_function(model) or model in (REWARD_CHECKPOINT, REWARD_MIXTURE)}
+    first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
+    order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
+    others = models.difference(*order)
+    return [models & group for group in [*order, others] if models & group]
+
+
+def _is_function(model: str) -> bool:
+    return model.startswith(REWARD_FUNCTION_PREFIX)
+
+
+def compile_ahead(repository: Path) -> None:
+    """Write each model's bytecode before Triton first looks at its folder.
+
+    Stubs run isolated, so PYTHONDONTWRITEBYTECODE does not reach them. A `__pycache__` that appears during
+    the first load is a change to Triton: loading the ensemble would then load both its models once more.
+    """
+    for model in repository.glob("*/[1-9]*/model.py"):
+        compileall.compile_file(model, quiet=2)  # what it cannot write, a stub cannot write either
+
+
+def _load_together(
+    control: ControlPlane,
+    models: set[str],
+    time_left: Callable[[], float],
+    check: Callable[[], None],
+    log: Callable[[str], None],
+) -> None:
+    def load(model: str) -> str:
+        start = time.monotonic()
+        control.load(model, timeout_s=time_left())
+        return f"{model} loaded in {time.monotonic() - start:.1f} s"
+
+    executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
+    try:
+        waiting = {executor.submit(load, model) for model in models}
+        while waiting:
+            done, waiting = wait(waiting, POLL_INTERVAL_S, FIRST_COMPLETED)
+            for future in done:
+                log(future.result())
+            check()
+    finally:
+        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other loads
+
+
+def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
+    """Have the model answer a request that changes nothing. Raises ControlPlaneError."""
+    if model in SCORING_OUTPUTS:
+        control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
+    elif _is_function(model):  # of an invented sample NaN is an answer as good as any
+        control.probe_scoring(model, (REWARD_COMPONENT, REWARD_ERROR), timeout_s)
+    elif model in (CRITIC_TRAIN, CRITIC_SAVE):
+        control.probe_rejection(model, timeout_s)

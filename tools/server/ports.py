@@ -1,0 +1,69 @@
+"""The server's three ports: chosen where the configuration says 0, checked before tritonserver starts."""
+
+from __future__ import annotations
+
+import socket
+
+from python_backend.config import ServerSection
+from tools.server.triton_home import ServerStartError
+
+PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
+
+
+def with_free_ports(section: ServerSection) -> ServerSection:
+    """The section with each port of 0 replaced by one that is free now."""
+    family, address = _address(section.host)
+    keys = [key for key in PORT_KEYS if getattr(section, key) == 0]
+    sockets = [socket.socket(family) for _ in keys]
+    try:
+        for bound in sockets:  # all at once, so that they differ
+            bound.bind((address, 0))
+        ports = [bound.getsockname()[1] for bound in sockets]
+    except OSError as error:
+        raise ServerStartError(_cannot_bind(section.host, error)) from error
+    finally:
+        for bound in sockets:
+            bound.close()
+    return section.model_copy(update=dict(zip(keys, ports, strict=True)))
+
+
+def check_ports(section: ServerSection) -> None:
+    """Raise ServerStartError unless the three ports differ and all can be bound."""
+    family, address = _address(section.host)
+    seen: dict[int, str] = {}
+    for key in PORT_KEYS:
+        port = getattr(section, key)
+        if port in seen:
+            raise ServerStartError(f"server.{seen[port]} and server.{key} are both {port}: they must differ")
+        seen[port] = key
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as tritonserver does
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                raise ServerStartError(
+                    f"port {port} (server.{key}) on {section.host} cannot be used: {error.strerror}; "
+                    f"stop what uses it, or set server.{key} to another port (0 takes a free one)"
+                ) from error
+
+
+def is_open(url: str) -> bool:
+    """Whether somebody accepts connections at `host:port`."""
+    host, _, port = url.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _address(host: str) -> tuple[socket.AddressFamily, str]:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ServerStartError(_cannot_bind(host, error)) from error
+    return family, str(address[0])
+
+
+def _cannot_bind(host: str, error: OSError) -> str:
+    return f"server.host {host} is no address of this machine ({error.strerror}): 127.0.0.1 always is"

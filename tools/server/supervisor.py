@@ -1,0 +1,92 @@
+"""Keeps one tritonserver running: restarts it when it dies or hangs. `ServerHealth` watches its models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tools.server.health import ServerHealth
+from tools.server.triton_home import ServerStartError
+from tools.server.tritonserver import TritonServer
+
+STEADY_S = 10.0  # a server that ended sooner has not recovered: the next start waits
+LONGEST_PAUSE_S = 60.0
+
+
+class Supervisor:
+    """Owns the server; the owner of this object calls `look` now and then, and `stop` at the end."""
+
+    def __init__(self, start: Callable[[], TritonServer], *, log: Callable[[str], None]) -> None:
+        """Start the server.
+
+        Args:
+            start: returns a server whose models have answered; called from the thread that calls `look`.
+            log: gets what happened, a line each.
+
+        Raises:
+            ServerStartError: as `start` does; later starts that fail are tried again, with growing pauses.
+        """
+        self._start = start
+        self._log = log
+        self._short_lives = 0
+        self._start_at: float | None = None  # None: it runs
+        self.failed_starts = 0
+        """Of a server that had died or hung, so far."""
+        self.server = start()
+        self._watch()
+
+    def look(self) -> None:
+        """Start the server again if it has died or hangs, and keep its log within bounds."""
+        if self._start_at is None:
+            reason = self._reason_to_restart()
+            if reason is None:
+                self.server.bound_log()
+                return
+            self._take_down(reason)
+        assert self._start_at is not None
+        if time.monotonic() >= self._start_at:
+            self._start_again()
+
+    def stop(self) -> None:
+        """Stop the server and the watching."""
+        self._health.stop()
+        self.server.stop()
+
+    def _reason_to_restart(self) -> str | None:
+        try:
+            self.server.raise_if_dead()
+        except ServerStartError as death:
+            return str(death).splitlines()[0]
+        return self._health.trouble
+
+    def _take_down(self, reason: str) -> None:
+        self._down_at = time.monotonic()
+        self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
+        self._start_at = self._down_at + self._pause_s()
+        self._log(f"{reason}\nstarting it again")
+        self.server.kill()  # one that hangs would let a polite request time out
+        self._health.stop()
+        self.server.stop()
+
+    def _start_again(self) -> None:
+        try:
+            self.server = self._start()
+        except ServerStartError as error:
+            self.failed_starts += 1
+            self._short_lives += 1
+            pause_s = self._pause_s()
+            self._log(f"error: {error}\ntrying again in {pause_s:g} s")
+            self._start_at = time.monotonic() + pause_s
+            return
+        self._start_at = None
+        self._log(f"serving again after {time.monotonic() - self._down_at:.1f} s")
+        self._watch()
+
+    def _pause_s(self) -> float:
+        """0 before the first two starts, then 1, 2, 4 … seconds."""
+        return min(LONGEST_PAUSE_S, 2.0 ** (self._short_lives - 2)) if self._short_lives > 1 else 0.0
+
+    def _watch(self) -> None:
+        self._ready_at = time.monotonic()
+        self._health = ServerHealth(self.server, self._log)
+        self._health.start()

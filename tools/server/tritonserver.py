@@ -1,0 +1,266 @@
+"""One tritonserver process: started, loaded with models, proven by requests, stopped without leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from python_backend.config import ServerSection
+from python_backend.stop_signal import how_ended
+from python_backend.store.control_key import closing_arguments
+from python_backend.store.durable import write_json
+from tools.server.child import start_bound
+from tools.server.container import SERVER_ARGUMENTS
+from tools.server.log import follow, poll_failure, set_aside_if_large, stub_failure, tail
+from tools.server.model_loading import compile_ahead, load_and_probe, too_slow
+from tools.server.ports import check_ports, is_open, with_free_ports
+from tools.server.shared_memory import Regions, remove_abandoned
+from tools.server.triton_home import ServerStartError, TritonHome, server_environment
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+KILL_AFTER_S = 10.0
+POLL_INTERVAL_S = 0.1
+
+
+class TritonServer:
+    """A tritonserver that belongs to this process; a context manager starts it on entry, stops it on exit."""
+
+    def __init__(
+        self,
+        home: TritonHome,
+        repository: Path,
+        section: ServerSection,
+        log_path: Path,
+        *,
+        backends: Path,
+        control_key: str,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """`backends` is what `lay_out_backends` returned; `log` gets the progress and the readable log.
+
+        `control_key` locks what can run code in the server; loads need it.
+        """
+        self.home = home
+        self.repository = repository
+        self.section = with_free_ports(section)
+        self.log_path = log_path
+        self._backends = backends
+        self._control_key = control_key
+        self._log = log
+        self._regions = Regions()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._follower: threading.Thread | None = None
+        self._state_file: Path | None = None
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process, in a session of its own: a Ctrl-C in the terminal is for us to pass on.
+
+        Raises:
+            ServerStartError: a port is taken, or the address cannot be bound.
+        """
+        # The kernel sends the parent-death signal when the *thread* that started the child ends.
+        assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
+        assert self._process is None, "a server object starts once"
+        check_ports(self.section)
+        for prefix in remove_abandoned():
+            self._log(f"removed the shared memory {prefix}* of a server that was killed")
+        compile_ahead(self.repository)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self.log_path.exists():  # perhaps of a server that died: its reason is in there
+            self.log_path.replace(self.log_path.with_suffix(".previous.log"))
+        with self.log_path.open("ab") as log_file:  # appending: `bound_log` cuts it under the server's hands
+            environment, lock = server_environment(self.home), self._regions.lock()
+            self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
+        self._follower = threading.Thread(
+            target=follow,
+            args=(self.log_path, lambda: self._stopping or self.poll() is not None, self._log),
+            name="server-log",
+            daemon=True,
+        )
+        self._follower.start()
+
+    def wait_ready(self, state_file: Path | None = None) -> None:
+        """Return when the server is up, which is when its models are loaded, and each has answered a real request.
+
+        Args:
+            state_file: written then, `{pid, http, grpc, metrics}`, and removed by `stop`.
+
+        Raises:
+            ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` is over.
+        """
+        try:
+            with self.control() as control:
+                deadline = time.monotonic() + self.section.start_timeout_s
+                # tritonserver opens its ports one after the other, gRPC first.
+                while not (control.is_live() and is_open(self.section.http_url) and is_open(self.section.metrics_url)):
+                    self._raise_if_failed()
+                    if time.monotonic() > deadline:
+                        raise ServerStartError(f"{too_slow(self.section)} (the whole log is in {self.log_path})")
+                    time.sleep(POLL_INTERVAL_S)
+                _hide_argument(self.pid, self._control_key)
+                load_and_probe(
+                    control,
+                    self.repository,
+                    self.section,
+                    check=self._raise_if_stub_failed,
+                    log=self._log,
+                )
+        except ControlPlaneError as error:
+            self._raise_if_dying()
+            # Of a configuration that it cannot read, Triton tells the reason to its log alone.
+            reason = f" ({poll_failure(self.log_path)})" if "failed to poll" in str(error) else ""
+            raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
+        if state_file is not None:
+            self._state_file = state_file
+            at = self.section
+            state = {"pid": self.pid, "http": at.http_url, "grpc": at.grpc_url, "metrics": at.metrics_url}
+            write_json(state_file, state, durable=False)
+
+    def control(self) -> ControlPlane:
+        """A connection that may load models."""
+        return ControlPlane(self.section.grpc_url, self._control_key)
+
+    def models(self) -> list[str]:
+        """Models of the repository that run in processes of their own: all but ensembles."""
+        return sorted(path.parents[1].name for path in self.repository.glob("*/[1-9]*/model.py"))
+
+    def processes_of(self, model: str) -> list[psutil.Process]:
+        """The processes of the model; two while it is being reloaded."""
+        return self.processes()[model]
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """The processes of each model."""
+        stubs = [(stub, " ".join(stub.info["cmdline"])) for stub in self._stubs()]
+        return {m: [stub for stub, command in stubs if f"{os.sep}{m}{os.sep}" in command] for m in self.models()}
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the server runs or before it is started."""
+        return None if self._process is None else self._process.poll()
+
+    def raise_if_dead(self) -> None:
+        """Raise ServerStartError, with the last lines of the log, if the process has ended."""
+        code = self.poll()
+        if code is None:
+            return
+        raise ServerStartError(
+            f"tritonserver {how_ended(code)}; its log, {self.log_path}, ends with:\n{self.log_tail()}"
+        )
+
+    def bound_log(self) -> None:
+        """Set the log aside if it has grown beyond `log_limit_mb`."""
+        set_aside_if_large(self.log_path, self.section.log_limit_mb << 20)
+
+    def log_tail(self, num_lines: int = 12) -> str:
+        """The last lines of the log, whatever bytes it holds."""
+        return tail(self.log_path, num_lines)
+
+    def kill(self) -> None:
+        """Kill the server outright, as `stop` cannot be waited for; call `stop` afterwards."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """Stop the server; return when no process of it runs and none of its shared memory is left."""
+        if self._process is None:
+            return
+        self._stopping = True
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(self.section.exit_timeout_s + KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._kill_stubs()
+        self._regions.remove()
+        if self._state_file is not None:
+            self._state_file.unlink(missing_ok=True)
+        if self._follower is not None:
+            self._follower.join()
+
+    def _kill_stubs(self) -> None:
+        deadline = time.monotonic() + KILL_AFTER_S
+        while (stubs := self._stubs()) and time.monotonic() < deadline:
+            for stub in stubs:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, as it should
+                    stub.kill()
+            time.sleep(POLL_INTERVAL_S)
+
+    def _stubs(self) -> list[psutil.Process]:
+        # Among a stub's arguments is the name of its shared-memory region, which begins with our prefix.
+        return [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if any(argument.startswith(self._regions.prefix) for argument in process.info["cmdline"] or ())
+        ]
+
+    def _command(self) -> list[str]:
+        section = self.section
+        return [
+            str(self.home.binary),
+            f"--model-repository={self.repository.absolute()}",
+            f"--backend-directory={self._backends}",
+            f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
+            *SERVER_ARGUMENTS,
+            "--exit-on-error=false",  # the reason why one does not load is asked for afterwards
+            f"--exit-timeout-secs={section.exit_timeout_s}",
+            f"--http-address={section.host}",
+            f"--http-port={section.http_port}",
+            f"--grpc-address={section.host}",
+            f"--grpc-port={section.grpc_port}",
+            f"--metrics-address={section.host}",
+            f"--metrics-port={section.metrics_port}",
+            *closing_arguments(self._control_key),
+        ]
+
+    def _raise_if_failed(self) -> None:
+        self.raise_if_dead()
+        self._raise_if_stub_failed()
+
+    def _raise_if_stub_failed(self) -> None:
+        failure = stub_failure(self.log_path)
+        if failure:
+            raise ServerStartError(f"{failure} (the whole log is in {self.log_path})")
+
+    def _raise_if_dying(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)  # a broken connection is seen a moment before the exit code
+        self.raise_if_dead()
+
+
+def _hide_argument(pid: int, secret: str) -> None:
+    """Overwrite a secret among the arguments of a process, which all users of the machine can list.
+
+    tritonserver takes its keys as arguments alone, and has copied them by the time its ports are open.
+    """
+    with contextlib.suppress(OSError):  # a kernel that forbids it; the key is then as secret as the list of processes
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+        with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+            memory.seek(start)
+            arguments = memory.read(end - start)
+            memory.seek(start)
+            memory.write(arguments.replace(secret.encode(), b"*" * len(secret.encode())))
