@@ -17,7 +17,8 @@ from benchmarks.benchmark import BenchError, Target
 from benchmarks.reload_stage import MOST_SIZE_UNDER_LOAD, Bed, Stage, on_core
 from benchmarks.reload_windows import ratio
 from benchmarks.trace import model_size
-from python_backend.store.weights import WEIGHTS_FILE, sha256_of
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.store.weights import sha256_of
 from tools.server.triton_home import find_tritonserver, server_environment
 
 MOST_SWAP, MOST_TRITON = 1.25, 1.2

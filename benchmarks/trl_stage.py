@@ -26,7 +26,7 @@ from python_backend.config import load_config
 from tools.run import LIBRARY_ENV
 from tools.server.log import tail
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = Path(__file__).with_name("trl_requirements.txt")
 STOP_TIMEOUT_S = 20.0
 GROUP = 8  # responses per prompt

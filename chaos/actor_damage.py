@@ -20,7 +20,8 @@ import psutil
 from actor.policy.checkpoint import saved_steps
 from benchmarks.learning import configuration, make_checkpoints
 from chaos.verdict import Verdict, verdict
-from python_backend.store.weights import WEIGHTS_FILE, sha256_of
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.store.weights import sha256_of
 from tools.server.log import tail
 
 STEPS_A_ROUND = 3

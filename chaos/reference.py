@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from chaos.traffic import Shape, batch, probes
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import RunConfig
 from python_backend.models.batching import padded_rows
-from python_backend.store.weights import WEIGHTS_FILE, WeightsStore, sha256_of
+from python_backend.store.weights import WeightsStore, sha256_of
 
 
 @dataclass(frozen=True)

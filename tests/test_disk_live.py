@@ -25,8 +25,9 @@ from live_system import (
 )
 from small_disk import small_disk
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.models.modeling import load_critic, save_critic
-from python_backend.store.weights import WEIGHTS_FILE, sha256_of
+from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import CRITIC, CRITIC_TRAIN
 from python_backend.wire.training_payload import train_payload
 from trainer.critic_update import CriticUpdate

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.serving.follower import Follower
 from python_backend.store.serving_records import ServingRecord
-from python_backend.store.weights import WEIGHTS_FILE, WeightsError, WeightsStore
+from python_backend.store.weights import WeightsError, WeightsStore
 
 PATIENCE_S = 20.0
 

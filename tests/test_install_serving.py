@@ -26,7 +26,8 @@ def test_script_installs_the_serving_part_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     others = ("tritonclient", "pytriton", "matplotlib", "vaderSentiment", "tensorboard", "psutil")
     code = (
-        "import importlib.util as u, numpy, safetensors, tokenizers, torch, transformers, python_backend.models.modeling;"
+        "import importlib.util as u, numpy, safetensors, tokenizers, torch, transformers;"
+        "import python_backend.models.modeling;"
         f"print(numpy.__version__, [n for n in {others} if u.find_spec(n)])"
     )
     said = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout

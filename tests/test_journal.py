@@ -1,4 +1,4 @@
-"""`python_backend.store.journal`: accepted means on disk, once and in order; whatever cannot follow is refused by name."""
+"""`journal`: accepted means on disk, once and in order; whatever cannot follow is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python_backend.store.journal` where others act meanwhile: rewinds during an accept, killed and stopped writers, strays."""
+"""`journal` where others act meanwhile: rewinds during an accept, killed and stopped writers, strays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python_backend.store.journal` where steps do not fit: two actors, damaged files, ways back, entries half set aside."""
+"""`journal` where steps do not fit: two actors, damaged files, ways back, entries half set aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python_backend.models.modeling` against plain transformers: the same numbers row by row, whatever shares the forward."""
+"""`modeling` against plain transformers: the same numbers row by row, whatever shares the forward."""
 
 from __future__ import annotations
 

@@ -33,9 +33,10 @@ from live_system import (
     wait_for,
 )
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.control_key import control_key
-from python_backend.store.weights import WEIGHTS_FILE, Manifest
+from python_backend.store.weights import Manifest
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_SAVE, CRITIC_TRAIN
 from trainer.control_plane import ControlPlane, LoadRefused
 from trainer.publish import Publisher, VersionRejected

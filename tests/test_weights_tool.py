@@ -11,7 +11,7 @@ from bare_client import ask
 from live_system import KEY, LiveRun, System, identity, training_inputs
 from sidecar_rig import Rig
 
-from python_backend.store.weights import WEIGHTS_FILE
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.wire.contract import CRITIC_TRAIN
 from tools.weights import main
 

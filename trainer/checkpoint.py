@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.models.adamw import load_state, state_tensors
 from python_backend.models.modeling import save_critic
 from python_backend.store import durable
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, sealed, verify_folder
-from python_backend.store.weights import WEIGHTS_FILE
 from trainer.critic_update import CriticUpdate
 
 OPTIMIZER_FILE = "optimizer.safetensors"

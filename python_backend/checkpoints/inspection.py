@@ -18,8 +18,9 @@ from typing import Any, Literal
 from python_backend.checkpoints.positions import max_positions
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.errors import RlhfError
-from python_backend.store.weights import CONFIG_FILE, WEIGHTS_FILE
 
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

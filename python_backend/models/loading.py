@@ -23,11 +23,10 @@ from transformers import (
     AutoConfig,
 )
 
-from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, Head, inspect_checkpoint
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, CheckpointInfo, Head, inspect_checkpoint
 from python_backend.checkpoints.positions import fix_rotary, rotary_limit
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.models.token_head import head_of
-from python_backend.store.weights import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from python_backend.checkpoints.inspection import (
+    WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
     Constants,
@@ -30,7 +31,6 @@ from python_backend.models.heads import merge_attributes, pool_last, pool_mean, 
 from python_backend.models.loading import load_pooled_model, load_token_model, read_head, twin
 from python_backend.models.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
 from python_backend.store.durable import disk_errors
-from python_backend.store.weights import WEIGHTS_FILE
 from python_backend.wire.contract import Limits
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from python_backend.checkpoints.inspection import CONFIG_FILE
 from python_backend.checkpoints.positions import max_positions
 from python_backend.serving.allocator import use_allocator
 from python_backend.serving.journal_model import JournalModel
 from python_backend.serving.triton import Call
 from python_backend.store.journal import Entry, Result
 from python_backend.store.ownership import Sender
-from python_backend.store.weights import CONFIG_FILE, FIRST_VERSION, WeightsStore
+from python_backend.store.weights import FIRST_VERSION, WeightsStore
 from python_backend.wire import contract
 from python_backend.wire.contract import Limits, step_identity
 from python_backend.wire.training_payload import sent_payload

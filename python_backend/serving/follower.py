@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.store.serving_records import ServingRecord
-from python_backend.store.weights import FIRST_VERSION, WEIGHTS_FILE, WeightsError, WeightsStore
+from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore
 
 TOUCH_INTERVAL_S = 2.0
 EXPECTING_POLL_S = 0.001  # while a version is loaded and CURRENT has not moved yet

@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.errors import RlhfError
 from python_backend.store import durable
 from python_backend.store.serving_records import ServingRecord, ServingRecords
 
-WEIGHTS_FILE = "model.safetensors"
-CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 HASHED_AT_ONCE = 1 << 24  # bytes: a thread that hashes asks for Python's lock only between two blocks
 WRITER_PATIENCE_S = 10.0

