@@ -34,7 +34,7 @@ MODULES = {"pytest": None, "actor": "actor/__main__.py", "trainer": "trainer/__m
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
 FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock")
-FOLDERS = ("actor", "configs", "docs", "model_repository", "python_backend", "tests", "tools", "trainer")
+FOLDERS = ("actor", "benchmarks", "chaos", "configs", "docs", "model_repository", "python_backend", "tests", "tools", "trainer")
 
 
 def blocks(language: str) -> list[Any]:
