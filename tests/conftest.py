@@ -7,7 +7,7 @@ import pytest
 import torch
 
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
-sys.path.append(str(Path(__file__).parent / "stub"))
+sys.path.append(str(Path(__file__).parent / "support" / "stub"))
 
 pytest_plugins = ["scoring_rig", "server_fixtures", "sidecar_fixtures"]
 

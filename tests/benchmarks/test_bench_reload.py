@@ -24,7 +24,7 @@ from python_backend.store.journal import Journal
 from python_backend.wire.contract import SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOME = Limits(VOCAB_SIZE, LONGEST)
 
 

@@ -13,7 +13,7 @@ from tools.demo.reasoning import prepare, write_tasks
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
 
-VERIFIER = f"{Path(__file__).parent.parent / 'configs' / 'rlvr_reward.py'}:is_correct"
+VERIFIER = f"{Path(__file__).parents[2] / 'configs' / 'rlvr_reward.py'}:is_correct"
 NUM_TRAIN, NUM_HELD_OUT = 512, 128
 
 

@@ -36,7 +36,7 @@ from benchmarks.trace import (
 from benchmarks.usage import cpu_seconds, difference, snapshot
 from python_backend.models.modeling import load_reward
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = parse_arguments("scoring", scoring, ["--out", "unused", "--concurrency", "1,64"])
 
 

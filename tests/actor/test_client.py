@@ -20,7 +20,7 @@ from actor.scoring.retry import Counters, OverBudget, RequestFailed, ServerFaile
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = [np.asarray([3, 4, 5])]
 
 

@@ -18,7 +18,7 @@ from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_
 from tools.server.container import EXIT_TIMEOUT_S, copy_repository, training_key, tritonserver_command, weights_dir
 from tools.server.healthcheck import main as healthcheck
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile.triton").read_text()
 INSTRUCTIONS = [
     tuple(line.split(maxsplit=1)) for line in TEXT.replace("\\\n", " ").splitlines() if line and line[0] not in "# "

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import reward_functions
 
 from python_backend.rewards.function import FunctionError, Sample, load_function, score
 from python_backend.rewards.pool import FairQueue, Outcome, WorkerPool
 
-FILE = Path(__file__).parent / "reward_functions.py"
+FILE = Path(reward_functions.__file__)
 ROOT = FILE.parent.parent
 LIMIT_S = 1.0
 PATIENT_S = 60.0

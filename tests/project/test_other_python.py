@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "RLHF_OTHER_VENVS"
 NONE_GIVEN = pytest.mark.skip(reason=f"{VARIABLE} names no virtual environment of another Python")
 VENVS = [Path(name) for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]

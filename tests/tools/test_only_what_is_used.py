@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import reward_functions
 import yaml
 from live_system import Checkpoints, make_tokenizer
 from tiny_models import regions
@@ -31,7 +32,7 @@ from tools.calibrate import calibration
 from tools.server.model_loading import load_order
 
 ALGORITHMS = ("ppo", "reinforce++", "rloo", "grpo")
-FUNCTION = {"verdict": {"function": f"{Path(__file__).parent / 'reward_functions.py'}:token_sum", "workers": 1}}
+FUNCTION = {"verdict": {"function": f"{reward_functions.__file__}:token_sum", "workers": 1}}
 REWARDS: dict[str, dict[str, Any] | None] = {"model": None, "functions": FUNCTION, "both": {"model": {}, **FUNCTION}}
 OF_THE_CRITIC = {"critic", "critic_infer", "critic_train", "critic_save"}
 OF_THE_REWARD = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reward_functions
 from live_system import (
     TEXTS,
     Checkpoints,
@@ -31,7 +32,7 @@ from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.wire.contract import REWARD_MODEL
 
-FUNCTIONS = Path(__file__).parent / "reward_functions.py"
+FUNCTIONS = Path(reward_functions.__file__)
 TERMS = {
     "model": {"weight": 1.0},
     "texts": {"function": f"{FUNCTIONS}:texts_fit", "weight": 10.0},

@@ -22,7 +22,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.rewards.function import Sample
 from tools.__main__ import COMMANDS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^ {4}(\S.*)$", re.MULTILINE)
@@ -34,7 +34,18 @@ MODULES = {"pytest": None, "actor": "actor/__main__.py", "trainer": "trainer/__m
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
 FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock")
-FOLDERS = ("actor", "benchmarks", "chaos", "configs", "docs", "model_repository", "python_backend", "tests", "tools", "trainer")
+FOLDERS = (
+    "actor",
+    "benchmarks",
+    "chaos",
+    "configs",
+    "docs",
+    "model_repository",
+    "python_backend",
+    "tests",
+    "tools",
+    "trainer",
+)
 
 
 def blocks(language: str) -> list[Any]:

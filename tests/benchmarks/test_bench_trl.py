@@ -16,7 +16,7 @@ from benchmarks.trl import summarise, take_turns, targets
 from benchmarks.trl_stage import REQUIREMENTS, SteppedTrainer, prompts_for
 from benchmarks.trl_theirs import trl_arguments
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
 TRAINER = """
 import time

@@ -10,11 +10,11 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import reward_functions
 from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inputs, training_inputs
 from triton_python_backend_utils import InferenceResponse, Request
 
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> L
     """A run whose repository holds every model there is."""
     rewards = {
         "model": {"weight": 1.0},
-        "length": {"function": f"{Path(__file__).parent}/reward_functions.py:num_tokens"},
+        "length": {"function": f"{reward_functions.__file__}:num_tokens"},
     }
     run = make_run(tmp_path_factory.mktemp("run"), checkpoints, actor={"reference": "triton"}, rewards=rewards)
     initialise_store(run.store, run.config.critic, run_id=run.run_id)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from python_backend.config import ConfigError, RunConfig, load_config
 from tools.calibrate.calibration import settle
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(tmp_path: Path, text: str | bytes = "", *overrides: str) -> RunConfig:

@@ -17,7 +17,7 @@ import pytest
 from python_backend.config import load_config
 from tools import render_configs
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
 MOST_MODULES = 18  # in a folder
 HARD_LIMIT_LINES = 400

@@ -88,7 +88,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
     write_scoring_model(tmp_path / "repository", "critic")
-    command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", SERVE_AND_DIE, str(tmp_path), str(Path(__file__).parents[1] / "support")]
     killed = subprocess.Popen(command)
     assert killed.wait(60) == -signal.SIGKILL
     assert regions(killed.pid)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import reward_functions
 from bare_client import Refused, ask, ask_all
 from live_system import (
     TEXTS,
@@ -44,7 +45,7 @@ from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane
 
-FUNCTIONS = Path(__file__).parent / "reward_functions.py"
+FUNCTIONS = Path(reward_functions.__file__)
 TERMS = {
     "length": {"function": f"{FUNCTIONS}:num_tokens", "weight": -0.5},
     "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 2.0, "timeout_s": 1.0},
@@ -92,7 +93,7 @@ def labelled(*labels: object, rows: list[np.ndarray] | None = None) -> dict[str,
 
 
 def raising_line() -> int:
-    """Where tests/reward_functions.py raises: a cause names the line."""
+    """Where tests/support/reward_functions.py raises: a cause names the line."""
     lines = FUNCTIONS.read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if "raise RuntimeError" in line)
 
