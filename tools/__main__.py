@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import sys
 
 COMMANDS = {
@@ -31,8 +31,12 @@ def main(argv: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
+    module = COMMANDS[name][0]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:  # neither in the wheel nor in the image
+        print(f"error: {name} needs a checkout of the project, with its root as the working directory", file=sys.stderr)
+        return 2
     sys.argv = [f"python -m tools {name}", *argv[1:]]  # as if the command's module itself had been run
-    return int(importlib.import_module(COMMANDS[name][0]).main() or 0)
+    return int(importlib.import_module(module).main() or 0)
 
 
 if __name__ == "__main__":

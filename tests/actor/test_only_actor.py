@@ -11,7 +11,7 @@ from live_system import Checkpoints
 
 from actor.run.lock import ActorRuns, only_actor
 
-HOLD = "import sys\nfrom pathlib import Path\nfrom actor.only_actor import only_actor\n"
+HOLD = "import sys\nfrom pathlib import Path\nfrom actor.run.lock import only_actor\n"
 HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
 
 

@@ -24,7 +24,9 @@ def test_script_installs_the_serving_part_alone(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=840, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    others = ("tritonclient", "pytriton", "matplotlib", "vaderSentiment", "tensorboard", "psutil")
+    others = (
+        "tritonclient", "pytriton", "matplotlib", "vaderSentiment", "tensorboard", "psutil", "benchmarks", "chaos",
+    )  # fmt: skip
     code = (
         "import importlib.util as u, numpy, safetensors, tokenizers, torch, transformers;"
         "import python_backend.models.modeling;"

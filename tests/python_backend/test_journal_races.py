@@ -105,7 +105,7 @@ def test_a_writer_that_was_stopped_while_it_links_holds_nobody_up_for_ever(
 def stalled(rig: Rig) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is writing the payload of step 3."""
     rig.train(1)
-    arguments = [str(rig.journal.root), "3", str(Path(__file__).parents[1] / "support")]
+    arguments = [str(rig.journal.root), "3", str(Path(__file__).parent)]
     child = subprocess.Popen(
         [sys.executable, "-c", STALL_WHILE_ACCEPTING, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
