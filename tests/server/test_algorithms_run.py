@@ -27,9 +27,8 @@ def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:
     assert actor.process.wait(120) == 0, actor.log_path.read_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reinforce++", "rloo"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo", "reinforce++", "rloo"])
 def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
     with ControlPlane(live.run.config.server.grpc_url) as control:
         before, last = control.statistics(CRITIC_INFER).inference_count, live.run.journal.last_step()

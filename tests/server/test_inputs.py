@@ -210,6 +210,7 @@ def test_full_queue_and_passed_deadline_are_503(finished: FinishedRun) -> None:
         assert {answer.code for answer in answers if isinstance(answer, Refused)} == {"503"}
 
 
+@pytest.mark.slow
 def test_a_request_that_waited_too_long_is_503(finished: FinishedRun) -> None:
     def hurry(config: dict[str, Any]) -> None:
         config["parameters"]["token_budget"]["string_value"] = "1"

@@ -93,6 +93,7 @@ def test_a_rewind_that_arrives_once_more_does_not_rewind_the_live_run(
     assert live.run.journal.last_step() == first + 1
 
 
+@pytest.mark.slow
 def test_a_second_sidecar_ends_with_one_sentence(live: System) -> None:
     second = live.run.start("second-sidecar", module="trainer")
     try:

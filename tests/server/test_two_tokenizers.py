@@ -89,6 +89,7 @@ def test_a_reward_model_with_another_tokenizer_is_sent_sentences(
         np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_encoder_scores_texts_and_chats_as_in_the_pipeline(
     serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:

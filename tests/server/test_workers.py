@@ -33,7 +33,7 @@ def set_parameters(finished: FinishedRun, **values: str) -> None:
     reload_model(finished.run, REWARD_MODEL, change)
 
 
-@pytest.mark.parametrize("workers", ["1", "3"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "3"])
 def test_rows_of_many_requests_are_scored_right_by_any_number_of_workers(
     finished: FinishedRun, checkpoints: Checkpoints, workers: str
 ) -> None:
