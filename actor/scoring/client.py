@@ -308,6 +308,7 @@ def _trouble(error: Exception, deadline_s: float) -> Trouble:
     if isinstance(error, InferenceServerException):
         message, status = str(error.message()), str(error.status() or "")
         kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
+        # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
         return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"gave no answer within {deadline_s:g} s")

@@ -44,7 +44,7 @@ class Turns:
     async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
         """Wait until `turn` may be sent to `server()`.
 
-        All earlier requests must be in flight to that server on their first attempt or, if `turn` was held up, answered.
+        All earlier requests must be on their first attempt at that server or, if `turn` was held up, answered.
         """
         while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
             turn.held_up = True
