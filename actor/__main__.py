@@ -51,6 +51,7 @@ def _run(config: RunConfig) -> int:
         async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
             await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
             run = PPORun(config, client)
+            # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, config.actor.stop_grace_s)
             await run.run()
 

@@ -148,6 +148,7 @@ class PPORun:
         if self.has_critic:
             self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
         if self.settings.one_step_off_policy and not is_last:
+            # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.in_thread(self.policy.renew_sampler)
             self.ahead = self.begin_rollout(step + 1, updated=step - 1)
         update: dict[str, float] = {}

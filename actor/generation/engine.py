@@ -102,7 +102,7 @@ class Generation:
 
         Decodes the prompt together with two of its suffixes, so that rows of different lengths share a batch.
         """
-        prompt = np.resize(prompt, max(2, len(prompt)))
+        prompt = np.resize(prompt, max(2, len(prompt)))  # repeats a single token, so that the suffixes are shorter
         tried = [prompt, prompt[len(prompt) // 2 :], prompt[-1:]]
         seen: list[list[Tensor]] = [[] for _ in tried]
         written: dict[int, list[int]] = {}

@@ -167,6 +167,11 @@ class Decoder:
         return output.logits[:, -1].float()
 
     def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
+        """Draw the next token of every row from `logits` `[rows, V]`, and record its log-prob.
+
+        The log-prob is that of the distribution which the update trains: under the sampling temperature and without
+        banned tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p.
+        """
         logits[:, self._banned] = -torch.inf
         self._watch([row.index for row in rows], logits)
         scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature

@@ -69,7 +69,7 @@ class Policy:
             self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
         # The model that generates. With `one_step_off_policy` it is a copy, so that it stays fixed during an update.
         self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
-        if settings.precision == "bfloat16":
+        if settings.precision == "bfloat16":  # by id, because the sampler may be the model itself
             for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
                 use_bfloat16(self._causal(each))
         if settings.gradient_checkpointing:

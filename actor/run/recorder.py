@@ -220,7 +220,7 @@ class Bookkeeper:
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         if when != "between":
             self._validations[when] = result
-            path = self._dir / "samples.jsonl"
+            path = self._dir / "samples.jsonl"  # "before" starts the file anew
             kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
             write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
             write_json(self._dir / f"validation_{when}.json", line)
@@ -244,6 +244,7 @@ class Bookkeeper:
             return
         best = self._dir / "best"
         known = read_json(best / "best.json")
+        # A best/ of a later step was written before a resume from an older checkpoint, so it is replaced.
         if known is not None and known["reward"] >= reward and known["step"] <= step:
             return
 

@@ -220,6 +220,7 @@ class TritonClient:
         budget = self._training_budget if writes else self._scoring_budget
         course = Course(model, s, budget, retries=self._train_retries if writes else s.retries)
         deadline_s = s.train_deadline_s if writes else s.deadline_s
+        # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:
             async with self._in_flight:
                 return await self._until_answered(course, ask, deadline_s, turn=turn)

@@ -81,7 +81,7 @@ class Servers(Generic[C]):
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
-        self._turn = 0  # rotates the first choice among equally loaded servers
+        self._turn = 0  # rotates the choice among equally loaded servers
         self._writer: Server[C] | None = None
 
     def writer(self, model: str) -> str | None:
@@ -161,12 +161,14 @@ class Servers(Generic[C]):
         return server
 
     def _least_busy(self, model: str) -> Server[C] | None:
+        """Return the available server with the fewest requests in flight; ties rotate. None if there is none."""
         self._turn += 1
         start = self._turn % len(self.servers)
         in_turn = [*self.servers[start:], *self.servers[:start]]
         return min((s for s in in_turn if s.takes(model)), key=lambda server: server.in_flight, default=None)
 
     def _writing(self, model: str) -> Server[C] | None:
+        """Return the server for training requests: always the same one, or they might overtake each other."""
         if self._writer not in self.servers or not self._writer.takes(model):
             self._writer = next((server for server in self.servers if server.takes(model)), None)
         return self._writer

@@ -167,6 +167,7 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
             values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
             versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
         scored[chunk] = True
+    # Rows whose reward failed are not finite either, but `reward_errors` has explained them already.
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
     if int((~finite).sum()) > num_explained:
         failures.append(f"{int((~finite).sum()) - num_explained} rows were scored with values that are not finite")
