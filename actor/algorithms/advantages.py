@@ -187,8 +187,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return 1 - Var(returns - values) / Var(returns) over the mask, a scalar.
 
     1: the values predict the returns up to a constant; 0: no better than a constant; below 0: worse. It is 0, not
-    NaN, if the returns do not vary or the mask is empty. Pass Monte-Carlo returns, `gae(..., lam=1)[1]`, for an
-    unbiased figure: with a smaller lam the returns contain the values that they are compared with.
+    NaN, if the returns do not vary or the mask is empty. Pass Monte-Carlo returns, `gae(..., lam=1)[1]`: with
+    a smaller lam the returns contain the values that they are compared with, and the figure is too high.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t.

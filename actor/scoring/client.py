@@ -156,7 +156,6 @@ class TritonClient:
 
         `contract.LOGPROBS` defines the output.
 
-
         Raises RequestFailed.
         """
         answer = await self._infer(contract.REFERENCE, _padded(rows), (contract.LOGPROBS,))
