@@ -1,7 +1,7 @@
-"""`python -m actor --config YAML [section.key=value …]`: the PPO loop of one run.
+"""`python -m actor --config YAML [section.key=value …]`: the training loop of one run.
 
-Exits with 0 once the policy and actor_summary.json are written, with 2 after an error, which it reports in one
-sentence, and with 130 after Ctrl-C or SIGTERM, with a checkpoint of the last complete step.
+Exits with 0 after writing the final policy and actor_summary.json, with 2 after an error, reported in one sentence, and
+with 130 after Ctrl-C or SIGTERM, with a checkpoint of the last complete step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from python_backend.errors import REPORTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, then run PPO to its end."""
+    """Parse the command line, run the loop to its end and return the exit code."""
     args = run_parser("python -m actor", "The PPO loop.").parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RunConfig) -> int:
-    import torch  # deferred: --help and a wrong key answer at once
+    import torch  # deferred, so that --help and configuration errors do not wait for the import
 
     from actor.loop import PPORun
     from actor.run.lock import only_actor
@@ -49,8 +49,9 @@ def _run(config: RunConfig) -> int:
     async def ppo() -> None:
         key = config.server.training_key_env
         async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
-            await client.model_parameters(REWARD_MODEL)  # fails before models are loaded, if no server answers
+            await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
             run = PPORun(config, client)
+            # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
             stop_on_signals(run.stop, config.actor.stop_grace_s)
             await run.run()
 

@@ -1,4 +1,4 @@
-"""The run, top to bottom: prompts -> generate -> score -> advantages -> critic train and policy update.
+"""The training loop: prompts -> generate -> score -> advantages -> critic training and policy update.
 
 Scoring overlaps with generation; the critic trains and reloads while the policy is updated. Algorithms differ only in
 their `Method`, an advantage function and a loss, and in whether there is a critic.
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Collected:
-    """A step's rollout."""
+    """The scored rollout of one step."""
 
     scored: ScoredRollout
     timers: Timers
-    updated: int  # the step up to which the policy that wrote it was updated
+    updated: int  # last step whose update the sampling policy contains
 
 
 class PPORun:
@@ -58,7 +58,7 @@ class PPORun:
         self.client = client
         self.method = Method.of(self.settings)
         self.has_critic = self.settings.uses_critic
-        torch.manual_seed(self.seed)  # adapters begin with random weights
+        torch.manual_seed(self.seed)  # LoRA adapters are initialised randomly
         self.policy = Policy(self.settings.checkpoint, self.settings)
         self.policy_update = PolicyUpdate(self.policy, self.method)
         self.shaper = RewardShaper(self.settings)
@@ -77,24 +77,24 @@ class PPORun:
         self.books = Bookkeeper(config, state, client, num_prompts=len(self.prompts), has_critic=self.has_critic)
         held_out, size = self.settings.validation_prompts, self.settings.validation_size
         self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
-        self.updates: dict[int, asyncio.Task[int | None]] = {}  # critic updates under way, by step
+        self.updates: dict[int, asyncio.Task[int | None]] = {}  # critic updates in flight, by step
         self.wait_for = functools.partial(
             needed_update, max_staleness=self.settings.max_staleness, every=config.trainer.publish.every
         )
         self.in_thread = in_a_thread_of(self.settings.threads)
-        self.in_update_thread = (  # beside a rollout
+        self.in_update_thread = (  # a second thread, so that the update can run beside a rollout
             in_a_thread_of(self.settings.threads) if self.settings.one_step_off_policy else self.in_thread
         )
-        self.ahead: asyncio.Task[Collected] | None = None  # the rollout that comes next, once it is begun
+        self.ahead: asyncio.Task[Collected] | None = None  # prefetched rollout, once started
         self.done = 0  # steps whose updates are complete
         self.stop = Stop()
 
     async def run(self) -> dict[str, Any]:
-        """All steps, from the newest checkpoint on.
+        """Run all steps, resuming from the newest checkpoint; return the summary.
 
         Raises:
-            Stopped: as `stop` asked, with a checkpoint of the last whole step.
-            RequestFailed, TooManyFailed, NotFinite: what ended it early.
+            Stopped: `stop` was requested; the checkpoint of the last complete step is written.
+            RequestFailed, TooManyFailed, NotFinite: the run failed.
         """
         try:
             return await self.all_steps()
@@ -104,11 +104,11 @@ class PPORun:
                 f"after step {self.done}, whose checkpoint is written" if self.done else "before the first step ended"
             )
             raise Stopped(f"stopped {steps}; {RESUMES}") from None
-        finally:  # after an error only: the first one is told, what is still under way would follow with tracebacks
+        finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
             await cancelled([*self.rollouts_ahead(), *self.updates.values(), *self.books.saves])
 
     async def all_steps(self) -> dict[str, Any]:
-        """The run."""
+        """Check the servers, resume, then train, validate and checkpoint step by step; return the summary."""
         started = time.monotonic()
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
@@ -133,13 +133,13 @@ class PPORun:
         return await self.books.finish(self.scorer, version, time.monotonic() - started, steps=done)
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
-        """A rollout, and both updates from it; the critic's is awaited when its weights are needed."""
+        """Run one step: a rollout, then both updates. The critic's is awaited only when its weights are needed."""
         timers = Timers()
         with timers.phase("rollout_wait"):
             if self.ahead is None:
                 await self.in_thread(self.policy.renew_sampler)
                 self.ahead = self.begin_rollout(step, updated=step - 1)
-            rollout = await self.stop.or_done(self.ahead)  # from here to its end a step is not abandoned
+            rollout = await self.stop.or_done(self.ahead)  # past this point the step runs to its end
         self.ahead = None
         timers.include(rollout.timers)
         scored = rollout.scored
@@ -148,6 +148,7 @@ class PPORun:
         if self.has_critic:
             self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
         if self.settings.one_step_off_policy and not is_last:
+            # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.in_thread(self.policy.renew_sampler)
             self.ahead = self.begin_rollout(step + 1, updated=step - 1)
         update: dict[str, float] = {}
@@ -164,7 +165,7 @@ class PPORun:
             self.kl.update(distance, len(batch.lengths))
 
     def is_out_of_time(self, started: float, step: int) -> bool:
-        """Whether `actor.max_minutes` have passed."""
+        """Return whether `actor.max_minutes` have passed."""
         limit = self.settings.max_minutes
         if limit is None or time.monotonic() - started < 60 * limit:
             return False
@@ -175,9 +176,9 @@ class PPORun:
         return True
 
     def begin_rollout(self, step: int, *, updated: int) -> asyncio.Task[Collected]:
-        """Write and score the responses of `step`, with the policy as of step `updated`.
+        """Start generating and scoring the responses of `step`, with the policy as of step `updated`.
 
-        Generation begins at once; scoring when the critic's weights are as new as `actor.max_staleness` asks.
+        Generation starts at once; scoring waits until the critic's weights satisfy `actor.max_staleness`.
         """
 
         async def collected() -> Collected:
@@ -197,18 +198,18 @@ class PPORun:
         return asyncio.create_task(collected())
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """What the responses of `step` answer, one each."""
+        """Return the prompts of `step`, one entry per response."""
         s = self.settings
         count = s.rollout_size // s.responses_per_prompt
         taken = take(self.prompts, start=self.books.prompts_taken(step - 1), count=count, seed=self.seed)
         return [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
 
     def rollouts_ahead(self) -> list[asyncio.Task[Any]]:
-        """What nobody will use when the run ends here."""
+        """Prefetched rollouts to cancel on exit."""
         return [self.ahead] if self.ahead else []
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
-        """Advantages and returns of a rollout."""
+        """Shape the rewards of a rollout and compute its advantages and returns."""
         rewards = self.shaper.shape(scored.scores.rewards, scored.scores.scored, scored.rollout)
         return make_batch(
             scored, self.method, rewards=rewards, kl_coef=self.kl.coef,
@@ -216,15 +217,15 @@ class PPORun:
         )  # fmt: skip
 
     async def train_critic(self, step: int, batch: PPOBatch) -> int | None:
-        """Send the critic its update; returns the weights version that serves it, None where the update failed.
+        """Send the critic its update; return the weights version that serves it, or None if the update failed.
 
-        A failed update counts as done at the sidecar, which serves the weights before it and takes the next step.
+        The sidecar counts a failed update as done: it keeps serving the previous weights and accepts the next step.
         """
         timers = Timers()
         with timers.phase("critic_update"):
             try:
                 answer = await self.client.train(critic_payload(batch), run_id=self.run_id, step=step)
-            except ServerFailed as error:  # task edge: one step lost, not the run
+            except ServerFailed as error:  # task edge: the run survives one lost critic update
                 self.books.failed_critic_updates += 1
                 logger.warning("step %d: the critic's update failed, the run goes on without it: %s", step, error)
                 return None
@@ -233,21 +234,21 @@ class PPORun:
         return answer.weights_version
 
     async def await_updates(self, step: int) -> int:
-        """Wait until the critic's updates up to `step` are served; returns the last one's weights version, or -1."""
+        """Wait until the critic's updates up to `step` are served; return the last weights version, or -1 if none."""
         version = -1
         for sent in [sent for sent in sorted(self.updates) if sent <= step]:
-            served = await asyncio.shield(self.updates[sent])  # a rollout that nobody wants takes no update with it
+            served = await asyncio.shield(self.updates[sent])  # cancelling a rollout must not cancel the update
             self.updates.pop(sent, None)
             if served is not None:
                 version = self.books.weights_version = served
         return version
 
     async def validate(self, when: str, *, step: int) -> None:
-        """Generate for the held-out prompts and score what came of it."""
+        """Generate and score responses to the held-out prompts, if there are any."""
         if self.held_out:
             s, start = self.settings, time.monotonic()
             if self.ahead:
-                await self.stop.or_done(asyncio.wait([self.ahead]))  # what writes is busy
+                await self.stop.or_done(asyncio.wait([self.ahead]))  # the sampler is in use until then
             await self.in_thread(self.policy.renew_sampler)
             validation = validate(
                 self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,
@@ -257,28 +258,28 @@ class PPORun:
             await self.books.log_validation(when, step, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:
-        """Abandon what is under way and write the checkpoint of the last whole step, the critic's too."""
+        """Cancel the work in flight and write the checkpoint of the last complete step, including the critic's."""
         models = (self.policy.model, self.policy.sampler, self.policy.reference)
         end_forwards(*(model for model in models if model is not None))
         await cancelled(self.rollouts_ahead())
-        await self.in_thread(lambda: None)  # until it is idle: reference log-probs switch the adapters off meanwhile
+        await self.in_thread(lambda: None)  # wait for the thread: it may have adapters disabled
         if self.done and not self.books.has_checkpoint(self.done):
             await self.books.checkpoint(self.done)
         await self.await_updates(self.done)
         await asyncio.gather(*self.books.saves)
 
     def seed_of(self, step: int) -> int:
-        """Of a step's sampling and shuffling."""
+        """Return the seed for sampling and shuffling in `step`."""
         return step_seed(self.seed, step)
 
 
 def step_seed(run_seed: int, step: int) -> int:
-    """A seed for each step of each run: mixed, because on a CPU torch's generator takes the lowest 32 bits alone."""
+    """Return a seed per run and step, hashed: torch's CPU generator uses only the lowest 32 bits of a seed."""
     return int(np.random.SeedSequence([run_seed, step]).generate_state(1)[0])
 
 
 async def cancelled(tasks: list[asyncio.Task[Any]]) -> None:
-    """Stop these tasks; nothing is lost, the journal holds what the server accepted."""
+    """Cancel these tasks and wait for them; updates that the server accepted are in its journal and not lost."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

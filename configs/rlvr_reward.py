@@ -1,6 +1,6 @@
-"""The reward of configs/rlvr.yaml: 1 where reasoning-gym accepts the response's first line as the answer, otherwise 0.
+"""Reward function of configs/rlvr.yaml: 1 if reasoning-gym accepts the response's first line as the answer, else 0.
 
-It works for every task of reasoning-gym: each prompt line carries its task's entry in the column `task`.
+Works for every reasoning-gym task: each row of the prompt file has the task's entry in the column `task`.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from python_backend.rewards.function import Sample
 
 
 def is_correct(sample: Sample) -> float:
-    """Return 1.0 for the right answer. An answer hidden in other words earns partial credit there, nothing here."""
+    """Return 1.0 if the first line is exactly the answer; partial credit from reasoning-gym counts as 0."""
     task = sample.metadata["task"]
     lines = (sample.response or "").strip().splitlines()
     return float(_scorer(task["metadata"]["source_dataset"])(lines[0].strip() if lines else "", task) == 1.0)

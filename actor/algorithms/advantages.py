@@ -1,7 +1,7 @@
-"""The maths between a rollout and its update: mask, KL, token rewards, GAE, whitening.
+"""Tensor functions between a rollout and its update: response mask, KL, token rewards, GAE, whitening.
 
-Per-token tensors are `[B, S-1]`; position t scores token t+1. Values outside a mask, NaN and infinity included, never
-reach a result.
+Per-token tensors are `[B, S-1]`; position t scores token t+1. Values outside a mask, including NaN and infinity, never
+affect a result.
 """
 
 import torch
@@ -9,30 +9,29 @@ from torch import Tensor
 
 KL_KINDS = ("k1", "abs", "k2", "k3")
 WHITEN_EPSILON = 1e-8
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; a score that a server computes twice differs by this much
+ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; the same row scored twice by a server may differ by this much
 
 
 def require_same_shape(**tensors: Tensor) -> None:
-    """Raise ValueError, with the names and shapes, unless all tensors have one shape `[B, S-1]`."""
+    """Raise ValueError, naming the shapes, unless all tensors have the same shape `[B, S-1]`."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 2:
         raise ValueError(f"expected one shape [B, S-1], got {shapes}")
 
 
 def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-    """1 where position t scores a response token: t in [prompt_length - 1, length - 1).
+    """Return a mask that is 1 where position t scores a response token: t in [prompt_length - 1, length - 1).
 
-    The first 1 scores the first response token; the last one, at `length - 2`, scores the last token of the
-    sequence (the EOS where there is one). An empty response gives a row of zeros.
+    The first 1 scores the first response token; the last 1, at `length - 2`, scores the last token of the
+    sequence (the EOS, if the response has one). An empty response gives a row of zeros.
 
     Args:
-        prompt_lengths: `[B]`, tokens of the prompt, at least 1: nothing comes before token 0 to score it.
+        prompt_lengths: `[B]`, tokens of the prompt, at least 1, because no position scores token 0.
         lengths: `[B]`, tokens of prompt + response.
         num_tokens: S, the padded length.
 
     Returns: float32 mask `[B, S-1]`.
     Raises: ValueError unless 1 <= prompt_lengths <= lengths <= num_tokens in every row.
-    Source: reference section 6.
     """
     if prompt_lengths.ndim != 1 or prompt_lengths.shape != lengths.shape:
         shapes = f"{tuple(prompt_lengths.shape)} and {tuple(lengths.shape)}"
@@ -46,7 +45,7 @@ def response_mask(prompt_lengths: Tensor, lengths: Tensor, num_tokens: int) -> T
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) from tokens that the policy sampled.
+    """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
 
     With d = logprobs - ref_logprobs:    k1 = d    abs = |d|    k2 = d^2 / 2    k3 = exp(-d) - 1 + d
 
@@ -54,12 +53,12 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
     Args:
         logprobs: `[B, S-1]`, log-prob of token t+1 under the policy that sampled it.
-        ref_logprobs: `[B, S-1]`, the same under the frozen initial policy.
+        ref_logprobs: `[B, S-1]`, log-prob of token t+1 under the reference, the frozen initial policy.
         kind: one of `KL_KINDS`.
 
-    Returns: `[B, S-1]` in nats, at every position; the caller masks.
-    Raises: ValueError for an unknown kind, or shapes that differ.
-    Source: reference section 6 (k1, abs); Schulman, "Approximating KL divergence", 2020 (k1, k2, k3).
+    Returns: `[B, S-1]` in nats, at every position; the caller applies the mask.
+    Raises: ValueError if the kind is unknown or the shapes differ.
+    Source: Schulman, "Approximating KL divergence", 2020 (k1, k2, k3); NeMo-Aligner (abs).
     """
     require_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     if kind not in KL_KINDS:
@@ -75,11 +74,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: float) -> Tensor:
-    """Token rewards r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
+    """Combine scores and KL penalty: r_t = rewards * [t == max(length - 2, 0)] - kl_coef * kl_t.
 
-    The score sits where the last token is scored (position length - 2 scores token length - 1). The penalty
-    covers every position, prompt and padding included: `gae` masks them. The score of an empty response lies
-    outside its mask, so `gae` drops it.
+    The score goes to the position that scores the last token (position length - 2 scores token length - 1). The
+    penalty covers every position, including prompt and padding, which `gae` masks. The score of an empty response
+    lies outside its mask, so `gae` drops it.
 
     Args:
         rewards: `[B]`, one score per response.
@@ -89,7 +88,7 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: floa
 
     Returns: `[B, S-1]` in the dtype of `kl`.
     Raises: ValueError if kl_coef < 0, a shape is wrong, or a length exceeds S.
-    Source: reference section 6; Ouyang et al. 2022 (arXiv 2203.02155), section 3.5.
+    Source: Ouyang et al. 2022 (arXiv 2203.02155), section 3.5.
     """
     if kl.ndim != 2 or kl.shape[1] < 1:
         raise ValueError(f"kl must be [B, S-1] with S >= 2, got {tuple(kl.shape)}")
@@ -105,25 +104,25 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, *, kl_coef: floa
 
 
 def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates and their returns, on masked values and rewards.
+    """Compute generalised advantage estimates and returns over the masked positions.
 
         delta_t = r_t + gamma * V_next - V_t           V_next, A_next: of the next position in the mask,
         A_t = delta_t + gamma * lam * A_next           0 after the last one
         returns_t = A_t + V_t
 
-    The recursion runs over the positions in the mask alone: a gap inside it (what a tool answered, say) is stepped
-    over as if it were not there. With lam = 1 the returns are the Monte-Carlo returns-to-go of the masked rewards.
+    The recursion runs over masked positions only and skips gaps in the mask, such as the output of a tool. With
+    lam = 1 the returns are the Monte-Carlo returns-to-go of the masked rewards.
 
     Args:
-        values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without its last column.
-        token_rewards: `[B, S-1]`, reward of choosing token t+1.
+        values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without the last column.
+        token_rewards: `[B, S-1]`, reward for choosing token t+1.
         mask: `[B, S-1]`, 1 where position t scores a response token.
         gamma: discount, in [0, 1].
         lam: GAE lambda, in [0, 1].
 
     Returns: (advantages, returns), each `[B, S-1]`, 0 outside the mask.
     Raises: ValueError if gamma or lam is outside [0, 1], or shapes differ.
-    Source: Schulman et al. 2015 (arXiv 1506.02438), equation 16; reference section 6.
+    Source: Schulman et al. 2015 (arXiv 1506.02438), equation 16.
     """
     require_same_shape(values=values, token_rewards=token_rewards, mask=mask)
     for name, scalar in (("gamma", gamma), ("lam", lam)):
@@ -143,15 +142,15 @@ def gae(values: Tensor, token_rewards: Tensor, mask: Tensor, *, gamma: float, la
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """sum(mask * x), a scalar, for x and a mask (or weights) `[B, S-1]`. Raises ValueError if shapes differ."""
+    """Return sum(mask * x), a scalar, for x and a mask (or weights) `[B, S-1]`. Raises ValueError if shapes differ."""
     require_same_shape(x=x, mask=mask)
     return _weigh(x, mask).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """sum(mask * x) / sum(mask), a scalar, for x and a mask (or weights) `[B, S-1]`.
+    """Return sum(mask * x) / sum(mask), a scalar, for x and a mask (or weights) `[B, S-1]`.
 
-    0, not NaN, where the mask has no token (reference section 9: a micro-batch of padding reported NaN there).
+    An empty mask gives 0, not NaN, because a micro-batch may consist of padding only.
     Raises: ValueError if shapes differ.
     """
     total = mask.sum()
@@ -159,23 +158,23 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_rounding(std: Tensor, mean: Tensor) -> Tensor:
-    """Whether a spread of float32 numbers is no more than their rounding; to be treated as 0, never divided by.
+    """Return whether a spread of float32 numbers is only rounding; treat it as 0 then and never divide by it.
 
-    Compute both in float64: the float32 mean of equal numbers may be another one, and their spread above 0.
+    Compute both arguments in float64: in float32 the mean of equal numbers may differ from them, which makes their
+    standard deviation positive.
     """
     return std <= ROUNDING * mean.abs()
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) * rsqrt(var + 1e-8), with mean and uncorrected variance over the mask; 0 if x does not vary there.
+    """Return (x - mean) * rsqrt(var + 1e-8), with mean and population variance over the mask; 0 if x does not vary.
 
     Args:
-        x: `[B, S-1]`, all samples of the rollout: statistics of a part are not those of the whole.
+        x: `[B, S-1]`, the whole rollout: statistics of a part of it would depend on how it is split.
         mask: `[B, S-1]`, 0 or 1.
 
     Returns: `[B, S-1]` in the dtype of `x`, 0 outside the mask.
     Raises: ValueError if shapes differ.
-    Source: reference section 6, normalisation.
     """
     mean = masked_mean(x.double(), mask.double())
     centred = x.double() - mean
@@ -185,11 +184,11 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the mask, a scalar.
+    """Return 1 - Var(returns - values) / Var(returns) over the mask, a scalar.
 
-    1: the values predict the returns up to a constant; 0: no better than a constant; below 0: worse. It is 0,
-    not NaN, where the returns do not vary (an empty mask included). For an honest figure pass Monte-Carlo
-    returns, `gae(..., lam=1)[1]`: returns of a smaller lam contain the values that they are compared with.
+    1: the values predict the returns up to a constant; 0: no better than a constant; below 0: worse. It is 0, not
+    NaN, if the returns do not vary or the mask is empty. Pass Monte-Carlo returns, `gae(..., lam=1)[1]`: with
+    a smaller lam the returns contain the values that they are compared with, and the figure is too high.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t.
@@ -210,5 +209,5 @@ def _masked_variance(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _weigh(x: Tensor, mask: Tensor) -> Tensor:
-    # Replaced, not only multiplied: 0 * NaN and 0 * inf are NaN.
+    # Multiplying is not enough: 0 * NaN and 0 * inf are NaN.
     return x.masked_fill(mask == 0, 0.0) * mask

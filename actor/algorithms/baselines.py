@@ -9,21 +9,21 @@ GROUP_EPSILON = 1e-6
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Score minus the mean score of the other responses to the same prompt.
+    """Subtract from each score the mean score of the other responses to the same prompt.
 
         A_i = R_i - 1 / (n - 1) * sum_{j != i} R_j        over the n counted responses of a group; 0 where n <= 1
 
     The baseline does not depend on response i, so the gradient stays unbiased.
 
     Args:
-        rewards: `[B]`; what is not counted may be anything.
+        rewards: `[B]`; rows that are not counted may hold any value.
         groups: `[B]`, integer, equal for responses to the same prompt.
-        counted: bool `[B]`; a response that is not neither gets an advantage nor is part of a baseline.
+        counted: bool `[B]`; a row that is not counted has advantage 0 and is excluded from every baseline.
 
     Returns: `[B]` in the dtype of `rewards`.
     Raises: ValueError if shapes differ.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al. 2024
-        (arXiv 2402.14740), section 2.2; reference section 6 (its baseline is biased where a sample did not end).
+        (arXiv 2402.14740), section 2.2. NeMo-Aligner's baseline differs: it is biased if a response did not end.
     """
     scores, index, count, total = _group_sums(rewards, groups, counted)
     others = (count - 1)[index]
@@ -32,15 +32,15 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
 
 
 def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
-    """Score minus the group's mean, over its standard deviation.
+    """Standardise each score within its group: subtract the mean, divide by the standard deviation.
 
         A_i = (R_i - mean) / (std + 1e-6)        std with n - 1; 0 where n <= 1
 
-    The group's mean contains response i itself. Scores that are equal, up to the rounding of float32, give 0: such a
-    prompt teaches nothing.
+    The group's mean includes response i itself. Scores that are equal up to float32 rounding give advantages of 0, so
+    the prompt contributes no gradient.
 
     Args, Returns, Raises: as `leave_one_out`.
-    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; n - 1 as TRL and verl, epsilon as verl.
+    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.2; n - 1 as in TRL and verl, epsilon as in verl.
     """
     scores, index, count, total = _group_sums(rewards, groups, counted)
     mean = total / count.clamp(min=1)
@@ -52,7 +52,7 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
 
 
 def _group_sums(rewards: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rewards with 0 where not counted, each row's group from 0 on, and by group the count and the sum; float64."""
+    """Return the rewards (0 if not counted), each row's group index, and the count and sum per group, in float64."""
     if not rewards.shape == groups.shape == counted.shape or rewards.ndim != 1:
         shapes = [tuple(tensor.shape) for tensor in (rewards, groups, counted)]
         raise ValueError(f"rewards, groups and counted must all be [B], got {shapes}")

@@ -1,4 +1,4 @@
-"""Turns scored rollouts into the batch that policy and critic train on, and into metrics."""
+"""Builds the training batch of policy and critic, and the rollout metrics, from scored rollouts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TooManyFailed(RlhfError):
 def make_batch(
     scored: ScoredRollout, method: Method, *, rewards: Tensor, kl_coef: float, responses_per_prompt: int = 1
 ) -> PPOBatch:
-    """Advantages and returns of a rollout; rows without a score are masked out.
+    """Compute advantages and returns of a rollout; rows without a score are masked out.
 
     Args:
-        rewards: float32 `[B]`, the scores as `RewardShaper` shaped them.
-        kl_coef: of this step.
-        responses_per_prompt: so many rows in turn answer one prompt.
+        rewards: float32 `[B]`, scores shaped by `RewardShaper`.
+        kl_coef: KL coefficient of this step.
+        responses_per_prompt: number of consecutive rows that answer the same prompt.
     """
     rollout, scores = scored.rollout, scored.scores
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
@@ -58,15 +58,15 @@ def make_batch(
 
 
 def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | None:
-    """KL estimates `[B, S-1]`, or None where the reference was not asked."""
+    """Return KL estimates `[B, S-1]`, or None without reference log-probs."""
     if scored.logprobs is None or scored.ref_logprobs is None:
         return None
-    # Where no response token is predicted the log-probs may be -inf (banned tokens): no KL is charged there.
+    # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
     return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
-    """What critic_train is sent, padded as the batch is."""
+    """Return the inputs of a critic_train request, with the batch's padding."""
     return {
         TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
         RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
@@ -74,7 +74,7 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
 
 
 def check_failures(scores: Scores, max_failed_fraction: float) -> None:
-    """Raise TooManyFailed, with the causes, if too many rows, or all of them, have no score."""
+    """Raise TooManyFailed, naming the causes, if all rows or more than `max_failed_fraction` have no score."""
     failed = int((~scores.scored).sum())
     if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
         raise TooManyFailed(
@@ -84,7 +84,7 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
 
 
 def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -> dict[str, float]:
-    """`train_rollouts/…` of one step; means over scored rows and response tokens."""
+    """Return the `train_rollouts/…` metrics of one step: means over scored rows or response tokens."""
     scores = scored.scores
     rewards = scores.rewards[scores.scored]
     metrics = {**text_metrics(scored.rollout, scores), "kl_coef": kl_coef}
@@ -100,7 +100,7 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
     if batch.rewards_to_go is not None:
         charted["values"] = batch.prev_values, batch.mask
         metrics |= {
-            # Not of `returns`: with lam below 1 they contain the values, and an ignorant critic explains itself.
+            # Not `returns`: with lam below 1 they contain the values, so even an untrained critic would score well.
             "explained_variance": float(explained_variance(batch.prev_values, batch.rewards_to_go, batch.mask)),
             "weights_version": float(scores.versions.max()),
             "weights_version_min": float(scores.versions[scores.scored].min()),
@@ -113,7 +113,7 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
 
 
 def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
-    """What a rollout is like, whether trained on or not: sizes, rewards of scored rows, how varied it is."""
+    """Return metrics of any rollout, training or validation: lengths, rewards of scored rows, diversity."""
     rewards = scores.rewards[scores.scored]
     metrics = {
         "rollout_size": float(len(scores.scored)),
@@ -134,7 +134,7 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
 
 
 def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
-    """Mean over scored rows of the summed k1: nats per sequence. None where the reference was not asked."""
+    """Return the mean KL per sequence (summed k1, nats) over scored rows; None without reference log-probs."""
     if scored.logprobs is None or scored.ref_logprobs is None:
         return None
     signed = torch.where(mask > 0, scored.logprobs - scored.ref_logprobs, 0.0).sum(-1)
@@ -142,7 +142,7 @@ def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
 
 
 def distinct_bigrams(rollout: Rollout) -> float:
-    """Different token bigrams of the responses, as a share of all of them: a collapse shows here first."""
+    """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
     pairs = [
         pair
         for row, start in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True)
@@ -152,6 +152,6 @@ def distinct_bigrams(rollout: Rollout) -> float:
 
 
 def score_returns(rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Monte-Carlo returns `[B, S-1]` of the bare score at gamma 1, and their mask."""
+    """Return the Monte-Carlo returns `[B, S-1]` of the score at gamma 1, without penalties, and their mask."""
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
     return rewards[:, None] * mask, mask

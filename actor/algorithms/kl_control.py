@@ -1,12 +1,12 @@
-"""The weight of the KL penalty: fixed, or adapted to keep the policy at a target distance from its start."""
+"""KL coefficient: fixed, or adapted to keep the policy at a target KL from the reference."""
 
 from __future__ import annotations
 
-MOST_ERROR = 0.2
+MOST_ERROR = 0.2  # from the paper: bounds the change of the coefficient per rollout
 
 
 class KLControl:
-    """`kl_coef`, adapted where there is a target.
+    """Holds `kl_coef` and adapts it if there is a target.
 
         error = clip(kl / target - 1, -0.2, 0.2)
         coef <- coef * (1 + error * samples / horizon)
@@ -17,16 +17,16 @@ class KLControl:
     def __init__(self, coef: float, *, target: float | None, horizon: int) -> None:
         """
         Args:
-            coef: where it begins, >= 0.
-            target: nats per sequence; None: `coef` stays as it is.
-            horizon: responses over which it follows.
+            coef: initial coefficient, >= 0.
+            target: target KL in nats per sequence; None: the coefficient is fixed.
+            horizon: time constant of the controller, in responses.
         """
         self.coef = coef
         self._target = target
         self._horizon = horizon
 
     def update(self, kl: float, samples: int) -> None:
-        """Take in the mean KL per sequence (nats, k1) of a rollout of so many samples."""
+        """Adapt the coefficient to the mean KL per sequence (nats, k1) of a rollout with `samples` responses."""
         if self._target is None:
             return
         error = min(max(kl / self._target - 1, -MOST_ERROR), MOST_ERROR)

@@ -1,6 +1,6 @@
 """The algorithms: each is an advantage function over `Episodes` and a policy loss.
 
-The loop does not know their names, only whether the configured one needs the critic.
+The training loop never branches on an algorithm's name, only on whether it needs the critic.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Episodes:
-    """Scored responses, as an advantage function sees them."""
+    """Scored responses: the input of an advantage function."""
 
     rewards: Tensor  # float32 [B], shaped scores
-    penalty: Tensor  # float32 [B, S-1], KL penalty charged to each token; 0 where it is in the loss
-    values: Tensor  # float32 [B, S-1], 0 outside the mask and without a critic
+    penalty: Tensor  # float32 [B, S-1], KL penalty per token, times kl_coef; 0 if the penalty is in the loss
+    values: Tensor  # float32 [B, S-1]; 0 outside the mask and without a critic
     mask: Tensor  # float32 [B, S-1], response tokens of scored rows
     lengths: Tensor  # int64 [B], prompt + response
     groups: Tensor  # int64 [B], equal for responses to the same prompt
@@ -34,43 +34,44 @@ class Episodes:
 
     @property
     def totals(self) -> Tensor:
-        """`[B]`: each response's score minus its whole penalty."""
+        """Score of each response minus its summed KL penalty, `[B]`."""
         return self.rewards - (self.penalty * self.mask).sum(-1)
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """`[B]` -> `[B, S-1]`: every token of a response has the response's advantage."""
+        """Give every token of a response the response's advantage: `[B]` -> `[B, S-1]`."""
         return advantages[:, None] * self.mask
 
 
-Advantages = Callable[[Episodes, float, float], tuple[Tensor, Tensor]]  # (episodes, gamma, lam)
+# (episodes, gamma, lam) -> (advantages, returns), each [B, S-1]
+Advantages = Callable[[Episodes, float, float], tuple[Tensor, Tensor]]
 
 
 def with_critic(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """GAE over the critic's values."""
+    """Compute GAE over the critic's values."""
     return gae(episodes.values, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=lam)
 
 
 def returns_to_go(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Discounted token rewards from each token on; `lam` has nothing to weigh."""
+    """Compute the discounted sum of token rewards from each token on; `lam` is unused, as there are no values."""
     nothing = torch.zeros_like(episodes.mask)
     return gae(nothing, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=1.0)
 
 
 def against_the_others(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """The response's total against the mean of the others to its prompt; there is no time in it to discount."""
+    """RLOO: subtract from each response's total the mean of the others to its prompt; `gamma` and `lam` are unused."""
     advantages = leave_one_out(episodes.totals, episodes.groups, episodes.counted)
     return episodes.spread(advantages), episodes.spread(episodes.totals)
 
 
 def within_the_group(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """The response's total, standardised within the responses to its prompt."""
+    """GRPO: standardise each total within the responses to its prompt; `gamma` and `lam` are unused."""
     advantages = group_standardise(episodes.totals, episodes.groups, episodes.counted)
     return episodes.spread(advantages), episodes.spread(episodes.totals)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An advantage function and a loss, and what each was published with where the configuration says nothing."""
+    """An advantage function, a policy loss, and the published choices that apply unless configured."""
 
     advantages: Advantages
     loss: PolicyLoss
@@ -89,7 +90,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Method:
-    """An algorithm under one configuration."""
+    """An algorithm with its settings resolved from the configuration."""
 
     algorithm: Algorithm
     gamma: float
@@ -103,7 +104,7 @@ class Method:
 
     @classmethod
     def of(cls, settings: ActorSection) -> Method:
-        """What the configuration asks for."""
+        """Build the method that `settings` select; `auto` and unset values take the algorithm's defaults."""
         algorithm = ALGORITHMS[settings.algorithm]
         kl_in = algorithm.kl_in if settings.kl_in == "auto" else settings.kl_in
         kl_estimator = settings.kl_estimator

@@ -1,7 +1,7 @@
-"""The policy losses behind one signature, and the KL penalty as a part of the loss.
+"""Policy losses with one signature, and the KL penalty as a loss term.
 
-Tensors are `[B, S-1]`; position t scores token t+1, and weights take the place of a mask. Losses are sums over a
-micro-batch divided by the weights of the whole minibatch, so no split changes them.
+Tensors are `[B, S-1]`; position t scores token t+1, and weights replace the mask. Each loss is a sum over a micro-batch
+divided by the total weight of the minibatch, so the split into micro-batches does not change the gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from actor.algorithms.ppo_loss import MOST_LOG_RATIO, policy_stats, ppo_policy_l
 
 @dataclass(frozen=True)
 class ClipRange:
-    """Where probability ratios are clipped: to [1 - low, 1 + high], and `dual` where the advantage is negative."""
+    """Clip range of the probability ratio: [1 - low, 1 + high], and at most `dual` for negative advantages."""
 
     low: float = 0.2
     high: float = 0.2
@@ -32,7 +32,7 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, float, ClipRange], tuple[
 def clipped_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, total: float, clip: ClipRange
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `ppo_policy_loss`."""
+    """Compute PPO's clipped loss; see `ppo_policy_loss`."""
     return ppo_policy_loss(
         logprobs, old_logprobs, advantages, weights, clip_ratio_low=clip.low, clip_ratio_high=clip.high,
         num_tokens=total, dual_clip=clip.dual,
@@ -42,9 +42,10 @@ def clipped_loss(
 def reinforce_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, total: float, clip: ClipRange
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """loss = -sum_t w_t * A_t * logprobs_t / total: its gradient is that of the clipped loss at ratio 1.
+    """Compute the REINFORCE loss, -sum_t w_t * A_t * logprobs_t / total.
 
-    For samples of the policy itself; `old_logprobs` serve the statistics alone, and `clip` nothing.
+    Its gradient equals that of the clipped loss at ratio 1, so it is meant for on-policy samples. `old_logprobs` are
+    used for statistics only; `clip` is ignored.
 
     Raises: ValueError if total is 0 but the weights are not, or shapes differ.
     Source: Williams 1992, "Simple statistical gradient-following algorithms", equation 11.
@@ -52,7 +53,7 @@ def reinforce_loss(
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     if not total >= 0 or (total == 0 and bool(weights.any())):
         raise ValueError(f"total must be the weight of the minibatch, got {total}")
-    # Filled before the product: outside the weights -inf * 0 would put NaN into the gradients of the model.
+    # Fill before multiplying: where the weight is 0, -inf * 0 would put NaN into the model's gradients.
     inside = weights != 0
     chosen = logprobs.masked_fill(~inside, 0.0)
     loss = masked_sum(-advantages * chosen, weights) / (total or 1)
@@ -61,16 +62,16 @@ def reinforce_loss(
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: str, total: float) -> Tensor:
-    """sum_t w_t * kl_t / total, a scalar with the gradient of the estimate; the caller weighs it by `kl_coef`.
+    """Return sum_t w_t * kl_t / total, a differentiable scalar; the caller multiplies it by `kl_coef`.
 
-    The gradient is that of the estimate on given samples: of k2 it is the gradient of the KL itself in expectation, of
-    k3 it is an approximation of it near 0 (as GRPO uses it), of k1 it is 0 in expectation, and of abs it has the same
-    size however near the two policies are.
+    The gradient is that of the estimate for fixed samples. In expectation, k2 has the gradient of the true KL, k3
+    (used by GRPO) approximates it near 0, and k1 has gradient 0. The gradient of abs does not shrink as the two
+    policies approach each other.
 
     Args:
-        kind: as `kl_estimate`.
+        kind: one of `KL_KINDS`.
 
-    Raises: ValueError as `kl_estimate`.
+    Raises: ValueError if the kind is unknown or the shapes differ.
     Source: Shao et al. 2024 (arXiv 2402.03300), equation 4; Tang and Munos 2025 (arXiv 2506.09477) on the gradients.
     """
     inside = weights != 0

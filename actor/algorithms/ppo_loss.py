@@ -1,7 +1,7 @@
 """PPO's clipped surrogate loss.
 
-Tensors are `[B, S-1]`; position t scores token t+1. Losses are sums over a micro-batch divided by the tokens of the
-whole minibatch, so no split changes them.
+Tensors are `[B, S-1]`; position t scores token t+1. The loss is a sum over a micro-batch divided by the tokens of the
+whole minibatch, so the split into micro-batches does not change the gradient.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actor.algorithms.advantages import masked_sum, require_same_shape
 
-MOST_LOG_RATIO = 20.0  # nats: where exp would overflow even a clipped loss has no finite gradient
+MOST_LOG_RATIO = 20.0  # nats; if exp overflowed, even a clipped loss would have a non-finite gradient
 
 
 def ppo_policy_loss(
@@ -23,33 +23,34 @@ def ppo_policy_loss(
     num_tokens: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped surrogate of a micro-batch, as its share of the loss of the whole minibatch.
+    """Compute PPO's clipped surrogate loss for a micro-batch, as its share of the minibatch loss.
 
         rho_t = exp(clamp(logprobs_t - old_logprobs_t, -20, 20))
         l_t = max(-A_t * rho_t, -A_t * clamp(rho_t, 1 - low, 1 + high))
-        l_t = min(l_t, -A_t * dual_clip) where A_t < 0: a token that the policy took up since cannot weigh without end
+        l_t = min(l_t, -A_t * dual_clip) where A_t < 0, if dual_clip is set
         loss = sum_t mask_t * l_t / num_tokens
 
-    The losses (and so the gradients) of all micro-batches add up to the masked mean over the minibatch,
-    whatever the split. A sample that did not end teaches nothing: pass `mask * is_end[:, None]` and count
-    num_tokens in that.
+    The losses and gradients of all micro-batches add up to the masked mean over the minibatch, whatever the split.
+    The dual clip bounds the loss of tokens with a negative advantage that have become much more likely since they
+    were sampled. To exclude responses that did not end, pass `mask * is_end[:, None]` and count num_tokens in it.
 
     Args:
         logprobs: `[B, S-1]`, log-prob of token t+1 under the policy in training.
-        old_logprobs, advantages: `[B, S-1]`, of token t+1 when it was sampled; without gradient.
+        old_logprobs: `[B, S-1]`, log-prob of token t+1 under the policy that sampled it; without gradient.
+        advantages: `[B, S-1]`, of token t+1; without gradient.
         mask: `[B, S-1]`, 1 where position t scores a token to learn from.
         clip_ratio_low, clip_ratio_high: low and high, >= 0.
-        num_tokens: ones in the mask of the whole minibatch, over all micro-batches and ranks. 0 goes only
-            with an empty mask, and gives loss 0 with zero gradient.
-        dual_clip: largest ratio that counts where the advantage is negative, > 1; None: any.
+        num_tokens: number of ones in the mask of the whole minibatch, over all micro-batches and ranks. 0 is allowed
+            only with an empty mask, and gives loss 0 with zero gradient.
+        dual_clip: upper bound on the ratio for negative advantages, > 1; None: no bound.
 
     Returns: (loss, stats): a scalar, and detached sums over the mask, which the caller adds up and divides by
-        num_tokens: `clip_fraction` (tokens whose gradient a clip removed), `approx_kl` (k3 of
+        num_tokens: `clip_fraction` (tokens whose gradient was removed by a clip), `approx_kl` (k3 of
         KL(old || new)), `ppo_ratio`, `ppo_ratio_clamped`.
     Raises: ValueError if a clip ratio or num_tokens is negative, num_tokens is 0 but the mask is not, dual_clip is not
         above 1, or shapes differ.
     Source: Schulman et al. 2017 (arXiv 1707.06347), equation 7; clip-higher: Yu et al. 2025 (arXiv 2503.14476);
-        dual clip: Ye et al. 2020 (arXiv 1912.09729), equation 5; reference section 6.
+        dual clip: Ye et al. 2020 (arXiv 1912.09729), equation 5.
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     for name, scalar in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
@@ -59,7 +60,7 @@ def ppo_policy_loss(
         raise ValueError(f"num_tokens must count the ones in the mask of the minibatch, got {num_tokens}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
-    # Filled before exp: outside the mask -inf - -inf would put NaN into the gradients of the model.
+    # Fill before exp: outside the mask, -inf - -inf would put NaN into the model's gradients.
     log_ratio = (logprobs - old_logprobs).masked_fill(mask == 0, 0.0)
     log_ratio = log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -75,7 +76,7 @@ def ppo_policy_loss(
 
 
 def policy_stats(log_ratio: Tensor, clamped: Tensor, is_clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over the mask, as `ppo_policy_loss` returns them."""
+    """Return the statistics of `ppo_policy_loss` as sums over the mask."""
     return {
         "clip_fraction": masked_sum(is_clipped.to(log_ratio.dtype), mask),
         "approx_kl": masked_sum(torch.expm1(log_ratio) - log_ratio, mask),

@@ -1,4 +1,4 @@
-"""Shapes the server's scores: normalisation, then clipping, then the penalties on length.
+"""Reward shaping: normalisation, then clipping, then penalties for a missing EOS and for overlong responses.
 
 Penalties come last, so they are in units of normalised scores and are never clipped away.
 """
@@ -18,7 +18,7 @@ EPSILON = 1e-8
 
 
 class RunningMoments:
-    """Mean and variance of everything seen so far.
+    """Running mean and variance of all values seen so far.
 
     Source: Chan, Golub, LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
     """
@@ -27,7 +27,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = count, mean, squares
 
     def update(self, values: Tensor) -> None:
-        """Take in finite values `[n]`; n may be 0."""
+        """Add finite values `[n]`; n may be 0."""
         if not values.numel():
             return
         count, mean = values.numel(), float(values.double().mean())
@@ -38,29 +38,29 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Of the population (n); 1 before two values have been seen."""
+        """Population standard deviation (divides by n); 1 until two values have been seen."""
         return math.sqrt(self.squares / self.count) if self.count > 1 else 1.0
 
     def state(self) -> list[float]:
-        """What a new object is made of."""
+        """Constructor arguments that reproduce this object, for checkpoints."""
         return [self.count, self.mean, self.squares]
 
 
 class RewardShaper:
-    """Shapes the scores of each rollout in turn."""
+    """Turns the server's scores of each rollout into rewards; keeps running statistics across rollouts."""
 
     def __init__(self, settings: ActorSection) -> None:
         self._settings = settings
         self.moments = RunningMoments()
 
     def shape(self, rewards: Tensor, scored: Tensor, rollout: Rollout) -> Tensor:
-        """Shaped scores float32 `[B]`, 0 where not scored.
+        """Return shaped scores, float32 `[B]`; 0 where not scored.
 
-        `running` takes the rollout's scores in first, so that the first rollout has statistics of its own.
+        `running` statistics include this rollout's scores, so that the first rollout can be normalised too.
 
         Args:
             rewards: float32 `[B]`.
-            scored: bool `[B]`; other rows are no part of any statistic.
+            scored: bool `[B]`; other rows are excluded from all statistics.
         """
         s = self._settings
         shaped = rewards.clone() if s.reward_normalization == "none" else self._normalised(rewards, scored)
@@ -74,7 +74,7 @@ class RewardShaper:
         return torch.where(scored, shaped, 0.0)
 
     def _normalised(self, rewards: Tensor, scored: Tensor) -> Tensor:
-        """(reward - mean) / std; 0 where the scores measured so far differ by their rounding alone."""
+        """Return (reward - mean) / std; 0 if the scores seen so far differ only by rounding."""
         s = self._settings
         if s.reward_normalization == "static":
             return (rewards - s.reward_mean) / (s.reward_std + EPSILON)

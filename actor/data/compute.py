@@ -1,4 +1,4 @@
-"""Runs torch off the event loop, so that answers are received meanwhile."""
+"""Runs torch outside the event loop, so that responses from servers are processed while it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ InThread: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 def in_a_thread_of(threads: int) -> InThread:
-    """`await run(function, *args, **kwargs)` gives the result; torch keeps its number of threads per thread."""
+    """Return `run`: `await run(function, *args, **kwargs)` calls the function in a thread of its own.
+
+    Args:
+        threads: torch threads. torch holds this setting per thread, so it is set when the thread starts.
+    """
     executor = ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,))
 
     async def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Rows of prompt files: JSONL, Parquet, Arrow, or a folder that `datasets` wrote with `save_to_disk`.
+"""Reads the rows of prompt files: JSONL, Parquet, Arrow, or a folder that `datasets` wrote with `save_to_disk`.
 
-`datasets` itself is not used: it needs NumPy 2, and its shards are plain Arrow streams, which pyarrow reads.
+`datasets` itself is not needed (and requires NumPy 2): its shards are plain Arrow streams, which pyarrow reads.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 from python_backend.errors import RlhfError
 
-SOURCES = ("text", "messages", "prompt")  # columns of the prompt itself; the first one that a row has counts
+SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt; the first one present is used
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
 ROWS_AT_ONCE = 1024
-ARROW_FILE_MAGIC = b"ARROW1"  # of the file format; streams have none
+ARROW_FILE_MAGIC = b"ARROW1"  # distinguishes the Arrow file format from streams, which have no magic bytes
 JSON_TYPES = (str, int, float, bool, type(None))
 
 
@@ -26,18 +26,18 @@ class PromptError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its columns and where it stands."""
+    """One row: its columns and its location."""
 
     number: int  # from 1; empty lines count
-    where: str  # file and row, for errors
+    where: str  # file and row, for error messages
     columns: Any
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yield the rows of `path`, by its kind: a folder, `.parquet`, `.arrow`, or JSONL.
+    """Yield the rows of `path`: a folder, `.parquet`, `.arrow`, or, with any other name, JSONL.
 
     Raises:
-        PromptError: unreadable, not of that kind, or a value that JSON has no type for.
+        PromptError: the file is unreadable or malformed, or a value has no JSON type.
     """
     if path.is_dir() or path.suffix in (".parquet", ".arrow"):
         return _table_rows(path)
@@ -57,7 +57,7 @@ def source_of(row: Row) -> str:
 
 def _json_lines(path: Path) -> Iterator[Row]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in a text
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also split at U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read the prompts {path}: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -81,7 +81,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The Arrow files of a dataset, in order."""
+    """Return the Arrow files of a dataset, in order."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
         raise PromptError(f"{folder} holds several splits: name one of its folders, {', '.join(splits)}")
@@ -96,7 +96,7 @@ def _shards(folder: Path) -> list[Path]:
 
 def _shard_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        import pyarrow as pa  # a large library that JSONL does not need
+        import pyarrow as pa  # deferred: a large library that JSONL does not need
         from pyarrow import parquet
     except ImportError as error:
         raise PromptError(
@@ -119,7 +119,7 @@ def _shard_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_plain(where: str, name: str, value: Any) -> None:
-    """Raise PromptError if JSON has no type for a value, or for one within it: reward functions receive it as JSON."""
+    """Raise PromptError if a value, or one nested in it, has no JSON type: reward functions receive columns as JSON."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_plain(where, f"{name}.{key}", inner)
@@ -134,7 +134,7 @@ def _check_plain(where: str, name: str, value: Any) -> None:
 
 
 def _without_nulls(name: str, value: Any) -> Any:
-    """Messages without absent keys: Arrow gives every message the keys of all, which templates would take for set."""
+    """Drop null keys from messages: Arrow gives every message the keys of all, and templates would see them as set."""
     if name not in CONVERSATIONS or not isinstance(value, list):
         return value
     return [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in value]

@@ -1,4 +1,4 @@
-"""Prompts of a run, from a file or folder of `prompt_files`, and the order in which the run takes them."""
+"""Reads and tokenises the prompts of a run, and defines the order in which the run uses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
-MESSAGES_KEY = "messages"  # a chat prompt; the server renders it, with the reply, by the reward's own template
+MESSAGES_KEY = "messages"  # of a chat prompt; the server renders them and the reply with the reward's own template
 
 
 def read_prompts(
@@ -26,18 +26,19 @@ def read_prompts(
 ) -> list[Prompt]:  # fmt: skip
     """Read and tokenise rows with a `text`, or with chat `messages`, which the tokenizer's template renders.
 
-    A `prompt`, as TRL names the column, is either of them. Columns other than the text and `prompt_id` become metadata,
-    the messages too, as `messages`.
+    A `prompt` column, TRL's name, may hold either. All columns except the text and `prompt_id` become metadata; chat
+    messages are part of it, under `messages`.
 
     Args:
-        max_tokens: longest prompt.
-        too_long: what to do with a longer one: `error`, `skip`, or `truncate` to its last tokens; both are logged.
-        limit: stop after so many prompts.
-        vocab_size: rows of the model's embedding table; a tokenizer may know tokens beyond them.
+        max_tokens: maximum prompt length.
+        too_long: what to do with a longer prompt: `error`, `skip`, or `truncate` to its last tokens; the last two are
+            logged.
+        limit: stop after this many prompts.
+        vocab_size: rows of the model's embedding table; a tokenizer may have tokens beyond it.
 
     Raises:
-        PromptError: unreadable file, a row that is no JSON object with one of the three, an empty or too long prompt,
-            or one with a token that the model has no embedding for.
+        PromptError: the file is unreadable; a row is not a JSON object with one of the three columns; or a prompt is
+            empty, too long, or has a token that the model has no embedding for.
     """
     prompts: list[Prompt] = []
     long: list[str] = []
@@ -72,7 +73,7 @@ def read_prompts(
 
 
 def take(prompts: Sequence[Prompt], *, start: int, count: int, seed: int) -> list[Prompt]:
-    """`count` prompts from position `start` of the endless sequence of shuffled epochs."""
+    """Return `count` prompts from position `start` of the infinite sequence of shuffled epochs."""
     taken = []
     for position in range(start, start + count):
         epoch, index = divmod(position, len(prompts))
@@ -80,7 +81,7 @@ def take(prompts: Sequence[Prompt], *, start: int, count: int, seed: int) -> lis
     return taken
 
 
-_ORDERS: dict[tuple[int, int, int], np.ndarray] = {}
+_ORDERS: dict[tuple[int, int, int], np.ndarray] = {}  # holds the permutation of the current epoch only
 
 
 def _order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -106,10 +107,10 @@ def _prompt(row: Row, tokenizer: Any) -> Prompt:
 
 
 def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
-    """The chat as the tokenizer's template writes it, up to where the reply begins."""
+    """Render the chat with the tokenizer's template, up to where the reply begins."""
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(f"{where}: the policy's tokenizer has no chat template; send a text instead")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates are programs: they raise what they like
+    except Exception as error:  # templates are programs and may raise anything
         raise PromptError(f"{where} cannot be rendered: {error}") from error

@@ -1,7 +1,7 @@
-"""What travels through one PPO step: one frozen dataclass per hop, with the shape of every field.
+"""Data of one training step, one frozen dataclass per stage, with the shape of every field.
 
-`B` responses; `S` tokens of the longest prompt + response, padded on the right. Tensors `[B, S-1]` hold at position t
-what belongs to token t+1.
+`B` responses; `S` tokens of the longest prompt + response, padded on the right. Position t of a tensor `[B, S-1]`
+belongs to token t+1.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of the prompt file."""
+    """One tokenised row of the prompt file."""
 
     prompt_id: str
     text: str
     tokens: np.ndarray  # int64 [P]
-    metadata: dict[str, Any] = field(default_factory=dict)  # the line's other columns
+    metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the policy wrote."""
+    """Prompts and the policy's responses."""
 
     prompts: list[Prompt]  # B
     tokens: Tensor  # int64 [B, S], prompt + response
     lengths: Tensor  # int64 [B], prompt + response
     prompt_lengths: Tensor  # int64 [B]
-    is_end: Tensor  # bool [B], the response ended by itself
-    logprobs: Tensor | None = None  # float32 [B, S-1] as generation computed them, 0 outside the responses
+    is_end: Tensor  # bool [B], ended by an end-of-sequence token or a stop string
+    logprobs: Tensor | None = None  # float32 [B, S-1] from generation, 0 outside the responses
 
     def rows(self) -> list[np.ndarray]:
-        """Unpadded token rows, int64 `[length]` each."""
+        """Return the unpadded token rows, int64 `[length]` each."""
         return [row[:length].numpy() for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
 
     def select(self, rows: Tensor) -> Rollout:
-        """The given rows, int64 `[n]`, in that order."""
+        """Return the given rows (int64 indices `[n]`), in that order."""
         return Rollout(
             [self.prompts[i] for i in rows.tolist()], self.tokens[rows], self.lengths[rows], self.prompt_lengths[rows],
             self.is_end[rows], None if self.logprobs is None else self.logprobs[rows],
@@ -48,22 +48,22 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the server said; a row whose score is unavailable is not `scored`."""
+    """The server's scores; a row whose score is unavailable is not `scored`."""
 
-    rewards: Tensor  # float32 [B]; 0 where not scored, never used there
+    rewards: Tensor  # float32 [B]; 0 where not scored, and ignored there
     values: Tensor  # float32 [B, S]
-    versions: Tensor  # int64 [B], weights version of the values; -1 where there are none
+    versions: Tensor  # int64 [B], weights version that computed the values; -1 without values
     scored: Tensor  # bool [B]
     failures: list[str]  # the distinct causes
     components: dict[str, Tensor] = field(default_factory=dict)  # float32 [B] of each reward; NaN where it failed
 
     @property
     def has_values(self) -> bool:
-        """Whether a critic was asked."""
+        """Whether a critic computed values."""
         return bool((self.versions >= 0).any())
 
     def select(self, rows: Tensor) -> Scores:
-        """The scores of `rows`, int64 `[n]`, in that order."""
+        """Return the scores of `rows` (int64 indices `[n]`), in that order."""
         components = {name: values[rows] for name, values in self.components.items()}
         return Scores(
             self.rewards[rows], self.values[rows], self.versions[rows], self.scored[rows], self.failures, components
@@ -72,9 +72,9 @@ class Scores:
 
 @dataclass(frozen=True)
 class ReferenceLogprobs:
-    """What the policy's frozen start says of a rollout."""
+    """Log-probs of a rollout under the reference, the policy's frozen initial weights."""
 
-    logprobs: Tensor  # float32 [B, S-1]; 0 where not known
+    logprobs: Tensor  # float32 [B, S-1]; 0 in rows that are not known
     known: Tensor  # bool [B]
     failures: list[str]  # the distinct causes
 
@@ -86,21 +86,21 @@ class ScoredRollout:
     rollout: Rollout
     scores: Scores
     logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled; None: not needed
-    ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; never used where not scored; None: not needed
+    ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; ignored where not scored; None: not needed
 
 
 @dataclass(frozen=True)
 class PPOBatch:
-    """What both updates train on."""
+    """The batch that policy and critic train on."""
 
     tokens: Tensor  # int64 [B, S]
     lengths: Tensor  # int64 [B]
     mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
-    policy_weights: Tensor  # float32 [B, S-1], what each token counts in the policy's loss; 0 outside the mask
-    logprobs: Tensor | None  # float32 [B, S-1]; None where the update is the first since sampling
-    ref_logprobs: Tensor | None  # float32 [B, S-1]; None where no KL is charged or measured
-    advantages: Tensor  # float32 [B, S-1], 0 where the policy does not learn
+    policy_weights: Tensor  # float32 [B, S-1], weight of each token in the policy loss; 0 outside the mask
+    logprobs: Tensor | None  # float32 [B, S-1], old log-probs; None if not needed because the ratio is 1
+    ref_logprobs: Tensor | None  # float32 [B, S-1]; None if no KL is used or measured
+    advantages: Tensor  # float32 [B, S-1], 0 outside the tokens that the policy learns from
     returns: Tensor  # float32 [B, S-1]
     prev_values: Tensor  # float32 [B, S-1]
-    kl: Tensor | None  # float32 [B, S-1], estimate of each token, not weighed; None where it was not measured
+    kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
     rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic

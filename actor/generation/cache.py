@@ -1,7 +1,7 @@
-"""A key-value cache whose rows come and go: allocated once, and no column is copied to make room for a token.
+"""A preallocated key-value cache in which rows can be added and removed during decoding.
 
-All rows end in the same column, so a row that comes later begins later: what is left of its begin is masked. Keys hold
-their rotation by position within the row, so the column a row lies in never shows in a result.
+All rows end in the same column, so a row that joins later starts further right, and the columns left of its start are
+masked. Keys are rotated by their position within the row, so results do not depend on the column where a row starts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 
 class SlotCache(Cache):
-    """Keys and values `[rows, heads, columns, size]` of every layer; forwards see the window that is looked at."""
+    """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass sees the current window only."""
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
         self.columns = columns
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
     def look_at(self, first: int, last: int, begin: int, end: int) -> None:
-        """Let the next forward see rows `first:last` and their columns `begin:end`; it appends at `end`."""
+        """Set the window of the next forward pass: rows `first:last`, columns `begin:end`; it appends at `end`."""
         for layer in self.layers:
             layer.window = (first, last, begin, end)
 
     def copy_row(self, source: int, target: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of row `source` over those of row `target`."""
+        """Copy columns `begin:end` of row `source` to row `target`."""
         for layer in self.layers:
             for whole in layer.tensors():
                 whole[target, :, begin:end] = whole[source, :, begin:end]
@@ -36,11 +36,12 @@ class SlotCache(Cache):
         """Move the columns `begin:end` of the first `rows` to the left edge."""
         for layer in self.layers:
             for whole in layer.tensors():
+                # clone: source and destination columns may overlap.
                 whole[:rows, :, : end - begin] = whole[:rows, :, begin:end].clone()
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer of it."""
+    """Keys and values of one layer."""
 
     is_sliding = False
 
@@ -50,7 +51,7 @@ class _SlotLayer(CacheLayerMixin):
         self.window = (0, rows, 0, 0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for tensors like these."""
+        """Allocate keys and values with the heads, head size, dtype and device of these tensors."""
         rows, columns = self._shape
         self.keys, self.values = (
             torch.zeros(rows, like.shape[1], columns, like.shape[3], dtype=like.dtype, device=like.device)
@@ -59,11 +60,11 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values, once there are any."""
+        """Keys and values; empty before the first forward pass."""
         return (self.keys, self.values) if self.is_initialized else ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append to the window; returns it whole."""
+        """Append to the window and return all of it."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, last, begin, end = self.window
@@ -73,20 +74,20 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys[first:last, :, begin:after], self.values[first:last, :, begin:after]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns after the forward, and where the first of them lies."""
+        """Return the number of columns after the forward pass, and the offset of the first one."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns before the forward."""
+        """Return the number of columns before the forward pass."""
         return self.window[3] - self.window[2]
 
     def get_max_length(self) -> int:
-        """Columns there are."""
+        """Return the number of allocated columns."""
         return self._shape[1]
 
 
 def cache_layers(model: Any) -> int:
-    """How many layers of `model` keep keys and values; 0 if it keeps anything else, such as a recurrent state."""
+    """Return how many layers of `model` cache keys and values; 0 if it caches anything else, e.g. a recurrent state."""
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

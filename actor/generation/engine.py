@@ -1,4 +1,4 @@
-"""Generates responses by slot-based decoding, or by `transformers` for models that it does not fit."""
+"""Generates responses by slot-based decoding, or by `transformers` for models that it does not support."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from python_backend.config import ActorSection
 from python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
-PROOF_TOKENS = 4
+PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes
 MORE_STOP_TOKENS = 16
-NEAR = 0.01  # total variation: one draw in a hundred would be another
+NEAR = 0.01  # total variation distance: at most one token in a hundred would be drawn differently
 
 
 class Generation:
-    """Writes responses under one configuration."""
+    """Generates responses with the sampling settings of one configuration."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: ActorSection, *, eos_ids: list[int], pad_id: int,
         banned_ids: list[int],
     ) -> None:  # fmt: skip
-        """`model`: a causal LM, adapters in place."""
+        """`model`: a causal LM, with its adapters if it has any."""
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._eos_ids, self._pad_id, self._banned_ids = eos_ids, pad_id, banned_ids
-        # A token is a byte or more; the others are there because the first ones, cut off, may decode to something else.
+        # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
+        # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
-        self._decodes: bool | None = None  # whether our own decoding fits the model; found out with the first prompts
+        self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
 
     def run(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool = False) -> None:
-        """Write a response to each prompt.
+        """Generate a response to each prompt.
 
         Args:
             prompts: int64 `[length]` each.
-            finished: gets the prompt's index and the response, as soon as that has ended.
-            seed: the same draws the same responses. With our own decoding a response depends on `seed` and its index
-                alone, not on what is written beside it (but for the last bits of its probabilities).
-            greedy: take the likeliest tokens.
+            finished: called with the prompt's index and the response as soon as the response ends.
+            seed: the same seed gives the same responses. With slot-based decoding a response depends only on `seed` and
+                its index, not on the rows decoded beside it (except for the last bits of its probabilities).
+            greedy: take the most likely token instead of sampling.
         """
         if self._decodes is None:
             self._decodes = self._settings.decoding == "slots" and self._is_proven(prompts)
@@ -67,9 +68,9 @@ class Generation:
         )  # fmt: skip
 
     def _has_stop(self, response: Sequence[int]) -> bool:
-        """Whether a stop string ends with the last token: one that ended before would have ended the response.
+        """Return whether the last token completes a stop string; an earlier one would already have ended the response.
 
-        As in vLLM, one that ends within the first `min_new_tokens` ends nothing, then or later.
+        As in vLLM, a stop string that ends within the first `min_new_tokens` is ordinary text.
         """
         early = self._settings.min_new_tokens
         if len(response) <= early:
@@ -77,13 +78,13 @@ class Generation:
         begin = max(0, len(response) - self._stop_tokens)
         text = self._tokenizer.decode(response[begin:], skip_special_tokens=False)
         ignored = 0
-        if begin < early:  # a letter that is not complete there may end a stop string later
+        if begin < early:  # rstrip: a character whose bytes are incomplete here may still complete a stop string
             ignored = len(self._tokenizer.decode(response[begin:early], skip_special_tokens=False).rstrip("\ufffd"))
         return any(text.find(stop, max(0, ignored - len(stop) + 1)) >= 0 for stop in self._settings.stop_strings)
 
     @torch.no_grad()
     def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
-        """Whether our own decoding has the probabilities of plain forwards over whole rows, in float32."""
+        """Return whether slot-based decoding matches plain forward passes over whole rows, in float32."""
         why = "it keeps more than keys and values from token to token"
         if cache_layers(self._model):
             try:
@@ -92,13 +93,16 @@ class Generation:
                         return True
                 why = "it would draw from another distribution than plain forwards"
             except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
-                why = f"{type(error).__name__}: {error}"  # from a model's own code
+                why = f"{type(error).__name__}: {error}"  # raised by a model's own code
         logger.warning("the policy generates with transformers' own generate(), which is slower: %s", why)
         return False
 
     def _distance(self, prompt: np.ndarray) -> float:
-        """Largest total variation between the two over some tokens: of a prompt, and of its end beside it, padded."""
-        prompt = np.resize(prompt, max(2, len(prompt)))
+        """Return the largest total variation distance between slot-based decoding and plain forward passes.
+
+        Decodes the prompt together with two of its suffixes, so that rows of different lengths share a batch.
+        """
+        prompt = np.resize(prompt, max(2, len(prompt)))  # repeats a single token, so that the suffixes are shorter
         tried = [prompt, prompt[len(prompt) // 2 :], prompt[-1:]]
         seen: list[list[Tensor]] = [[] for _ in tried]
         written: dict[int, list[int]] = {}
@@ -119,7 +123,7 @@ class Generation:
         return float(torch.cat(distances).max())
 
     def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """`generation_batch` at a time, of similar lengths, by `transformers`."""
+        """Generate with `transformers`, in batches of `generation_batch` prompts of similar length."""
         torch.manual_seed(seed)
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         size = self._settings.generation_batch
@@ -159,7 +163,7 @@ class Generation:
 
 
 class _Stop(StoppingCriteria):
-    """Ends rows where our own decoding would: transformers' stop strings may begin in the prompt."""
+    """Stops rows where slot-based decoding would; in transformers' own criterion a match may begin in the prompt."""
 
     def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
         self._width, self._has_stop = prompt_width, has_stop
@@ -172,13 +176,13 @@ class _Stop(StoppingCriteria):
         return torch.tensor([i in self._ends for i in range(len(input_ids))], device=input_ids.device)
 
     def ends_of(self, row: int) -> list[int]:
-        """Tokens of its response up to the stop string, if it has one."""
+        """Return the length of the row's response up to the stop string, as a list; empty if there is none."""
         return [self._ends[row]] if row in self._ends else []
 
 
 @contextlib.contextmanager
 def _no_defaults(model: Any) -> Iterator[None]:
-    """`generate` as it is asked: what the checkpoint's own generation config says besides is no part of log-probs."""
+    """Ignore the checkpoint's own generation config: its sampling settings are not part of the log-probs."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield

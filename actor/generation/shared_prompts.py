@@ -1,7 +1,7 @@
-"""Hidden states of responses whose prompts are shared: a group's prompt goes through the body once, not once a row.
+"""Hidden states of responses that share prompts, computing each distinct prompt once instead of once per row.
 
-`transformers` has nothing like it for training. The prompt's keys and values come from a forward of their own; the rows
-of the responses read them from a cache, and gradients flow back through it.
+`transformers` has no equivalent for training. One forward pass computes the keys and values of the prompts; a second
+one, over the responses, reads them from a cache, and gradients flow back through the cache.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from transformers import DynamicCache
 
 from actor.generation.cache import cache_layers
 
-WORTH_IT = 0.9  # share of a plain forward's tokens: a second forward costs more than the few tokens above this
-TOLERANCE = 1e-4  # of the hidden states' largest value
+WORTH_IT = 0.9  # share of a plain pass's tokens; above it, a second forward pass costs more than the tokens it saves
+TOLERANCE = 1e-4  # relative to the largest absolute hidden state
 
 
 def response_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) -> Tensor | None:
-    """Hidden states `[N, H]` at the N positions that `inside` marks, row by row; differentiable.
+    """Return the hidden states `[N, H]` at the N positions that `inside` marks, row by row; differentiable.
 
     Args:
-        body: a causal transformer that keeps keys and values, as `can_share` finds out.
+        body: a causal transformer that caches keys and values; `can_share` must be true for its model.
         tokens: int64 `[B, S]`, padded on the right.
         lengths: int64 `[B]`.
         inside: bool `[B, S-1]`; the tokens before a row's first marked position are its prompt.
 
-    Returns: None where a plain forward has hardly more tokens.
+    Returns: None if sharing saves too few tokens (`WORTH_IT`); the caller runs a plain forward pass then.
     """
-    starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths.to(inside.device) - 1)  # of the prompt's end
+    # The last prompt token. Its hidden state predicts the first response token, so it belongs to the second pass.
+    starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths.to(inside.device) - 1)
     prompts = [tuple(row[:start]) for row, start in zip(tokens.tolist(), starts.tolist(), strict=True)]
     sources, distinct = find_distinct(prompts)
     before, after = int(starts.max()), int((lengths.to(starts.device) - 1 - starts).max())
@@ -39,7 +40,8 @@ def response_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) 
         return None
     device, cache = tokens.device, DynamicCache(config=body.config.get_text_config(decoder=True))
     columns = torch.arange(before + after, device=device)
-    # Prompts end in one column and responses begin in the next: no padding within a row, so windows slide as in it.
+    # Prompts are padded on the left, so that they end in one column and responses begin in the next: without padding
+    # inside a row, sliding windows cover the same tokens as in a plain forward pass.
     left = tokens.gather(1, (columns[None, :before] - before + starts[:, None]).clamp(min=0))
     attention = columns[None] >= before - starts[:, None]
     chosen = torch.tensor(distinct, device=device)
@@ -54,7 +56,7 @@ def response_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) 
 
 @torch.no_grad()
 def can_share(model: Any) -> bool:
-    """Whether a causal LM's body gives the same hidden states this way as in a plain forward; tried on a few tokens."""
+    """Return whether `response_hidden` matches a plain forward pass of this causal LM, on a small test batch."""
     if not cache_layers(model):
         return False
     body, device = model.base_model, model.device
@@ -68,13 +70,13 @@ def can_share(model: Any) -> bool:
     plain = body(input_ids=tokens, attention_mask=attention, use_cache=False)[0][:, :-1][inside]
     try:
         shared = response_hidden(body, tokens, lengths, inside)
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # from a model's own code
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # raised by a model's own code
         return False
     return shared is not None and float((shared - plain).abs().max()) <= TOLERANCE * max(1.0, float(plain.abs().max()))
 
 
 def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
-    """Hidden states `[B, columns of ids, H]`; `attention` covers the columns in the cache too."""
+    """Return hidden states `[B, columns of ids, H]`; `attention` also covers the cached columns."""
     inputs: dict[str, Any] = {}
     if "position_ids" in inspect.signature(body.forward).parameters:
         inputs["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -82,7 +84,7 @@ def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> 
 
 
 def find_distinct(prompts: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Return which of the distinct prompts each one equals, and the index at which each of those first comes."""
+    """Return, for each prompt, its index among the distinct ones, and the first position of each distinct prompt."""
     places: dict[Hashable, int] = {}
     first: list[int] = []
     for i, prompt in enumerate(prompts):

@@ -1,7 +1,7 @@
 """Slot-based decoding: when a response ends, the next prompt takes its slot.
 
-`transformers` has two ways that this replaces. `generate` holds every row until the longest has ended, and grows its
-cache by copying it at each token. Its continuous batching is made for paged attention on a GPU.
+It replaces two modes of `transformers`. `generate` keeps every row in the batch until the longest one ends, and copies
+its cache to grow it at each token. Continuous batching is built for paged attention on a GPU.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.shared_prompts import find_distinct
 from python_backend.errors import NotFinite
 
-REFILL_SHARE = 4  # new rows come in when one slot in so many is free: a forward over prompts costs more than a token's
+# Refill when at least a quarter of the slots are free: a forward pass over prompts costs more than a decoding step.
+REFILL_SHARE = 4
 
 
 @dataclass(frozen=True)
 class Response:
-    """What was written to one prompt."""
+    """The response to one prompt."""
 
     tokens: list[int]
-    ended: bool  # by an end of sequence or a stop string, not by the limit
-    logprobs: list[float] | None = None  # nats, of each token under the sampling temperature, without top-k and top-p
+    ended: bool  # by an end-of-sequence token or a stop string, not by `max_new_tokens`
+    logprobs: list[float] | None = None  # nats, per token, at the sampling temperature, before top-k and top-p
 
 
 Finished = Callable[[int, Response], None]
@@ -39,7 +40,7 @@ Watch = Callable[[list[int], Tensor], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be written, and what ends it."""
+    """Sampling settings and stopping criteria."""
 
     max_new_tokens: int
     eos_ids: list[int]
@@ -49,15 +50,15 @@ class Rules:
     top_k: int = 0
     top_p: float = 1.0
     repetition_penalty: float = 1.0
-    stops: Callable[[list[int]], bool] | None = None  # whether a response ends here, besides by an end of sequence
+    stops: Callable[[list[int]], bool] | None = None  # further stopping criterion, given the response's tokens
 
 
 @dataclass
 class _Row:
-    """A response under way."""
+    """A response that is being generated."""
 
     index: int  # of its prompt
-    start: int  # the column of its first token
+    start: int  # cache column of its first token
     tokens: list[int]  # prompt and response
     prompt_length: int
     logprobs: list[float] = field(default_factory=list)  # of the response's tokens
@@ -68,10 +69,10 @@ class _Row:
 
 
 class Decoder:
-    """Writes responses with one model."""
+    """Slot-based decoding with one model."""
 
     def __init__(self, model: Any, rules: Rules, *, slots: int, watch: Watch = lambda *_: None) -> None:
-        """`watch`: gets indices of prompts, and the logits `[rows, V]` of their next tokens (banned ones: -inf)."""
+        """`watch`: called with prompt indices and their next-token logits `[rows, V]` (banned tokens: -inf)."""
         self._model, self._rules, self._slots, self._watch = model, rules, slots, watch
         self._layers = cache_layers(model)
         self._takes = set(inspect.signature(model.forward).parameters)
@@ -82,22 +83,23 @@ class Decoder:
 
     @torch.no_grad()
     def run(self, prompts: Sequence[np.ndarray], draws: Tensor | None, finished: Finished) -> None:
-        """Write a response to each prompt.
+        """Generate a response to each prompt.
 
         Args:
             prompts: int64 `[length]` each.
-            draws: float64 `[N, max_new_tokens]`, uniform in [0, 1): the draw of each token, so that a response does not
-                depend on which rows were written beside it. None: take the likeliest tokens.
-            finished: gets the prompt's index and the response, as soon as that has ended.
+            draws: float64 `[N, max_new_tokens]`, uniform in [0, 1): one draw per token, fixed in advance so that a
+                response does not depend on the rows decoded beside it. None: take the most likely tokens.
+            finished: called with the prompt's index and the response as soon as the response ends.
 
         Raises:
-            NotFinite: the model's logits are not numbers.
+            NotFinite: the model's logits are not finite.
         """
         longest = max(len(prompt) for prompt in prompts)
         slots = min(self._slots, len(prompts))
         span = longest + self._rules.max_new_tokens
+        # Half a span more than the longest row needs, so that `_make_room` rarely has to shift the cache.
         cache = SlotCache(slots, span + span // 2, self._layers)
-        # Longest first: a row that comes later then fits beside those that are there, and a forward has little padding.
+        # Longest first: a prompt that joins later fits into the columns left of `end`, and padding stays small.
         waiting = deque(sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i)))
         rows: list[_Row] = []
         end = 0
@@ -124,9 +126,9 @@ class Decoder:
         end: int,
         draws: Tensor | None,
     ) -> list[_Row]:
-        """One forward over new prompts, into the columns up to `end`; writes their first tokens.
+        """Run one forward pass over new prompts, into the columns up to `end`, and draw their first tokens.
 
-        Prompts that several rows answer, as in a group, go through the forward once; the other rows copy the result.
+        A prompt shared by several rows, as in a group, is computed once; the other rows copy its keys and values.
         """
         sources, distinct = find_distinct([prompt.tobytes() for prompt in prompts])
         width = len(prompts[0])
@@ -143,14 +145,14 @@ class Decoder:
         return rows
 
     def _write_on(self, cache: SlotCache, rows: list[_Row], end: int, draws: Tensor | None) -> None:
-        """One forward over the last token of every row; writes the next ones."""
+        """Run one forward pass over the last token of every row and draw the next tokens."""
         begin = min(row.start for row in rows)
         cache.look_at(0, len(rows), begin, end)
         ids = torch.tensor([row.tokens[-1:] for row in rows])
         self._append(rows, self._logits(cache, rows, ids, begin, end + 1), draws)
 
     def _logits(self, cache: SlotCache, rows: list[_Row], ids: Tensor, begin: int, end: int) -> Tensor:
-        """Of the next token, float32 `[rows, V]`. `ids` go into the columns before `end`."""
+        """Return next-token logits, float32 `[rows, V]`; `ids` occupy the last columns before `end`."""
         columns, starts = torch.arange(begin, end), torch.tensor([row.start for row in rows])[:, None]
         attention = columns[None] >= starts
         positions = (columns[-ids.shape[1] :][None] - starts).clamp(min=0)
@@ -165,6 +167,11 @@ class Decoder:
         return output.logits[:, -1].float()
 
     def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
+        """Draw the next token of every row from `logits` `[rows, V]`, and record its log-prob.
+
+        The log-prob is that of the distribution which the update trains: under the sampling temperature and without
+        banned tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p.
+        """
         logits[:, self._banned] = -torch.inf
         self._watch([row.index for row in rows], logits)
         scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
@@ -186,8 +193,10 @@ class Decoder:
             row.logprobs.append(logprob)
 
     def _restricted(self, rows: list[_Row], logits: Tensor) -> Tensor:
-        """`logits` under the repetition penalty, and without ends of sequence before `min_new_tokens`: a copy if any
-        differ, because neither is a part of log-probs."""
+        """Apply the repetition penalty, and ban end-of-sequence tokens before `min_new_tokens`.
+
+        Works on a copy if anything changes, because neither is part of the log-probs.
+        """
         rules = self._rules
         early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
         if rules.repetition_penalty == 1.0 and not early:
@@ -199,12 +208,12 @@ class Decoder:
                 scores[seen] = torch.where(
                     scores[seen] < 0, scores[seen] * rules.repetition_penalty, scores[seen] / rules.repetition_penalty
                 )
-        known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may name one that the model cannot write
+        known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may have EOS ids beyond the model's vocabulary
         logits[torch.tensor(early, dtype=torch.int64, device=logits.device)[:, None], known] = -torch.inf
         return logits
 
     def _let_go(self, cache: SlotCache, rows: list[_Row], end: int, finished: Finished) -> None:
-        """Report the rows that have ended; the last ones move into their slots."""
+        """Report the rows that have ended, and move the last rows into their slots to keep the rows contiguous."""
         ended = [(i, self._ends_by_itself(row)) for i, row in enumerate(rows)]
         gone = [(i, by_itself) for i, by_itself in ended if by_itself or rows[i].written == self._rules.max_new_tokens]
         for i, by_itself in gone:
@@ -221,6 +230,7 @@ class Decoder:
         return row.tokens[-1] in self._rules.eos_ids or (stops is not None and stops(row.tokens[row.prompt_length :]))
 
     def _make_room(self, cache: SlotCache, rows: list[_Row], end: int) -> int:
+        """Shift the rows to the left edge of the cache; return the new end column."""
         begin = min(row.start for row in rows)
         cache.shift(len(rows), begin, end)
         for row in rows:
@@ -229,13 +239,14 @@ class Decoder:
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of `logits` `[n, V]`: where the distribution function passes `uniform` `[n]`; int64 `[n]`."""
+    """Sample one token per row of `logits` `[n, V]` by inverting its CDF at `uniform` `[n]`; returns int64 `[n]`."""
+    # Scaling by the last value keeps the search inside the vocabulary where rounding leaves it below 1.
     below = logits.softmax(-1).to(torch.float64).cumsum(-1)
     return torch.searchsorted(below, (uniform * below[:, -1])[:, None], right=True)[:, 0]
 
 
 def _warpers(rules: Rules) -> LogitsProcessorList:
-    """As `generate` applies them: temperature, then top-k, then top-p."""
+    """Return the logits processors in the order of transformers' `generate`: temperature, top-k, top-p."""
     warpers = LogitsProcessorList()
     if rules.temperature != 1.0:
         warpers.append(TemperatureLogitsWarper(rules.temperature))

@@ -1,4 +1,4 @@
-"""LoRA through peft: adding adapters to a causal LM, saving and loading them, and merging them."""
+"""LoRA with peft: add adapters to a causal LM, save, load and merge them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LAYERS = (nn.Linear, Conv1D)
 
 
 def with_adapters(model: Any, settings: ActorSection) -> Any:
-    """The model with trainable adapters on `settings.lora_targets`; all else is frozen.
+    """Return the model with trainable adapters on `settings.lora_targets`; all other weights are frozen.
 
     Raises:
-        CheckpointError: it has no linear layer of one of these names.
+        CheckpointError: one of the targets matches no linear layer.
     """
-    from peft import LoraConfig, get_peft_model  # seconds to import, and few runs need it
+    from peft import LoraConfig, get_peft_model  # takes seconds to import, and few runs need it
 
     named = None if settings.lora_targets == "all-linear" else _layers_named(model, settings.lora_targets)
-    # Routers of some mixtures are linear layers that return more than their product.
+    # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
     others = [path for path, module in model.named_modules() if isinstance(module, LAYERS) and not _is_layer(module)]
     config = LoraConfig(
         r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=settings.lora_dropout,
@@ -36,7 +36,7 @@ def with_adapters(model: Any, settings: ActorSection) -> Any:
     )  # fmt: skip
     with (
         warnings.catch_warnings()
-    ):  # it names what it corrects on its own (GPT-2's layers) and ignores (experts' ranks)
+    ):  # peft warns about settings that it corrects (GPT-2's layers) or ignores (ranks of experts)
         warnings.simplefilter("ignore")
         return get_peft_model(model, config)
 
@@ -46,7 +46,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
-    """Paths of the linear layers whose path ends with one of `targets`; peft ignores a name that matches nothing."""
+    """Return the paths of the linear layers that match `targets`; peft silently ignores a name without a match."""
     output = model.get_output_embeddings()
     linear = [
         path for path, module in model.named_modules()
@@ -68,7 +68,7 @@ def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
 
 
 def adapter_dropouts(model: Any) -> list[nn.Module]:
-    """The adapters' dropout layers, none at `lora_dropout` 0."""
+    """Return the adapters' dropout layers; none if `lora_dropout` is 0."""
     return [
         module for path, module in model.named_modules() if ".lora_dropout." in path and isinstance(module, nn.Dropout)
     ]
@@ -76,7 +76,7 @@ def adapter_dropouts(model: Any) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def in_training(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Have these modules in training mode within the block, in eval mode afterwards."""
+    """Put these modules into training mode within the block, and into eval mode afterwards."""
     try:
         for module in modules:
             module.train()
@@ -87,12 +87,12 @@ def in_training(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def merged(model: Any) -> Any:
-    """A float32 copy of the model with its adapters added to the weights that they belong to."""
+    """Return a float32 copy of the model with its adapters merged into the base weights."""
     return copy.deepcopy(model).float().merge_and_unload()
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
-    """The parameters that training changes, by name, on the CPU."""
+    """Return the trainable parameters by name, on the CPU."""
     return {
         name: parameter.detach().cpu().contiguous()
         for name, parameter in model.named_parameters()
@@ -101,10 +101,10 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def load_trained(model: Any, tensors: dict[str, Tensor], source: Path) -> None:
-    """Put back tensors that `trained_tensors` returned; `source` names them in errors.
+    """Load tensors that `trained_tensors` returned; `source` is their file, for error messages.
 
     Raises:
-        CheckpointError: the model has other adapters.
+        CheckpointError: names or shapes differ from the model's adapters.
     """
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if {name: p.shape for name, p in own.items()} != {name: tensor.shape for name, tensor in tensors.items()}:

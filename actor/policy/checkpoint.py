@@ -1,11 +1,11 @@
-"""The actor's checkpoints: policy, optimizer and the step they stand at; whole or not there at all.
+"""The actor's checkpoints: policy, optimizer and run state, written atomically.
 
-`critic_step` in state.json names the critic's checkpoint that belongs to it: a resumed actor asks for a rewind to that
-step. state.json also holds the sha256 of each file, so that a damaged checkpoint is found and the one before it counts.
+`critic_step` in state.json is the step of the matching critic checkpoint; a resumed actor rewinds the critic to it.
+state.json also holds the sha256 of each file, so that a damaged checkpoint is detected and the previous one is used.
 
     <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
     <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA
-    <root>/<step>.set-aside/    from which no run resumes: it is damaged, or the critic never received its step
+    <root>/<step>.set-aside/    never resumed from: it is damaged, or the critic never received its step
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAY_OUT = "or start a run in another folder (run.dir)"
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run is made of that changes from step to step, and so goes into its checkpoints."""
+    """The mutable state of a run that its checkpoints hold."""
 
     policy: Policy
     shaper: RewardShaper
@@ -45,21 +45,21 @@ class RunState:
 
 
 def saved_steps(root: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
+    """Return the steps with a complete checkpoint, ascending."""
     return [step for step in numbers_in(root) if (root / str(step) / STATE_FILE).is_file()]
 
 
 def critic_steps(root: Path) -> list[int]:
-    """The steps of the critic's checkpoints that the readable checkpoints here belong to."""
+    """Return the critic steps that the readable checkpoints in `root` refer to."""
     steps = []
     for step in saved_steps(root):
-        with contextlib.suppress(DamagedCheckpoint):  # no run resumes from it
+        with contextlib.suppress(DamagedCheckpoint):  # no run resumes from a damaged one
             steps.append(read_state(root / str(step))["critic_step"])
     return steps
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Keep the checkpoint of `step` under another name, in place of one set aside before; return where."""
+    """Rename the checkpoint of `step` to `<step>.set-aside`, delete older set-aside ones, and return the new path."""
     aside = root / f"{step}.set-aside"
     for before in root.glob("*.set-aside"):
         shutil.rmtree(before, ignore_errors=True)
@@ -93,7 +93,7 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
 
 
 def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
-    """Return that of the weights that the KL is measured against; None without a KL, or if they are not to be seen."""
+    """Return the fingerprint of the reference weights; None if there is no KL or the weights are not accessible."""
     actor, folder = config.actor, config.reference.checkpoint
     if not actor.uses_reference:
         return None
@@ -103,13 +103,13 @@ def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
 
 
 def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None = None) -> dict[str, Any]:
-    """Verify a checkpoint, and that `policy` is what it goes on with; return the saved state.
+    """Verify a checkpoint and that it fits `policy` and its settings; return the saved state.
 
     Args:
         reference: the `reference_fingerprint` of this run.
 
     Raises:
-        DamagedCheckpoint: a file is not what was written.
+        DamagedCheckpoint: a file is missing or differs from what was written.
         CheckpointError: it was saved under another `actor.checkpoint` or `reference.checkpoint`, or other
             `actor.lora_...` settings.
     """
@@ -142,7 +142,7 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
 
 
 def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
-    """Put a checkpoint that `check_checkpoint_of` has found whole into `run`."""
+    """Load a checkpoint that passed `check_checkpoint_of` into `run`."""
     policy = run.policy
     if policy.settings.lora_rank:
         load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE)

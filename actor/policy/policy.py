@@ -1,6 +1,6 @@
-"""The policy: a Hugging Face causal LM that generates responses and scores their log-probs.
+"""The policy: a Hugging Face causal LM that generates responses and computes their log-probs.
 
-`policy_update` trains it.
+`actor.policy.update` trains it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
 
 logger = logging.getLogger(__name__)
-PROOF_ROWS = 16
-MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward
-MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
+PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
+MOST_DISAGREEMENT = 1e-3  # nats, between a token's log-prob in generation and in a plain forward pass
+MAX_ROWS = 1024  # never reached in practice: the token budget bounds a micro-batch first
 FinishedRow = Callable[[int, Rollout], None]
 
 
 class Policy:
-    """The model in training, its frozen start (the reference), and its optimizer."""
+    """The trained model, its frozen initial copy (the reference) and its optimizer."""
 
     def __init__(self, folder: Path, settings: ActorSection) -> None:
-        """Raises CheckpointError if `folder` holds no causal LM with a tokenizer, or one that rows may outgrow."""
+        """Raises CheckpointError if `folder` has no causal LM with a tokenizer, or rows may exceed its positions."""
         check_checkpoint(folder)
         self.settings = settings
         try:
@@ -62,14 +62,14 @@ class Policy:
         self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
             self.model = with_adapters(model, settings).to(settings.device).eval()
-            self.reference = None  # the policy without its adapters: no second copy
+            self.reference = None  # the policy with its adapters disabled: no second copy needed
         else:
             self.model = model.to(settings.device).eval()
             in_actor = settings.uses_reference and settings.reference == "actor"
             self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
-        # What writes responses: with `one_step_off_policy` a copy, which stands still while the policy is updated.
+        # The model that generates. With `one_step_off_policy` it is a copy, so that it stays fixed during an update.
         self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
-        if settings.precision == "bfloat16":
+        if settings.precision == "bfloat16":  # by id, because the sampler may be the model itself
             for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
                 use_bfloat16(self._causal(each))
         if settings.gradient_checkpointing:
@@ -77,9 +77,10 @@ class Policy:
         self.generation = self._make_generation(model.generation_config.eos_token_id)
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
-            # Layers that compute their activations again take no cache.
+            # Shared prompts need a cache, which checkpointed layers do not take.
             self._shares_prompts = not settings.gradient_checkpointing and can_share(self._causal(self.sampler))
-        # Its log-probs with a forward's: found out with the first rollout, or, if rounding differs, never so.
+        # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
+        # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         self.optimizer = make_adamw(
             dict(self.model.named_parameters()), lr=settings.lr, betas=settings.betas,
@@ -96,16 +97,16 @@ class Policy:
         )  # fmt: skip
 
     def _causal(self, model: Any) -> Any:
-        """The causal LM that a model is, or that its adapters are in."""
+        """Return the causal LM itself, without the adapters' wrapper if there is one."""
         return model.get_base_model() if self.settings.lora_rank else model
 
     @torch.no_grad()
     def generate(
         self, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False, finished: FinishedRow = lambda *_: None
     ) -> Rollout:
-        """Sample one response per prompt, or take the likeliest; the same seed draws the same responses.
+        """Generate one response per prompt, sampled or greedy; the same seed gives the same responses.
 
-        `finished` is given the index of a prompt and a rollout of that row alone, as soon as its response has ended.
+        `finished` is called with the prompt's index and a one-row rollout as soon as that response ends.
         """
         rows: list[Rollout | None] = [None] * len(prompts)
 
@@ -124,9 +125,9 @@ class Policy:
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
-        """Log-probs `[B, S-1]` of the response tokens under the policy that samples, or the reference; 0 elsewhere.
+        """Return log-probs `[B, S-1]` of the response tokens under the sampler or the reference; 0 elsewhere.
 
-        Index t is of token t+1.
+        Index t holds the log-prob of token t+1.
         """
         out = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] - 1)
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
@@ -139,10 +140,10 @@ class Policy:
         return out
 
     def sampled_logprobs(self, rollout: Rollout) -> Tensor:
-        """Log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs`.
+        """Return log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs` does.
 
-        Generation has computed them already. The first rollout shows whether they agree with a plain forward; where
-        they disagree, and in bfloat16, each rollout takes a forward.
+        Generation has already computed them. The first rollout checks them against a plain forward pass; if they
+        disagree, and always in bfloat16, every rollout runs that pass instead.
         """
         if rollout.logprobs is None:
             return self.logprobs(rollout)
@@ -163,24 +164,24 @@ class Policy:
 
     @torch.no_grad()
     def renew_sampler(self) -> None:
-        """Let responses be written by the policy as it is now. Not while either of them is at work."""
+        """Copy the policy's weights into the sampler. Call only while both are idle."""
         if self.sampler is not self.model:
             for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
                 mine.copy_(current)
 
     def save(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged in."""
+        """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights."""
         model = merged(self.model) if self.settings.lora_rank else self.model
         model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Take the weights that `save` wrote; not under LoRA, where it merges them. Raises CheckpointError."""
+        """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""
         load_weights(self.model, folder)
 
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:
-        """The model whose log-probs are asked for."""
+        """Yield the sampler, or the reference."""
         if not reference:
             yield self.sampler
         elif self.reference is not None:
@@ -191,16 +192,17 @@ class Policy:
                 yield self.sampler
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
-        """Micro-batches within the token budget, as indices of `lengths`."""
+        """Split rows into micro-batches within the token budget; returns indices into `lengths`."""
         return plan_micro_batches(lengths.tolist(), token_budget=self.settings.token_budget, max_rows=MAX_ROWS)
 
     def token_logprobs(
         self, model: Any, tokens: Tensor, lengths: Tensor, mask: Tensor, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`, where `mask` `[B, S-1]` is not 0 and 0 elsewhere.
+        """Return log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`; 0 where `mask` `[B, S-1]` is 0.
 
-        Index t is of token t+1. With `with_entropy` also the entropies `[B, S-1]` of the distributions that these
-        tokens are sampled from. Differentiable. Only positions inside the mask get logits.
+        Index t holds the log-prob of token t+1. With `with_entropy`, also returns the entropies `[B, S-1]` of the
+        distributions that these tokens are sampled from, else None. Differentiable. Logits are computed only for
+        positions inside the mask.
         """
         tokens, inside = tokens.to(model.device), mask.to(model.device) != 0
         attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
@@ -228,10 +230,10 @@ class Policy:
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """For updates, under `actor.gradient_checkpointing`: layers keep no activations within.
+        """Enable activation checkpointing within the block, for updates with `actor.gradient_checkpointing`.
 
-        transformers asks for a layer in training mode, and gives such a layer no cache to generate with; what it
-        computes, dropout too, stays in eval mode.
+        transformers checkpoints a layer only in training mode, and such a layer cannot use a cache, so generation needs
+        eval mode. The computation itself, including dropout, stays in eval mode (see `_compute_again`).
         """
         layers = _checkpointed_layers(self.model)
         try:
@@ -243,7 +245,7 @@ class Policy:
                 layer.training = False
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """What forwards run under: `actor.precision`."""
+        """Return the context manager that forward passes run in, for `actor.precision`."""
         return computing(self.model.device, self.settings.precision)
 
 
@@ -254,12 +256,12 @@ def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
 
 
 def _scattered(values: Tensor, inside: Tensor) -> Tensor:
-    """`values` `[N]` at the N places that `inside` `[B, S-1]` marks, 0 elsewhere."""
+    """Scatter `values` `[N]` to the N positions that `inside` `[B, S-1]` marks; 0 elsewhere."""
     return torch.zeros(inside.shape, dtype=values.dtype, device=values.device).masked_scatter(inside, values)
 
 
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
-    """Several rollouts as one, padded to the longest."""
+    """Concatenate rollouts, padded to the longest row."""
     width = max(part.tokens.shape[1] for part in parts)
     padded = [torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1]), value=pad_id) for part in parts]
     return Rollout(
@@ -280,7 +282,7 @@ def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
 
 
 def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
-    """Have the model rotate a row as it is loaded, or raise CheckpointError where rows may outgrow its positions."""
+    """Fix the model's rotary embedding as loaded; raise CheckpointError if rows may exceed the model's positions."""
     fix_rotary(model)
     config, longest = model.config.to_dict(), settings.max_prompt_tokens + settings.max_new_tokens
     limit, reason = rotary_limit(config), "where its rotary table changes with the length of the rows"
@@ -297,7 +299,10 @@ def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
 
 @torch.no_grad()
 def _takes_rows_of(model: Any, length: int) -> bool:
-    """Whether positions up to `length` are computed, as rotary ones are; the model is on the CPU, where it raises."""
+    """Return whether the model accepts positions up to `length`, e.g. because it computes them, as rotary ones.
+
+    Call it while the model is on the CPU, where an index beyond an embedding table raises an error.
+    """
     last = {"position_ids": torch.tensor([[length - 1]])}
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     width, inputs = (1, last) if takes_positions else (length, {})
@@ -309,7 +314,7 @@ def _takes_rows_of(model: Any, length: int) -> bool:
 
 
 def _checkpoint_gradients(model: Any) -> None:
-    """Have layers compute their activations again in the backward pass while they are `recomputing`.
+    """Set up the layers to recompute their activations in the backward pass inside `recomputing`.
 
     Raises:
         CheckpointError: transformers has no activation checkpointing for this model.
@@ -318,7 +323,7 @@ def _checkpoint_gradients(model: Any) -> None:
         raise CheckpointError(
             f"{type(model).__name__} cannot compute its activations again; set actor.gradient_checkpointing to false"
         )
-    # The older name is that of transformers 5.20, the last release for Python 3.10.
+    # transformers 5.20, the last release for Python 3.10, has only the older name, gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     for layer in _checkpointed_layers(model):
@@ -333,7 +338,7 @@ def _checkpointed_layers(model: Any) -> list[Any]:
 
 
 def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """`checkpoint(forward, *args)`, in which the layer is in eval mode: some drop out by the layer's own flag."""
+    """Call `checkpoint(forward, *args)` with the layer in eval mode: some layers apply dropout by their own flag."""
 
     def evaluated(*inputs: Any) -> Any:
         layer.training = False

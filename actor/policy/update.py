@@ -1,6 +1,6 @@
-"""The policy's update: shuffled minibatches, micro-batches within the token budget, gradient clipping, AdamW.
+"""Policy update: shuffled minibatches, micro-batches within the token budget, gradient clipping, AdamW.
 
-No micro-batch plan changes the result.
+The split into micro-batches does not change the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from python_backend.errors import NotFinite
 
 
 class PolicyUpdate:
-    """Trains one policy by one method."""
+    """Trains a policy with one method."""
 
     def __init__(self, policy: Policy, method: Method) -> None:
         self._policy = policy
@@ -26,13 +26,13 @@ class PolicyUpdate:
         self._dropouts = adapter_dropouts(policy.model)
 
     def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
-        """Passes over the batch; means over the tokens (weights) that were learned from.
+        """Train `ppo_epochs` passes over the batch; return `train_optim/…` metrics, weighted means over tokens.
 
-        With `actor.max_update_kl` the update ends before the minibatch that stands further than that from the policy
-        that sampled; `train_optim/minibatches` counts those that were taken.
+        With `actor.max_update_kl` the update ends before the first minibatch whose KL from the policy that sampled
+        exceeds it; `train_optim/minibatches` counts the optimizer steps taken.
 
         Raises:
-            NotFinite: the gradient is not finite; the weights are as they were before that minibatch.
+            NotFinite: the gradient is not finite; the weights are unchanged since the previous minibatch.
         """
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ class PolicyUpdate:
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
-            rows = rows[batch.policy_weights[rows].any(-1)]  # the others teach nothing: no forward for them
+            rows = rows[batch.policy_weights[rows].any(-1)]  # the others have no gradient
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
@@ -57,7 +57,7 @@ class PolicyUpdate:
         means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
         means.update(
             grad_norm=norms / max(1.0, taken), minibatches=taken, optim_step=float(self._policy.optimizer_step),
-            lr=s.learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step
+            lr=s.learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step taken
         )  # fmt: skip
         return {f"train_optim/{name}": value for name, value in means.items()}
 
@@ -67,7 +67,7 @@ class PolicyUpdate:
         return [rows for order in orders for rows in order.split(s.minibatch_size)]
 
     def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
-        """Add up the gradients of a minibatch; returns sums over its tokens, and its loss."""
+        """Accumulate the gradients of a minibatch; return its loss and sums of statistics over its tokens."""
         sums: dict[str, float] = {}
         for chunk in self._policy.plan(batch.lengths[rows]):
             with self._policy.recomputing(), in_training(self._dropouts):
@@ -78,7 +78,7 @@ class PolicyUpdate:
         return sums
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of a micro-batch in the minibatch's loss."""
+        """Return a micro-batch's share of the minibatch loss, and its statistics."""
         s, policy, method = self._settings, self._policy, self._method
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]
@@ -90,7 +90,8 @@ class PolicyUpdate:
         logprobs, entropies = policy.token_logprobs(
             policy.model, tokens, lengths, weights, with_entropy=s.entropy_bonus > 0
         )
-        # A rollout that is one minibatch meets the policy that sampled it: the ratio is 1, measured KL or not.
+        # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
+        # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
         old = logprobs.detach() if batch.logprobs is None or s.is_one_update else part(batch.logprobs)
         loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
         if method.kl_in_loss and kl_coef:

@@ -1,4 +1,4 @@
-"""Collects a scored rollout: generation, scoring and log-probs overlap where they can."""
+"""Collects a scored rollout, overlapping generation, scoring and log-probs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ async def collect(
     ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
     with_logprobs: bool = True,
 ) -> ScoredRollout:  # fmt: skip
-    """Write responses; each is scored as soon as it ends and `ready` is done, and the log-probs are taken meanwhile.
+    """Generate responses, and score each one as soon as it has ended and `ready` is done.
 
-    A served reference receives each row as soon as it ends. A row without its log-probs has no score either.
+    A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while requests
+    are in flight. A row without reference log-probs counts as not scored.
 
     Args:
-        with_kl: ask the reference.
-        with_logprobs: without `with_kl`, take the policy's own log-probs all the same.
+        ready: a future that completes when the critic's weights are new enough for scoring.
+        with_kl: compute reference log-probs.
+        with_logprobs: compute the policy's log-probs even without `with_kl`.
 
     Raises:
-        RequestFailed, or what `ready` raises.
+        RequestFailed, or whatever `ready` raises.
     """
     stream = ScoringStream(scorer, ready=ready, rows_per_request=policy.settings.client.rows_per_request)
     asked = reference.stream(in_thread) if with_kl else None

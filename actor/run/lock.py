@@ -1,4 +1,4 @@
-"""A lock on the run's folder: a second actor would rewind the critic under the first and mix their checkpoints."""
+"""Lock on the run's folder: a second actor would rewind the critic under the first and mix their checkpoints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LOCK_FILE = "actor.lock"
 
 
 class ActorRuns(RlhfError):
-    """Another actor works in the folder."""
+    """Another actor holds the lock of the folder."""
 
 
 @contextlib.contextmanager
 def only_actor(run_dir: Path) -> Iterator[None]:
-    """Be the only actor in `run_dir` on this host, or on any that shares its locks. Raises ActorRuns."""
+    """Hold the actor's exclusive lock on `run_dir`, on this host and hosts that share its locks. Raises ActorRuns."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK_FILE).open("a") as file:
         try:

@@ -1,4 +1,4 @@
-"""What a run records about itself: metrics.jsonl, rollouts.jsonl, TensorBoard events, and how long each phase took."""
+"""Writes metrics.jsonl, rollouts.jsonl and TensorBoard events, and measures the phases of a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 from actor.run.trackers import Trackers
 from python_backend.store.jsonl import append_jsonl, drop_steps_from
 
-Metric = float | dict[str, int]  # a number, or how often each whole number occurred
+Metric = float | dict[str, int]  # a scalar, or the count of each integer value
 
 
 @dataclass(frozen=True)
 class Text:
-    """A row of the table that people read to see what the rewards mean."""
+    """One logged response with its reward, for people to read."""
 
     step: int
     prompt: str
@@ -27,17 +27,17 @@ class Text:
 
 
 class Timers:
-    """Seconds per phase of one step, as `timers/<name>`; phases may overlap. When each began and ended goes along."""
+    """Durations and time spans of the phases of one step; phases may overlap."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []  # phase, begin, end; seconds since the epoch
         self._start = time.monotonic()
-        self._epoch = time.time() - self._start
+        self._epoch = time.time() - self._start  # offset from the monotonic clock to wall time
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
+        """Add the duration of the block to `name`."""
         start = time.monotonic()
         try:
             yield
@@ -45,24 +45,24 @@ class Timers:
             self.note(name, start, time.monotonic())
 
     def note(self, name: str, start: float, end: float) -> None:
-        """Add what was measured elsewhere, by `time.monotonic`."""
+        """Add a span measured elsewhere; `start` and `end` are `time.monotonic` values."""
         self.seconds[name] = self.seconds.get(name, 0.0) + end - start
         self.spans.append((name, self._epoch + start, self._epoch + end))
 
     def include(self, other: Timers) -> None:
-        """Take in the phases of another part of the step."""
+        """Add the phases of another part of the step."""
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.spans += other.spans
 
     def metrics(self) -> dict[str, float]:
-        """All phases, and the whole step as `timers/step_time`."""
+        """Return seconds per phase as `timers/<name>`, and of the whole step as `timers/step_time`."""
         phases = {**self.seconds, "step_time": time.monotonic() - self._start}
         return {f"timers/{name}": value for name, value in phases.items()}
 
 
 class MetricsLog:
-    """metrics.jsonl, TensorBoard events and trackers of one run; a resumed run drops the lines of steps it repeats."""
+    """Metrics log of one run: JSONL, TensorBoard and trackers. A resumed run drops the lines of steps it repeats."""
 
     def __init__(self, run_dir: Path, *, first_step: int, trackers: Trackers | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -76,12 +76,12 @@ class MetricsLog:
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """One line, and one point per curve."""
+        """Append one line to metrics.jsonl and chart it."""
         append_jsonl(self._path, [{"step": step, "time": time.time(), **metrics}])
         self.chart(metrics, step)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Points for TensorBoard and the trackers alone; counts become a histogram."""
+        """Send metrics to TensorBoard and the trackers only; counts become a TensorBoard histogram."""
         for name, value in metrics.items():
             if isinstance(value, dict):
                 self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)
@@ -92,7 +92,7 @@ class MetricsLog:
             self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 
     def add_texts(self, texts: Sequence[Text]) -> None:
-        """Rows of rollouts.jsonl, of TensorBoard's texts and of the trackers' tables."""
+        """Write texts to rollouts.jsonl, TensorBoard and the trackers' tables."""
         append_jsonl(self._texts_path, map(asdict, texts))
         for i, text in enumerate(texts):
             shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
@@ -101,7 +101,7 @@ class MetricsLog:
             self._trackers.add_texts([asdict(text) for text in texts])
 
     def close(self) -> None:
-        """Finish the event file, and the trackers."""
+        """Close the event file and the trackers."""
         self._board.close()
         if self._trackers is not None:
             self._trackers.finish()

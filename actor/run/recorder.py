@@ -1,6 +1,6 @@
-"""Metrics, validations, checkpoints, resume and the summary of a run.
+"""Records a run: metrics, validations, checkpoints, resume and summary.
 
-Large files are written in a thread: on the event loop, they would delay answers beyond their deadlines.
+Large files are written in a thread: on the event loop they would delay responses past their deadlines.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TIMELINE_FILE = "timeline.jsonl"
 
 
 class Bookkeeper:
-    """Writes down one run."""
+    """Metrics, validations and checkpoints of one run."""
 
     def __init__(
         self, config: RunConfig, state: RunState, client: TritonClient, *, num_prompts: int, has_critic: bool
@@ -64,21 +64,21 @@ class Bookkeeper:
         self._client = client
         self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
-        self._validated: int | None = None  # the newest step that this process validated at
+        self._validated: int | None = None  # newest step at which this process validated
         self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
-        self.weights_version = 0  # of the critic, as far as this run was told
-        self.failed_critic_updates = 0  # of this process; they count as done
-        self._unsaved: int | None = None  # the newest step whose critic_save failed
+        self.weights_version = 0  # newest critic version that the server has reported
+        self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
+        self._unsaved: int | None = None  # newest step whose critic_save failed
         self._masked_samples = 0
-        self._taken = (0, 0)  # a step, and the prompts that the steps up to it took
+        self._taken = (0, 0)  # the step resumed from, and the prompts used up to it
         self._log: MetricsLog
         self.version_steps: VersionSteps
 
     async def resume(self) -> int:
-        """Go back to the newest whole checkpoint and have the critic, if any, do the same; return its step, 0 if new.
+        """Restore the newest intact checkpoint and rewind the critic, if any, to it; return its step, 0 for a new run.
 
         Raises:
-            CheckpointError: no checkpoint is whole, or it belongs to a run with other settings.
+            CheckpointError: no checkpoint is intact, or it belongs to a run with other settings.
         """
         sweep(self._dir)
         step, state = await self._newest_usable()
@@ -102,13 +102,13 @@ class Bookkeeper:
         return step
 
     async def _newest_usable(self) -> tuple[int, dict[str, Any]]:
-        """The newest checkpoint that is whole and that the critic could go back to, and its state; 0 if there is none.
+        """Find the newest intact checkpoint that the critic can rewind to; return its step and state, or (0, {}).
 
-        A run that ended while no server answered may have left a checkpoint of a step that the critic never received.
-        Newer checkpoints than the one returned are set aside.
+        A run that ended during an outage may have left a checkpoint of a step that the critic never received.
+        Checkpoints newer than the returned one are set aside.
         """
         steps = saved_steps(self._checkpoints)
-        passed: dict[int, str] = {}  # why they do not count
+        passed: dict[int, str] = {}  # skipped checkpoints, and the reason
         for step in reversed(steps):
             try:
                 state = await asyncio.to_thread(
@@ -141,12 +141,15 @@ class Bookkeeper:
             logger.info("the critic stands at step %d and serves version %d", step, self.weights_version)
 
     def prompts_taken(self, step: int) -> int:
-        """Prompts that the steps up to `step` take; those before the resume took as many as the settings then said."""
+        """Return the prompts used by the steps up to `step`.
+
+        Steps before the resume may have used other settings, so their count comes from the checkpoint.
+        """
         resumed, taken = self._taken
         return taken + (step - resumed) * (self._settings.rollout_size // self._settings.responses_per_prompt)
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
-        """One line of metrics.jsonl."""
+        """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
         scores = scored.scores
         self._masked_samples += int((~scores.scored).sum())
         consumed = self.prompts_taken(step)
@@ -193,12 +196,12 @@ class Bookkeeper:
         return texts
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
-        """When each phase of a step began and ended, in `TIMELINE_FILE`; `spans`: seconds since the epoch."""
+        """Append the phases of a step to `TIMELINE_FILE`; `spans`: (phase, begin, end), seconds since the epoch."""
         lines = ({"step": step, "phase": phase, "start": start, "end": end} for phase, start, end in spans)
         append_jsonl(self._dir / TIMELINE_FILE, lines)
 
     def _manifest_step(self, version: int) -> int | None:
-        """The critic's step of a weights version; None where the store is out of sight, or has removed it."""
+        """Return the critic step of a weights version; None if the store is not accessible or has pruned it."""
         try:
             return self._weights.manifest(version).step
         except WeightsError:
@@ -211,19 +214,19 @@ class Bookkeeper:
         return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
 
     async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
-        """Remember a validation, write its texts ("before" and "after"), and keep the policy if it is the best."""
+        """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
         _warn_of_failures(f"validation {when}", result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         if when != "between":
             self._validations[when] = result
-            path = self._dir / "samples.jsonl"
+            path = self._dir / "samples.jsonl"  # "before" starts the file anew
             kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
             write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
             write_json(self._dir / f"validation_{when}.json", line)
         await asyncio.to_thread(self._keep_if_best, step, result.reward)
         path = self._dir / "validations.jsonl"
-        if self._validated is None:  # a resumed run repeats some
+        if self._validated is None:  # a resumed run repeats steps: drop their lines
             drop_steps_from(step, path)
         self._validated = step
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
@@ -233,7 +236,7 @@ class Bookkeeper:
         logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
 
     def _keep_if_best(self, step: int, reward: float) -> None:
-        """`best/`: the policy with the highest validation reward so far, as an ordinary folder beside its score."""
+        """Write the policy to `best/`, with its score, if it has the highest validation reward so far."""
         if self._settings.validate_every == 0:
             return
         if not math.isfinite(reward):
@@ -241,6 +244,7 @@ class Bookkeeper:
             return
         best = self._dir / "best"
         known = read_json(best / "best.json")
+        # A best/ of a later step was written before a resume from an older checkpoint, so it is replaced.
         if known is not None and known["reward"] >= reward and known["step"] <= step:
             return
 
@@ -251,11 +255,11 @@ class Bookkeeper:
         write_folder(best, fill)
 
     def has_checkpoint(self, step: int) -> bool:
-        """Whether the policy's checkpoint of `step` is written."""
+        """Return whether the policy's checkpoint of `step` exists."""
         return step in saved_steps(self._checkpoints)
 
     async def checkpoint(self, step: int) -> None:
-        """Write the policy, which must not change meanwhile, and ask for the critic's checkpoint without waiting."""
+        """Write the policy, which must not change meanwhile, and request the critic's checkpoint without waiting."""
         state = {
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
             "critic_step": step, "weights_version": self.weights_version, "prompts_taken": self.prompts_taken(step),
@@ -271,14 +275,14 @@ class Bookkeeper:
     async def _save_critic(self, step: int, keep_steps: list[int]) -> None:
         try:
             await self._client.save(run_id=self._run_id, step=step, keep_steps=keep_steps)
-        except RequestFailed as error:  # task edge: until the next one succeeds the journal leads back to this step
+        except RequestFailed as error:  # task edge: the critic can still replay its journal to this step
             self._unsaved = max(step, self._unsaved or 0)
             logger.warning("the critic's checkpoint of step %d failed: %s", step, error)
         else:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
     async def finish(self, scorer: Scorer, version: int, seconds: float, *, steps: int) -> dict[str, Any]:
-        """Wait for the saves, write the final policy and actor_summary.json; returns the summary."""
+        """Wait for pending saves, write the final policy and actor_summary.json, and return the summary."""
         await asyncio.gather(*self.saves)
         if self._unsaved is not None:
             keep_steps = critic_steps(self._checkpoints)
@@ -301,7 +305,7 @@ class Bookkeeper:
         return summary
 
     def _validated_figures(self) -> dict[str, float]:
-        """Of the first and the last validation; none of a run without."""
+        """Return the figures of the first and the last validation; empty without validation."""
         before, after = self._validation("before"), self._validation("after")
         found = {
             "reward_before": before.get("reward"),
@@ -312,14 +316,17 @@ class Bookkeeper:
         return {name: value for name, value in found.items() if value is not None}
 
     async def _critic_figures(self, scorer: Scorer, version: int, *, steps: int) -> dict[str, float]:
-        """Of the critic; how much of the returns that version 0 was measured on its last version explains, too."""
+        """Return the critic's figures.
+
+        `ev_last` is measured on the responses of the first validation, so that it is comparable with `ev_v0`.
+        """
         figures: dict[str, float] = {
-            "weights_version": max(version, self.weights_version),  # a finished run started again sends no update
+            "weights_version": max(version, self.weights_version),  # a finished run that is restarted sends no update
             "critic_updates": steps,
             "failed_critic_updates": self.failed_critic_updates,
         }
         before = self._validations.get("before")
-        if before is not None:  # of a resumed run the first part held them
+        if before is not None:  # not kept across a resume
             scores = await scorer.values(before.rollout)
             figures["ev_last"] = explained(before.rollout, before.scores.rewards, scores)
         return figures

@@ -1,8 +1,8 @@
-"""How stale scores are: critic updates sent before a row was scored, minus those in the weights that scored it.
+"""Staleness of scores: critic updates sent before a row was scored, minus those in the weights that scored it.
 
-Versions are numbered by publishing, steps by training: a rewind, a rollback and `publish.every` move them apart. The
-manifests of the weights store say which step a version is of. An actor that does not see the store counts from the
-answers of critic_train, and takes a version that they do not explain for one without any update.
+Versions count published weights and steps count updates, so a rewind, a rollback or `publish.every` makes them diverge.
+The manifests of the weights store map versions to steps. Without access to the store, the actor infers the step from
+the responses of critic_train, and counts a version that these do not explain as containing no update.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterable
 
 from actor.run.metrics import Metric
 
-KEPT_VERSIONS = 1000
+KEPT_VERSIONS = 1000  # bounds memory; rows are scored by recent versions
 
 
 def needed_update(step: int, *, max_staleness: int, every: int) -> int:
-    """The update whose answer must be in before rows of `step` are scored, so that none is too stale; may be < 1.
+    """Return the critic update to await before scoring the rows of `step`; below 1 if there is none.
 
     Args:
         step: `step - 1` updates are sent before its rows are scored.
-        max_staleness: most of these that the scoring weights may lack.
-        every: only each `every`-th update is published, so weights may lack `every - 1` in any case.
+        max_staleness: how many of these updates the scoring weights may lack.
+        every: only every `every`-th update is published, so the weights may lack `every - 1` in any case.
     """
     oldest = step - 1 - max(max_staleness, every - 1)
-    return -(-oldest // every) * every  # the first published at or after it
+    return -(-oldest // every) * every  # rounded up to a published update
 
 
 class VersionSteps:
-    """How many updates each weights version contains: of the newest versions."""
+    """Maps recent weights versions to the number of updates that they contain."""
 
     def __init__(
         self, version: int, step: int, *, every: int, save_every: int,
@@ -36,10 +36,10 @@ class VersionSteps:
     ) -> None:  # fmt: skip
         """
         Args:
-            version: what the rewind at the start named; the weights of `step`.
-            every: each so many updates are published together.
-            save_every: a save publishes what is not published yet; there is one after so many steps.
-            manifest_step: the step that the weights store says a version is of, or None.
+            version: weights version of `step`, as returned by the rewind at the start.
+            every: updates per published version (`publish.every`).
+            save_every: steps between saves; a save also publishes pending updates.
+            manifest_step: returns the step of a version from the weights store, or None if unknown.
         """
         self._every = every
         self._save_every = save_every
@@ -47,7 +47,7 @@ class VersionSteps:
         self._steps = {version: step}
 
     def learn(self, version: int, step: int) -> None:
-        """Take in the answer to update `step`: `version` is the newest that contains no later one."""
+        """Record the response to update `step`: `version` is the newest version, and contains no later update."""
         before = max((self._steps[number] for number in self._steps if number < version), default=0)
         contained = next((s for s in range(step, before, -1) if self._is_published(s)), before)
         self._steps.setdefault(version, contained)
@@ -55,17 +55,17 @@ class VersionSteps:
             del self._steps[min(self._steps)]
 
     def step_of(self, version: int, *, sent: int) -> int:
-        """The last update in `version`, where `sent` have been sent.
+        """Return the last update that `version` contains, after `sent` updates have been sent.
 
-        Without a manifest, a version that no answer has named counts from the one before that was named. One that
-        would then contain an update of a later version, or one that was not sent, is another's: a rollback published
-        it, and its weights may be as old as they like.
+        Without a manifest, a version that no response has named is extrapolated from the last named version before it.
+        If it would then contain an update of a later version, or one not sent yet, it was published by a rollback, and
+        its weights may be of any age: the result is 0.
         """
         found = self._manifest_step(version)
         if found is not None:
             return found
         known = max((number for number in self._steps if number <= version), default=None)
-        if known is None:  # older than all that is known here
+        if known is None:  # older than all recorded versions
             return 0
         step = self._steps[known]
         for _ in range(version - known):
@@ -74,11 +74,11 @@ class VersionSteps:
         return step if version == known or step < later else 0
 
     def histogram(self, versions: Iterable[int], *, sent: int) -> dict[int, int]:
-        """Rows by their staleness.
+        """Count rows by staleness.
 
         Args:
             versions: the weights version that scored each row.
-            sent: updates sent before that.
+            sent: updates sent before the rows were scored.
         """
         rows = Counter(versions)
         stale: Counter[int] = Counter()
@@ -95,7 +95,7 @@ class VersionSteps:
 
 
 def staleness_metrics(histogram: dict[int, int]) -> dict[str, Metric]:
-    """`train_rollouts/staleness` (of the stalest row), its mean, and the rows at each value."""
+    """Return the staleness metrics: maximum (`train_rollouts/staleness`), mean, and rows per value."""
     rows = sum(histogram.values())
     mean = sum(value * count for value, count in histogram.items()) / rows
     return {

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first one stops the run with a checkpoint, within a grace; a second one ends it at once."""
+"""SIGTERM and Ctrl-C: the first stops the run with a checkpoint, within a grace period; the second exits at once."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """The run has stopped because it was asked to; the message says after which step."""
+    """The run was stopped on request; the message says after which step."""
 
 
 class Stop:
-    """Whether the run was asked to stop."""
+    """A request to stop the run."""
 
     def __init__(self) -> None:
         self._requested = asyncio.Event()
 
     def request(self) -> None:
-        """Ask; from the event loop's thread."""
+        """Request the stop. Call from the event loop's thread."""
         self._requested.set()
 
     async def or_done(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`. Raises Stopped, with `work` cancelled, as soon as the run is asked to stop."""
+        """Return the result of `work`. On a stop request, cancel `work` and raise Stopped."""
         task, requested = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait([task, requested], return_when=asyncio.FIRST_COMPLETED)
@@ -51,16 +51,16 @@ class Stop:
 def stop_on_signals(stop: Stop, grace_s: float) -> None:
     """Request `stop` at the first signal; end the process at the second, or `grace_s` after the first.
 
-    Call in the main thread, with the event loop running. The loop's own handler wakes it even when a signal arrives
-    just before it waits. The process's handler only restores the default action, for the second signal: it runs between
-    any two steps of the main thread, which may hold locks.
+    Call in the main thread, with the event loop running. The loop's own handler is used because it wakes the loop even
+    if the signal arrives just before it waits. The process's handler only restores the default action for the second
+    signal: it runs between any two bytecodes of the main thread, which may hold locks, so it must not do more.
     """
     loop = asyncio.get_running_loop()
 
     def begin() -> None:
         logger.info("stopping: writing a checkpoint of the last whole step, for at most %g s", grace_s)
         stop.request()
-        timer = threading.Timer(grace_s, _give_up, (grace_s,))  # not the loop's: it may be busy writing
+        timer = threading.Timer(grace_s, _give_up, (grace_s,))  # not loop.call_later: the loop may be busy writing
         timer.daemon = True
         timer.start()
 
@@ -74,7 +74,7 @@ def stop_on_signals(stop: Stop, grace_s: float) -> None:
 
 
 def end_forwards(*models: Any) -> None:
-    """Make every further forward of these models raise: threads that compute for an abandoned rollout end soon."""
+    """Make every further forward pass of these models raise, so that threads of a cancelled rollout end soon."""
 
     def refuse(*_: Any) -> None:
         raise asyncio.CancelledError
@@ -84,6 +84,6 @@ def end_forwards(*models: Any) -> None:
 
 
 def _give_up(grace_s: float) -> None:
-    """End the process whatever its threads compute: a regular exit would wait for them."""
+    """Exit without waiting for compute threads, as a regular exit would."""
     logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) is over; %s", grace_s, RESUMES)
     os._exit(INTERRUPTED)

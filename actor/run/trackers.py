@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, next to JSONL and TensorBoard; a tracker that fails is dropped and logged."""
+"""Optional trackers: Weights & Biases and MLflow. A tracker that fails is logged and dropped."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ TABLE = "train_rollouts/table"
 
 
 class TrackerMissing(RlhfError):
-    """A tracker that was asked for is not installed; the message says what to install."""
+    """A configured tracker is not installed; the message says what to install."""
 
 
 class WandbTracker:
-    """A run of Weights & Biases with the run's identity, so that a resumed run goes on in it."""
+    """A Weights & Biases run whose id is the run's identity, so that a resumed run continues it."""
 
     def __init__(self, wandb: Any, run_dir: Path, run_id: str) -> None:
         self._table = wandb.Table
         self._run = wandb.init(project=PROJECT, id=run_id, name=run_id, dir=str(run_dir), resume="allow")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A point on each curve."""
+        """Log scalars of `step`."""
         self._run.log(dict(metrics), step=step)
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of these rows; W&B joins the tables of all steps under one name."""
+        """Log a table of these rows; W&B joins the tables of all steps under one name."""
         columns = list(rows[0])
         table = self._table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({TABLE: table}, step=rows[0]["step"])
 
     def finish(self) -> None:
-        """Send what is left."""
+        """Flush pending data and close the run."""
         self._run.finish()
 
 
 class MlflowTracker:
-    """A run of MLflow, wherever its own environment variables point."""
+    """An MLflow run; its tracking server is set by MLflow's own environment variables."""
 
     def __init__(self, mlflow: Any, run_dir: Path, run_id: str) -> None:
         self._mlflow = mlflow
@@ -51,11 +51,11 @@ class MlflowTracker:
         mlflow.start_run(run_name=run_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A point on each curve."""
+        """Log scalars of `step`."""
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of these rows: `log_table` would read and write all rows of the run again at each step."""
+        """Log a table of these rows, one file per step: `log_table` would rewrite the run's whole table each time."""
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
         self._mlflow.log_dict(table, f"{TABLE}/{rows[0]['step']:08d}.json")
 
@@ -68,10 +68,10 @@ KINDS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTrac
 
 
 class Trackers:
-    """All that were asked for; one that fails is given up, and the run goes on."""
+    """All configured trackers; one that fails is dropped, and the run continues."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
-        """Raises TrackerMissing if one is not installed."""
+        """Start each tracker. Raises TrackerMissing if one is not installed."""
         self._open: dict[str, WandbTracker | MlflowTracker] = {}
         for name in names:
             try:
@@ -83,15 +83,15 @@ class Trackers:
             self._try(name, functools.partial(self._start, name, module, run_dir, run_id))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A point on each curve, at each tracker."""
+        """Log scalars of `step` to every tracker."""
         self._each(lambda tracker: tracker.log(metrics, step))
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of the table of (step, prompt, response, reward), at each tracker."""
+        """Log rows of (step, prompt, response, reward) to every tracker."""
         self._each(lambda tracker: tracker.add_texts(rows))
 
     def finish(self) -> None:
-        """Close them all."""
+        """Close every tracker."""
         self._each(lambda tracker: tracker.finish())
 
     def _start(self, name: str, module: Any, run_dir: Path, run_id: str) -> None:
@@ -104,6 +104,6 @@ class Trackers:
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:  # a dashboard that cannot be reached must not end a run of days
+        except Exception as error:  # an unreachable dashboard must not end a long run
             self._open.pop(name, None)
             logger.warning("%s is given up, metrics.jsonl has everything: %s: %s", name, type(error).__name__, error)

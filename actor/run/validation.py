@@ -1,4 +1,4 @@
-"""Validation: held-out prompts, sampled with the same seed each time and scored through the server."""
+"""Validation on held-out prompts, sampled with the same seed each time and scored by the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
 
-SEED_OFFSET = 1_000_000  # apart from the seeds of the training rollouts
+SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Validation:
 
     rollout: Rollout
     scores: Scores
-    kl: float | None  # nats per sequence against the reference, k1, over scored rows; None without a reference
-    explained_variance: float | None  # of the score's Monte-Carlo returns, by the critic version that served
+    kl: float | None  # nats per sequence, k1, over scored rows; None without reference log-probs
+    explained_variance: float | None  # of the scores' Monte-Carlo returns; None without a critic
 
     @property
     def reward(self) -> float:
@@ -41,7 +41,7 @@ async def validate(
     policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int, greedy: bool = False,
     in_thread: InThread, with_kl: bool = True,
 ) -> Validation:  # fmt: skip
-    """Sample one response per prompt, or take the likeliest, and score it. Raises RequestFailed."""
+    """Generate one response per prompt, sampled or greedy, and score it. Raises RequestFailed."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     ready.set_result(None)
     scored = await collect(
@@ -55,14 +55,14 @@ async def validate(
 
 
 def explained(rollout: Rollout, rewards: torch.Tensor, scores: Scores) -> float:
-    """Share of the returns' variance that the values explain, over scored rows."""
+    """Return the explained variance of the values over scored rows."""
     returns, mask = score_returns(rewards, rollout)
     mask = mask * scores.scored[:, None]
     return float(explained_variance(scores.values[:, :-1], returns, mask))
 
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """Lines for samples.jsonl."""
+    """Return the lines of a validation for samples.jsonl."""
     lines = []
     rollout = validation.rollout
     for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.rows(), strict=True)):
@@ -82,6 +82,6 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
 
 
 def _question(prompt: Prompt) -> dict[str, str]:
-    """What a chat prompt's last message says: its text is full of the template's markers."""
+    """Return the last message of a chat prompt, which is easier to read than text full of template markers."""
     messages = prompt.metadata.get(MESSAGES_KEY)
     return {"question": str(messages[-1]["content"])} if messages else {}

@@ -1,6 +1,6 @@
-"""The data plane: all requests to the servers, over tritonclient's async HTTP, each attempt with a deadline.
+"""Client for all requests to the servers, over tritonclient's async HTTP, with a deadline per attempt.
 
-The only module that imports tritonclient.http; `servers` chooses the server, `retry` decides how often to try.
+The only module that imports tritonclient.http. `pool` selects the server, `retry` decides on retries.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ else:
 
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
-MORE_CONNECTIONS = 8  # than requests in flight: probes never wait for one
-# aiohttp accepts gzip unless told otherwise, and Triton then compresses every answer: floats, which hardly shrink.
+MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
+# By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
 HINT = "; is `python -m tools serve` running there?"
 
 
 @dataclass(frozen=True)
 class TrainAnswer:
-    """critic_train's answer: these weights are served now."""
+    """Response of critic_train; `weights_version` is served now."""
 
     loss_mean: float
     weights_version: int
 
 
 class TritonClient:
-    """One per event loop, for the whole run; use as an async context manager.
+    """Triton client for one event loop and the whole run; use as an async context manager.
 
-    Whatever is still asked at the end is cancelled: no task and no connection is left.
+    On exit, calls in flight are cancelled and all connections are closed.
     """
 
     def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
-        """`url`: of the server, where `settings.servers` names none."""
+        """`url`: address of the server, used if `settings.servers` is empty."""
         self.counters = Counters()
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings
@@ -67,7 +67,7 @@ class TritonClient:
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
         key = os.environ.get(training_key_env) if training_key_env else None
         self._headers = {**UNCOMPRESSED, **({contract.TRAINING_KEY_HEADER: key} if key else {})}
-        # Apart: a storm of scoring requests must leave the few that train a retry.
+        # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
         self._scoring_budget, self._training_budget = (
             RetryBudget(settings.retry_budget, settings.retry_reserve) for _ in range(2)
         )
@@ -93,9 +93,9 @@ class TritonClient:
         await self._servers.close()
 
     async def model_parameters(self, model: str) -> dict[str, str]:
-        """A model's `parameters`, from its configuration: the first contact, so with little patience.
+        """Return a model's `parameters` from its configuration, and adopt its data type for tokens in later requests.
 
-        Tokens are sent from then on in the type that it declares.
+        This is the first request to a server, so it is retried at most once and does not wait out an outage.
 
         Raises RequestFailed.
         """
@@ -115,17 +115,17 @@ class TritonClient:
         self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
         width: int = 0,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """Outputs of critic_infer for n token rows, padded to their longest S.
+        """Request outputs of critic_infer for n token rows, padded to the longest, S.
 
         Args:
             rows: int64 `[length_i]` each.
-            outputs: of `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1]; where several rewards are
-                served, of `reward_components` [n, C] and `reward_errors` [n, 1] too.
-            metadata: what reward functions are told about each row; None: nothing is sent.
-            width: pad to at least so many tokens, for servers that batch requests of one length only.
+            outputs: names among `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1] and, if several rewards
+                are served, `reward_components` [n, C] and `reward_errors` [n, 1].
+            metadata: one dictionary per row for reward functions; None: none is sent.
+            width: pad to at least this many tokens, for servers that batch only requests of equal length.
 
         Raises:
-            RequestFailed: no answer within the retries, or the request itself is wrong.
+            RequestFailed: no response within the retries, or the request itself is invalid.
         """
         inputs = {**_padded(rows, width), **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs)
@@ -134,7 +134,7 @@ class TritonClient:
         self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
         metadata: list[dict[str, Any]] | None = None, *, width: int = 0,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """Outputs of the reward model alone for n token rows; otherwise as `score`.
+        """Request outputs of reward_model only, for n token rows; otherwise as `score`.
 
         Raises RequestFailed.
         """
@@ -144,7 +144,7 @@ class TritonClient:
     async def score_sentences(
         self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
     ) -> dict[str, np.ndarray]:
-        """Outputs of reward_model for n texts, tokenised by its own tokenizer; otherwise as `score`.
+        """Request outputs of reward_model for n texts, tokenised with its own tokenizer; otherwise as `score`.
 
         Raises RequestFailed.
         """
@@ -152,7 +152,9 @@ class TritonClient:
         return await self._infer(contract.REWARD_MODEL, inputs, outputs)
 
     async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
-        """Log-probs float32 `[n, S]` of n token rows by the reference model: index t of token t+1, see `LOGPROBS`.
+        """Return log-probs float32 `[n, S]` of n token rows under the reference; index t holds token t+1's.
+
+        `contract.LOGPROBS` defines the output.
 
         Raises RequestFailed.
         """
@@ -160,10 +162,11 @@ class TritonClient:
         return answer[contract.LOGPROBS]
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
-        """Train the critic on `payload` as step `step`; repeats are recognised, so retrying is safe.
+        """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
 
         Raises:
-            ServerFailed: the step counts as done, and the next one may be sent; the message has the sidecar's cause.
+            ServerFailed: the update failed; the step counts as done and the next one may be sent. The message has the
+                sidecar's cause.
             RequestFailed: refused, or not served within the retries; the message says what the journal holds.
         """
         inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
@@ -172,9 +175,9 @@ class TritonClient:
         return TrainAnswer(float(answer[contract.LOSS_MEAN][0]), int(answer[contract.WEIGHTS_VERSION][0]))
 
     async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
-        """Have the critic write its checkpoint of `step`; returns the weights version served.
+        """Request the critic's checkpoint of `step`; return the served weights version.
 
-        `keep_steps`: of the critic's checkpoints up to `step`, only these are needed still; None: it keeps the newest.
+        `keep_steps`: which of the critic's checkpoints up to `step` are still needed; None: it keeps the newest.
         Raises RequestFailed.
         """
         inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
@@ -183,9 +186,9 @@ class TritonClient:
         return await self._save(inputs)
 
     async def rewind(self, *, run_id: str, step: int) -> int:
-        """Make `step` the critic's last step; returns the weights version served. Raises RequestFailed.
+        """Rewind the critic to `step`; return the served weights version. Raises RequestFailed.
 
-        The run is this client's from then on: what the owners before it sent is refused, however late it arrives.
+        This client then owns the run: requests of previous owners are refused, however late they arrive.
         """
         self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
         return await self._save({**_run(run_id), contract.REWIND_TO: np.asarray([step], np.int64)})
@@ -216,13 +219,14 @@ class TritonClient:
         budget = self._training_budget if writes else self._scoring_budget
         course = Course(model, s, budget, retries=self._train_retries if writes else s.retries)
         deadline_s = s.train_deadline_s if writes else s.deadline_s
+        # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:
             async with self._in_flight:
                 return await self._until_answered(course, ask, deadline_s, turn=turn)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """The task that calls is cancelled with the client, and one that comes too late at once."""
+        """Register the calling task, so that closing the client cancels it; cancels at once if already closed."""
         caller = asyncio.current_task()
         if self._is_closed or caller is None:
             raise asyncio.CancelledError
@@ -258,7 +262,10 @@ class TritonClient:
             raise
 
     def _pause_s(self, course: Course, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
-        """Until the next attempt; none where it goes elsewhere, or waits for a server anyway. Raises RequestFailed."""
+        """Return the pause before the next attempt; 0 if it goes to another server or waits for one anyway.
+
+        Raises RequestFailed if there is no next attempt.
+        """
         goes_elsewhere = is_lost and self._servers.can_take(course.model)
         waits = is_lost and patient and self._settings.max_outage_s > 0
         if goes_elsewhere or waits:
@@ -276,31 +283,32 @@ class HTTPConnection:
 
     def __init__(self, url: str, *, settings: ClientSection) -> None:
         limit = settings.max_in_flight + MORE_CONNECTIONS
-        # `answer` has the only deadline.
+        # No connection timeout here: `answer` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
 
     async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
-        """What `ask` returns. Raises Trouble."""
+        """Return the result of `ask`, within the deadline. Raises Trouble."""
         try:
-            async with timeout(deadline_s):  # wait_for may swallow a cancellation, before Python 3.12
+            async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise _trouble(error, deadline_s) from error
 
     async def is_ready(self, model: str) -> bool:
-        """Whether the server calls the model ready. Raises Trouble."""
+        """Return whether the server reports the model as ready. Raises Trouble."""
         return await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S)
 
     async def close(self) -> None:
-        """Requests under way fail."""
+        """Close all connections; requests in flight fail."""
         await self.http.close()
 
 
 def _trouble(error: Exception, deadline_s: float) -> Trouble:
-    """What an error says: 503 and a dead model pass, as do time-outs and connections; another answer stays as it is."""
+    """Classify an error: 503, dead model processes, timeouts and connection errors are transient, the rest final."""
     if isinstance(error, InferenceServerException):
         message, status = str(error.message()), str(error.status() or "")
         kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
+        # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
         return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"gave no answer within {deadline_s:g} s")
@@ -314,7 +322,7 @@ def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
 
 
 def _padded(rows: list[np.ndarray], width: int = 0) -> dict[str, np.ndarray]:
-    """`tokens` [n, S] and `sequence_lengths` [n, 1], S the longest row or `width`, whichever is more."""
+    """Return `tokens` [n, S] and `sequence_lengths` [n, 1]; S is the longest row, and at least `width`."""
     tokens = padded_rows(rows, max(width, *(row.size for row in rows)), np.int64)
     return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64)}
 

@@ -1,4 +1,4 @@
-"""Several rewards per response: which ones the server sums up, their metadata, and why a row has none."""
+"""Mixtures of rewards that the server sums: their names, the metadata they need, and the causes of failures."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWAR
 
 @dataclass(frozen=True)
 class RewardMixture:
-    """The rewards that are summed up on the server; no names: the reward model alone."""
+    """Names of the rewards that the server sums; empty if only the reward model is served."""
 
     names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> RewardMixture:
-        """What reward_model's `parameters` say."""
+        """Read the mixture from reward_model's `parameters`."""
         return cls(tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]")))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What to ask reward_model for."""
+        """Outputs to request from reward_model."""
         return (REWARDS, REWARD_COMPONENTS, REWARD_ERRORS) if self.names else (REWARDS,)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if a column has the name of what functions are given by the actor."""
+        """Raise PromptError if a prompt column has a name that the actor uses for reward functions."""
         for prompt in prompts if self.names else ():
             taken = {PROMPT_KEY, RESPONSE_KEY} & prompt.metadata.keys()
             if taken:
@@ -42,11 +42,11 @@ class RewardMixture:
                 )
 
     def metadata(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """What is sent along with a row: the prompt's other columns and, for functions, both texts."""
+        """Return a row's metadata: the prompt's other columns and, for reward functions, both texts."""
         texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if self.names else {}
         return {**prompt.metadata, **texts}
 
     def causes(self, answer: Mapping[str, np.ndarray]) -> list[str]:
-        """Why rows of an answer have no reward, one entry for each such row."""
+        """Return why rows in `answer` have no reward, one entry per such row."""
         found = answer.get(REWARD_ERRORS)
         return [] if found is None else [item.decode("utf-8", "replace") for item in found[:, 0] if item]

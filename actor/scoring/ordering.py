@@ -1,4 +1,4 @@
-"""Keeps training requests in the order of their steps, retries included: the journal refuses a gap."""
+"""Sends training requests in step order, including retries, because the journal refuses gaps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Turn:
-    """One training request, until it is answered."""
+    """Position of one training request in the queue, until it is answered."""
 
     sent_to: str | None = None
-    """The server that its first attempt is under way at; None: not sent yet, or held up."""
+    """Server of the first attempt while it is in flight; None: not sent yet, or held up."""
     held_up: bool = False
-    """It was sent before, or had to wait: those behind it would be sent in the same moment, and might arrive first."""
+    """Set once the request has been sent or had to wait. From its next attempt on, the requests behind it wait until it
+    is answered: released at the same moment, they might arrive first."""
 
 
 class Turns:
-    """The line of training requests that are not answered yet.
+    """Queue of unanswered training requests.
 
-    A step may be sent while the one before it is being trained. But where that one may not have arrived, because it
-    waits for a server, is being repeated, or was sent to a server that is lost, the next would come too early.
+    A step may be sent while the previous one is still training. It must wait, however, if the previous one may not have
+    arrived yet: because it waits for a server, is being retried, or was sent to a server that was lost.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Turns:
 
     @contextmanager
     def join(self) -> Iterator[Turn]:
-        """A place at the end of the line."""
+        """Add a request at the end of the queue for the duration of the block."""
         turn = Turn()
         self._line.append(turn)
         try:
@@ -41,14 +42,17 @@ class Turns:
             self._change()
 
     async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
-        """Wait until it may be sent to `server()`: those before it are on their way there; or answered, if held up."""
+        """Wait until `turn` may be sent to `server()`.
+
+        All earlier requests must be on their first attempt at that server or, if `turn` was held up, answered.
+        """
         while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
             turn.held_up = True
             await self._changed.wait()
 
     @contextmanager
     def under_way(self, turn: Turn | None, server: str) -> Iterator[None]:
-        """An attempt."""
+        """Mark an attempt as in flight to `server` within the block; does nothing without a turn."""
         if turn is None:
             yield
             return

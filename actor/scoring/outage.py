@@ -1,4 +1,4 @@
-"""An outage, while no server answers: logged when it begins, every 30 s, and when it ends."""
+"""Logs outages, in which no server is healthy: at the start, every 30 s, and at the end."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ REMIND_EVERY_S = 30.0
 
 
 class Outage:
-    """From the first request that found no server until there is one again."""
+    """One outage, from the first request without a healthy server until there is one again."""
 
     def __init__(self, causes: Callable[[], str], longest_s: float) -> None:
-        self.models: set[str] = set()  # waited for
+        self.models: set[str] = set()  # models with waiting requests
         self._began = time.monotonic()
         self._causes = causes
         logger.warning("no server answers; requests wait up to %g s for one: %s", longest_s, causes())
 
     @property
     def seconds(self) -> float:
-        """How long it lasts by now."""
+        """Duration so far."""
         return time.monotonic() - self._began
 
     async def remind(self) -> None:
-        """Say every half minute that it goes on; to be cancelled."""
+        """Log every `REMIND_EVERY_S` that the outage continues, until cancelled."""
         while True:
             await asyncio.sleep(REMIND_EVERY_S)
             logger.warning("no server answers for %.0f s: %s", self.seconds, self._causes())
 
     def end(self) -> None:
-        """There is a server again."""
+        """Log the end of the outage."""
         logger.warning("a server answers again after %.1f s, the run goes on", self.seconds)

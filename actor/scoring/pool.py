@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """What this module needs of a connection to one server."""
+    """Interface of a connection to one server."""
 
     async def is_ready(self, model: str) -> bool:
-        """Whether the server calls the model ready. Raises Trouble if it cannot be asked."""
+        """Return whether the server reports the model as ready. Raises Trouble if the probe fails."""
 
     async def close(self) -> None:
-        """Requests under way fail."""
+        """Close the connection; requests in flight fail."""
 
 
 C = TypeVar("C", bound=Connection)
@@ -36,7 +36,10 @@ C = TypeVar("C", bound=Connection)
 
 @dataclass
 class Suspension:
-    """A model whose process has died at one server: Triton still calls it ready, so one request at a time tries."""
+    """A model whose process has died on one server.
+
+    Triton still reports it as ready, so probes cannot tell: after a pause, single requests try it.
+    """
 
     losses: int
     until: float  # on the monotonic clock
@@ -46,7 +49,7 @@ class Suspension:
 
 @dataclass(eq=False)
 class Server(Generic[C]):
-    """One server, for the whole run."""
+    """State of one server."""
 
     url: str
     connection: C
@@ -57,46 +60,46 @@ class Server(Generic[C]):
     probe: asyncio.Task[str | None] | None = None
 
     def takes(self, model: str) -> bool:
-        """Whether a request for this model may be sent to it."""
+        """Return whether a request for this model may be sent to this server."""
         suspended = self.suspended.get(model)
         is_free = suspended is None or (not suspended.on_trial and time.monotonic() >= suspended.until)
         return self.down is None and is_free
 
 
 class Servers(Generic[C]):
-    """All servers that the actor may ask."""
+    """All configured servers."""
 
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: Counters
     ) -> None:
         self.servers: list[Server[C]] = []
-        self._gone: list[Server[C]] = []  # no longer meant by a name, with requests still in flight
+        self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
         self._looking_up = asyncio.Lock()
         self._addresses, self._connect, self._settings, self._counters = addresses, connect, settings, counters
-        self._models: set[str] = set()  # asked for so far
+        self._models: set[str] = set()  # requested so far; a server is ready if all of these are
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
-        self._turn = 0
+        self._turn = 0  # rotates the choice among equally loaded servers
         self._writer: Server[C] | None = None
 
     def writer(self, model: str) -> str | None:
-        """Address of the server that a training request goes to now; None where there is none."""
+        """Return the URL of the server that a training request would go to now; None if there is none."""
         server = self._writing(model)
         return server.url if server else None
 
     @contextlib.asynccontextmanager
     async def one(self, model: str, *, writes: bool, patient: bool) -> AsyncIterator[Server[C]]:
-        """The server for one attempt, in flight until the end of the block.
+        """Select a server for one attempt, which counts as in flight until the end of the block.
 
         Args:
-            model: that is asked for.
-            writes: take the same server as last time, if it is there.
-            patient: where no server answers, wait for one; otherwise one that was lost is tried.
+            model: the requested model.
+            writes: keep using the same server while it is healthy.
+            patient: wait if no server is healthy; otherwise try one that was set aside.
 
         Raises:
-            RequestFailed: none has answered for `max_outage_s`, or the names cannot be resolved.
+            RequestFailed: no server was healthy for `max_outage_s`, or a name cannot be resolved.
         """
         self._models.add(model)
         server = await self._find(model, writes=writes, patient=patient and self._settings.max_outage_s > 0)
@@ -114,13 +117,13 @@ class Servers(Generic[C]):
             await self._close_gone()
 
     def answered(self, server: Server[C], model: str) -> None:
-        """The server has answered a request for this model."""
+        """Record that the server has answered a request for this model."""
         server.losses = 0 if server.down is None else server.losses
         if server.suspended.pop(model, None):
             self._change()
 
     async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
-        """Set the server aside, if it is lost; returns whether it is. One that may be overloaded only is asked."""
+        """Set the server aside if it is lost; return whether it is. If it may only be overloaded, probe it first."""
         if trouble.kind.is_final:
             self.answered(server, model)
             return False
@@ -132,7 +135,7 @@ class Servers(Generic[C]):
         return server.down is not None
 
     def can_take(self, model: str) -> bool:
-        """Whether there is a server for a request for this model."""
+        """Return whether any server accepts requests for this model."""
         return any(server.takes(model) for server in self.servers)
 
     async def close(self) -> None:
@@ -158,18 +161,20 @@ class Servers(Generic[C]):
         return server
 
     def _least_busy(self, model: str) -> Server[C] | None:
+        """Return the available server with the fewest requests in flight; ties rotate. None if there is none."""
         self._turn += 1
         start = self._turn % len(self.servers)
         in_turn = [*self.servers[start:], *self.servers[:start]]
         return min((s for s in in_turn if s.takes(model)), key=lambda server: server.in_flight, default=None)
 
     def _writing(self, model: str) -> Server[C] | None:
+        """Return the server for training requests: always the same one, or they might overtake each other."""
         if self._writer not in self.servers or not self._writer.takes(model):
             self._writer = next((server for server in self.servers if server.takes(model)), None)
         return self._writer
 
     async def _look_up(self) -> None:
-        """Take in the servers that the addresses mean now; one that is set aside and no longer meant is forgotten."""
+        """Resolve the addresses; add new servers, and drop those that are set aside and no longer resolved."""
         async with self._looking_up:
             urls: dict[str, None] = {}
             for address in self._addresses:
@@ -184,7 +189,7 @@ class Servers(Generic[C]):
         await self._close_gone()
 
     async def _close_gone(self) -> None:
-        """Close the connections to servers that no name means any more, once they are idle."""
+        """Close the connections to dropped servers once they are idle."""
         idle = [server for server in self._gone if not server.in_flight and (not server.probe or server.probe.done())]
         self._gone = [server for server in self._gone if server not in idle]
         for server in idle:
@@ -198,7 +203,7 @@ class Servers(Generic[C]):
         except (OSError, ValueError) as error:
             if not self.servers:
                 raise RequestFailed(f"actor.client.servers: {address!r} cannot be resolved: {error}") from error
-            return [server.url for server in self.servers]  # for now they stay
+            return [server.url for server in self.servers]  # keep the known servers if DNS fails
 
     # ---- losing and finding again ----
 
@@ -212,7 +217,7 @@ class Servers(Generic[C]):
         self._spawn(self._bring_back(server))
 
     async def _bring_back(self, server: Server[C]) -> None:
-        """Ask until all models are ready there."""
+        """Probe the server until all requested models are ready, then return it to service."""
         while server in self.servers:
             await asyncio.sleep(self._pause_s(server.losses))
             await self._look_up()
@@ -228,7 +233,7 @@ class Servers(Generic[C]):
         self._change()
 
     async def _why_not_ready(self, server: Server[C]) -> str | None:
-        """None if all models are ready; those who ask at the same time share one probe."""
+        """Probe the server; return None if all models are ready. Concurrent callers share one probe."""
         if server.probe is None or server.probe.done():
             server.probe = asyncio.create_task(self._probe(server))
         return await asyncio.shield(server.probe)
@@ -242,7 +247,7 @@ class Servers(Generic[C]):
 
     def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
         known = server.suspended.get(model)
-        if known and not known.on_trial:  # one of many that were under way when the process died
+        if known and not known.on_trial:  # one of many requests in flight when the process died
             return
         losses = known.losses + 1 if known else 1
         pause_s = self._pause_s(losses)
@@ -253,13 +258,13 @@ class Servers(Generic[C]):
         return jittered(min(MAX_BACKOFF_S, self._settings.backoff_s * 2.0 ** min(losses - 1, 16)))
 
     async def _wait(self, model: str) -> None:
-        """Until anything has changed. Raises RequestFailed if nobody has answered for too long."""
+        """Wait until the state of any server changes. Raises RequestFailed after `max_outage_s`."""
         longest = self._settings.max_outage_s
         if self._outage is None:
             self._outage = Outage(self._causes, longest)
             self._counters.outages += 1
             self._reminder = self._spawn(self._outage.remind())
-            asyncio.get_running_loop().call_later(longest, self._change)  # those who wait look at the clock
+            asyncio.get_running_loop().call_later(longest, self._change)  # wake the waiters, to check the time
         self._outage.models.add(model)
         if self._outage.seconds >= longest:
             raise RequestFailed(
@@ -276,7 +281,7 @@ class Servers(Generic[C]):
         return "; ".join(found)
 
     def _change(self) -> None:
-        """Let those who wait look again; the outage is over when each model that was waited for is served."""
+        """Wake all waiters; end the outage if every model with waiting requests is served again."""
         self._changed.set()
         self._changed = asyncio.Event()
         if self._outage and all(map(self._is_served, self._outage.models)):

@@ -1,4 +1,4 @@
-"""Log-probs under the frozen policy, from the actor's own copy or from tritonserver, behind one interface."""
+"""Reference log-probs, from the actor's own copy of the frozen policy or from tritonserver."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRIN
 
 
 class OwnReference:
-    """The actor's copy, or under LoRA the policy without its adapters."""
+    """The reference in the actor: a copy or, with LoRA, the policy with its adapters disabled."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 
     async def compare(self) -> None:
-        """Nothing to compare."""
+        """Do nothing: the copy is the policy's own."""
 
     def stream(self, in_thread: InThread) -> OwnStream:
-        """For one rollout; `in_thread` runs torch work off the event loop."""
+        """Return the stream of one rollout; `in_thread` runs torch outside the event loop."""
         return OwnStream(self._policy, in_thread)
 
 
 class OwnStream:
-    """Computes all rows at once when generation is over."""
+    """Computes all rows at once after generation."""
 
     def __init__(self, policy: Policy, in_thread: InThread) -> None:
         self._policy, self._in_thread = policy, in_thread
 
     def take(self, index: int, row: Rollout) -> None:
-        """Nobody needs to be asked."""
+        """Do nothing: rows are computed in `logprobs`."""
 
     async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
-        """Of every row."""
+        """Compute the log-probs of every row."""
         logprobs = await self._in_thread(self._policy.logprobs, whole, reference=True)
         return ReferenceLogprobs(logprobs, torch.ones(len(whole.prompts), dtype=torch.bool), [])
 
     async def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there are no requests."""
 
 
 class ServedReference:
-    """The `reference` model in tritonserver, asked for each row as soon as that has ended."""
+    """The `reference` model in tritonserver, which receives each row as soon as it ends."""
 
     def __init__(self, client: TritonClient, policy: Policy, config: RunConfig) -> None:
         self._client = client
@@ -63,13 +63,13 @@ class ServedReference:
         self._checkpoint = config.reference.checkpoint
 
     async def compare(self) -> None:
-        """Find out whether the server's log-probs are those that the policy would give of its frozen start.
+        """Check that the served reference computes the log-probs that the initial policy would.
 
-        The weights are compared where `reference.checkpoint` can be seen from here.
+        The weights are compared only if `reference.checkpoint` is accessible from here.
 
         Raises:
-            ModelMismatch: it has another vocabulary, temperature, set of banned tokens or checkpoint, or is not there.
-            RequestFailed: the server cannot be asked.
+            ModelMismatch: it differs in vocabulary, dtype, temperature, banned tokens or weights, or is not served.
+            RequestFailed: the server cannot be reached.
         """
         try:
             served = await self._client.model_parameters(REFERENCE)
@@ -106,27 +106,27 @@ class ServedReference:
             )
 
     def stream(self, in_thread: InThread) -> ServedStream:
-        """For one rollout; nothing is computed here."""
+        """Return the stream of one rollout; `in_thread` is unused."""
         return ServedStream(self.ask, rows_per_request=self._settings.client.rows_per_request)
 
     async def ask(self, rollout: Rollout) -> ReferenceLogprobs:
-        """Of the rows of `rollout`, by one request; rows are not known where it fails."""
+        """Request the log-probs of the rows of `rollout`; if the request fails, no row is known."""
         count, width = rollout.tokens.shape
         try:
             logprobs = torch.tensor(await self._client.logprobs(rollout.rows()))[:, :-1]
         except RequestFailed as error:  # counted and masked by the caller
             return ReferenceLogprobs(torch.zeros(count, width - 1), torch.zeros(count, dtype=torch.bool), [str(error)])
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, width)
-        known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # in a prompt -inf is a banned token
+        known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # a banned token in a prompt has -inf
         failures = [] if known.all() else [f"{REFERENCE} gave a response log-probs that are not finite"]
         return ReferenceLogprobs(torch.where(known[:, None], logprobs, 0.0), known, failures)
 
 
 class ServedStream(RowStream[ReferenceLogprobs]):
-    """Has each row's log-probs under way while others are written on; they do not wait for the critic."""
+    """Requests log-probs of rows while others are generated; unlike scoring, does not wait for the critic."""
 
     async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
-        """Of all rows taken in, which are those of `whole`."""
+        """Return the log-probs of all rows, in the order of `whole`."""
         parts, order = await self.answers()
         width = whole.tokens.shape[1] - 1
         padded = [torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])) for part in parts]
@@ -141,12 +141,12 @@ Reference: TypeAlias = OwnReference | ServedReference
 
 
 def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> Reference:
-    """The one that `actor.reference` names."""
+    """Create the reference that `actor.reference` selects."""
     return ServedReference(client, policy, config) if config.actor.serves_reference else OwnReference(policy)
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:
-    """`scores` in which a row without reference log-probs is a row without a score."""
+    """Mark rows without reference log-probs as not scored."""
     if reference.known.all():
         return scores
     scored = scores.scored & reference.known

@@ -1,4 +1,4 @@
-"""What went wrong with an attempt, and whether to retry: within the request's own limit and a budget shared by all."""
+"""Classifies failed attempts and decides on retries, within a limit per request and a budget shared by all requests."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ MAX_BACKOFF_S = 8.0
 
 
 class RequestFailed(RlhfError):
-    """A request got no answer worth having; the message names model, server, attempts and cause."""
+    """A request failed for good; the message names model, server, attempts and cause."""
 
 
 class ServerFailed(RequestFailed):
-    """The server has done what was asked, and it failed (500): the same request would not be done again."""
+    """The server executed the request and it failed (500); repeating the request would not execute it again."""
 
 
 class OverBudget(RequestFailed):
-    """The request might have been repeated, but too many others were."""
+    """The request could have been retried, but the shared retry budget is spent."""
 
 
 @dataclass
 class Counters:
-    """What the client saw; a request that succeeded in the end did not fail."""
+    """Client statistics; a request that succeeded after retries does not count as failed."""
 
     requests: int = 0
     retries: int = 0
-    """Further attempts, of whatever kind."""
+    """Attempts after the first, including failovers."""
     failovers: int = 0
-    """Those of them that went to another server at once."""
+    """Retries that went to another server at once."""
     over_budget: int = 0
     """Requests that failed because the retry budget was spent."""
     failed_requests: int = 0
     outages: int = 0
-    """Times that requests had to wait because no server answered."""
+    """How often requests had to wait because no server was healthy."""
     outage_seconds: float = 0.0
-    """How long these lasted, those that are over."""
+    """Total duration of the outages that have ended."""
 
 
 class Kind(Enum):
-    """What an attempt says about the server and the request."""
+    """Kind of a failed attempt."""
 
     UNREACHABLE = "no connection, so nothing was sent"
     LOST = "the connection broke, or no answer came in time"
@@ -55,12 +55,12 @@ class Kind(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the server has answered, and would answer the same again."""
+        """Whether the server would give the same response to a retry."""
         return self in (Kind.FAILED, Kind.WRONG)
 
 
 class Trouble(Exception):
-    """Why an attempt got no answer; raised `from` the original error."""
+    """A failed attempt; raised `from` the original error."""
 
     def __init__(self, kind: Kind, what: str, why: str = "", *, hint: str = "") -> None:
         """`what` happened, and `why`, as parts of a sentence: "critic at host:8000 refused after 2 attempts: why"."""
@@ -68,16 +68,16 @@ class Trouble(Exception):
         self.kind, self.what, self.why, self._hint = kind, what, why, hint
 
     def sentence(self, model: str, url: str, attempts: int) -> str:
-        """For people."""
+        """Return the error message."""
         tries = f" after {attempts} attempts" if attempts > 1 else ""
         return f"{model} at {url} {self.what}{tries}" + (f": {self.why}" if self.why else "") + self._hint
 
 
 class RetryBudget:
-    """A bucket of retries for all requests: each request earns a fraction of one, each retry spends one.
+    """Token bucket of retries shared by all requests: a request earns a fraction of a token, a retry spends one.
 
-    As in Finagle, Envoy and gRPC: where every request fails, retries add a fraction to the load instead of multiplying
-    it. The bucket begins full, so that a small run may retry too, and never holds more.
+    As in Finagle, Envoy and gRPC, retries add at most a fraction to the load if every request fails, instead of
+    multiplying it. The bucket starts full, so that a small run can retry too.
     """
 
     def __init__(self, per_request: float, reserve: int) -> None:
@@ -85,11 +85,11 @@ class RetryBudget:
         self._tokens = self._most
 
     def earn(self) -> None:
-        """A request was made."""
+        """Add the share of one request."""
         self._tokens = min(self._most, self._tokens + self._per_request)
 
     def spend(self) -> bool:
-        """Whether a retry may be made; it is paid for."""
+        """Take one token for a retry; return whether there was one."""
         if self._tokens < 1:
             return False
         self._tokens -= 1
@@ -99,34 +99,35 @@ class RetryBudget:
 class Course:
     """The attempts of one request.
 
-    | what happened | the server | the request |
+    | failure | the server | the request |
     |---|---|---|
-    | no connection | set aside | goes on at another server, or waits for one; free of charge |
-    | connection lost, model's process dead | set aside | the same, for one of its own retries |
-    | no answer in time, 503, and still ready | stays | pauses; one of its own retries, and one of the budget |
+    | no connection | set aside | goes to another server, or waits for one; costs no retry |
+    | connection lost, model process dead | set aside | the same, but costs one of its own retries |
+    | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one of the budget |
     | anything else | stays | fails |
     """
 
     def __init__(self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int) -> None:
         self.model, self.budget = model, budget
-        self.retried = 0  # further attempts
+        self.retried = 0  # attempts after the first
         self._made = 0  # attempts that reached a server
         self._settings, self._retries = settings, retries
         self._unreached_since: float | None = None
 
     def moves_on(self, trouble: Trouble, url: str) -> None:
-        """Another attempt without a pause: its server is set aside. Raises RequestFailed if there may be none."""
+        """Record a retry without a pause, as the server was set aside. Raises RequestFailed if none is left."""
         if trouble.kind is not Kind.UNREACHABLE:
             self._reached(trouble, url)
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
-        elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:  # ready, and gone when asked
+        elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
+            # Servers pass the probe but refuse this request's connections, so no outage ends it.
             raise self._failure(trouble, url) from trouble.__cause__
         self.retried += 1
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
-        """Seconds until another attempt at a server that is still there. Raises RequestFailed if there is none."""
+        """Return the seconds to wait before a retry at a server that is up. Raises RequestFailed if none is left."""
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
@@ -148,5 +149,5 @@ class Course:
 
 
 def jittered(longest_s: float) -> float:
-    """Between half of it and all of it, so that those who failed together do not come back together."""
+    """Return a random time between half of `longest_s` and all of it, so that retries do not come in bursts."""
     return longest_s * random.uniform(0.5, 1.0)

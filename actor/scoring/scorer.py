@@ -1,4 +1,4 @@
-"""Scores a rollout: rows go out unpadded and at once; failed rows are marked, never scored 0."""
+"""Scores rollouts: sends all rows concurrently, without the rollout's padding, and marks failed rows as not scored."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import CRITIC, REWARD_COMPONENTS, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
 
-Answer = dict[str, np.ndarray] | str  # outputs, or why there are none
+Answer = dict[str, np.ndarray] | str  # outputs, or the error message
 
 
 class ModelMismatch(RlhfError):
-    """The served models do not fit the policy: another vocabulary, or several rewards for a row."""
+    """The served models do not fit the policy, e.g. another vocabulary, or several rewards per row."""
 
 
 class Scorer:
-    """Asks one server for rewards and values of rollouts."""
+    """Requests rewards and values of rollouts from the servers."""
 
     def __init__(
         self, client: TritonClient, tokenizer: Any, *, rows_per_request: int, with_critic: bool = True
     ) -> None:
-        """`with_critic`: ask for values as well; otherwise they are 0, of version -1."""
+        """`with_critic`: request values as well; otherwise they are 0, with version -1."""
         self._client = client
         self.has_critic = with_critic
         self._tokenizer = tokenizer
@@ -38,14 +38,14 @@ class Scorer:
         self.mixture = RewardMixture()
 
     async def compare_tokenizers(self) -> None:
-        """Find out which rewards there are, and whether reward and critic read the policy's token ids.
+        """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.
 
-        A reward model with another vocabulary is sent sentences instead.
+        A reward model with another vocabulary receives sentences instead of token ids.
 
         Raises:
-            ModelMismatch: the critic is not served or has another vocabulary, or a model's configuration names none; or
-                the reward model's attributes are not merged.
-            RequestFailed: the server cannot be asked.
+            ModelMismatch: the critic is not served or has another vocabulary, a model's configuration names no
+                tokenizer, or the reward model's attributes are not merged.
+            RequestFailed: the server cannot be reached.
         """
         ours = fingerprint(self._tokenizer)
         theirs, folders = {}, {}
@@ -84,14 +84,14 @@ class Scorer:
             ) from error
 
     async def score(self, rollout: Rollout) -> Scores:
-        """Rewards, values and the version they are of, for every row."""
+        """Request rewards, values and the values' weights version for every row."""
         count, step = len(rollout.prompts), self._rows_per_request
         chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
         answers = await asyncio.gather(*(self._score_chunk(rollout, chunk) for chunk in chunks))
         return _assemble(rollout, chunks, answers, self.mixture)
 
     async def values(self, rollout: Rollout) -> Scores:
-        """Values alone (the reward model does not run); rewards are 0."""
+        """Request values only (the reward model does not run); rewards are 0."""
         return _assemble(
             rollout,
             [slice(i, i + 1) for i in range(len(rollout.prompts))],
@@ -125,7 +125,10 @@ class Scorer:
             return str(error)
 
     def render(self, rollout: Rollout, index: int) -> str:
-        """The text that a reward model with another tokenizer reads; of a chat the reply, its messages go along."""
+        """Return the text for a reward model with another tokenizer.
+
+        For a chat it is the reply only, because the messages are sent as metadata.
+        """
         if MESSAGES_KEY in rollout.prompts[index].metadata:
             return self._response(rollout, index)
         return self._text(rollout, index, start=0)
@@ -164,6 +167,7 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
             values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
             versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
         scored[chunk] = True
+    # Rows whose reward failed are not finite either, but `reward_errors` has explained them already.
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
     if int((~finite).sum()) > num_explained:
         failures.append(f"{int((~finite).sum()) - num_explained} rows were scored with values that are not finite")
@@ -173,14 +177,14 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
 
 
 def _one_version(versions: np.ndarray, rows: int) -> int:
-    """The version that scored a request: all tokens of a row, and so its advantages, are of one critic."""
+    """Return the one version that scored a request; a row's values must never mix versions of the critic."""
     assert versions.shape == (rows, 1), f"weights_version of {rows} rows has the shape {versions.shape}"
     assert (versions == versions[0]).all(), f"one request was scored by the versions {sorted(set(versions.flat))}"
     return int(versions[0, 0])
 
 
 def join_scores(parts: list[Scores], width: int) -> Scores:
-    """Scores of several rollouts as one, values padded to `width`."""
+    """Concatenate scores of several rollouts, with values padded to `width` tokens."""
     values = [torch.nn.functional.pad(part.values, (0, width - part.values.shape[1])) for part in parts]
     return Scores(
         torch.cat([part.rewards for part in parts]),

@@ -1,4 +1,4 @@
-"""Streams rows to the server: a response is scored as soon as it ends, while others are still generated."""
+"""Streams rows to the server: each response is scored as soon as it ends, while others are still being generated."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from actor.policy.policy import join_rollouts
 from actor.scoring.scorer import Scorer, join_scores
 
 T = TypeVar("T")
-# Rows that end in one decoding step reach the event loop within a few milliseconds. A request of 8 rows takes a third
-# of the CPU time, server and client together, of 8 requests of one row.
+# Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
+# of 8 rows takes a third of the CPU time, server and client together, of 8 requests of one row.
 GATHER_S = 0.01
 
 
 class RowStream(Generic[T]):
-    """Asks about the rows of one rollout; made on the event loop."""
+    """Sends requests for the rows of one rollout. Create it on the event loop."""
 
     def __init__(
         self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None
     ) -> None:
         """
         Args:
-            rows_per_request: most rows of one request; rows that end together share one, a lone row waits `GATHER_S`.
-            ready: nothing is sent before it is done, and if it fails so do the answers.
+            ask: sends one request for the rows of a rollout.
+            rows_per_request: maximum rows per request; a smaller request is sent after `GATHER_S`.
+            ready: requests wait for it, and fail if it fails.
         """
         self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
         self._loop = asyncio.get_running_loop()
@@ -37,25 +38,25 @@ class RowStream(Generic[T]):
         self._order: list[int] = []
         self._requests: list[asyncio.Task[T]] = []
         self._is_closed = False
-        self.span = (math.inf, 0.0)  # of `time.monotonic`: when the first row was sent, and the last answered
+        self.span = (math.inf, 0.0)  # `time.monotonic` of the first request and the last response
 
     def take(self, index: int, row: Rollout) -> None:
-        """Ask about a rollout of one row, that of prompt `index`. From any thread.
+        """Queue a one-row rollout, that of prompt `index`. Thread-safe.
 
         Raises:
-            asyncio.CancelledError: nobody wants the answers any more; whoever writes rows may stop.
+            asyncio.CancelledError: the stream is closed, so generation can stop.
         """
         if self._is_closed:
             raise asyncio.CancelledError
         self._loop.call_soon_threadsafe(self._add, index, row)
 
     async def answers(self) -> tuple[list[T], torch.Tensor]:
-        """Of each request, in the order of sending; and int64 `[B]`, which of their rows is that of each prompt."""
+        """Return the results in order of sending, and int64 `[B]`: for each prompt, its row in the joined results."""
         self._send()
         return await asyncio.gather(*self._requests), torch.tensor(self._order).argsort()
 
     async def close(self) -> None:
-        """Cancel what is under way; does nothing after `answers`."""
+        """Cancel requests in flight; after `answers` there are none."""
         self._is_closed = True
         for request in self._requests:
             request.cancel()
@@ -76,7 +77,7 @@ class RowStream(Generic[T]):
 
     async def _request(self, rows: Rollout) -> T:
         if self._ready is not None:
-            await asyncio.shield(self._ready)  # it is not ours to cancel
+            await asyncio.shield(self._ready)  # shared with other requests: cancelling one must not cancel it
         start = time.monotonic()
         answer = await self._ask(rows)
         self.span = min(self.span[0], start), time.monotonic()
@@ -90,6 +91,6 @@ class ScoringStream(RowStream[Scores]):
         super().__init__(scorer.score, ready=ready, rows_per_request=rows_per_request)
 
     async def scores(self, width: int) -> Scores:
-        """Of all rows taken in, ordered by index; values padded to `width` tokens."""
+        """Return the scores of all rows, ordered by index, with values padded to `width` tokens."""
         parts, order = await self.answers()
         return join_scores(parts, width).select(order)
