@@ -213,6 +213,7 @@ class ControlPlane:
         raise ControlPlaneError(f"{model} accepted {name} = -1, so it is not the model it should be")
 
     def _tokens_type(self, model: str) -> str:
+        """Return the datatype of the model's `tokens`, which `server.tokens_dtype` sets to INT64 or INT32."""
         if model not in self._tokens_types:
             inputs = self._call(model, self._client.get_model_metadata, model).inputs
             self._tokens_types[model] = next((tensor.datatype for tensor in inputs if tensor.name == TOKENS), "INT64")

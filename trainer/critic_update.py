@@ -79,7 +79,7 @@ class CriticUpdate:
         done = skipped = 0
         for batch in batches:
             num_tokens = float(sum(row.mask.sum() for row in batch))
-            if num_tokens == 0:
+            if num_tokens == 0:  # no gradient, but a step would still apply momentum and weight decay
                 continue
             loss = 0.0
             for micro_batch in self._micro_batches(batch):

@@ -154,7 +154,7 @@ class Publisher:
             if current is not None and record.rejected == current and record.version is not None:
                 logger.error("CURRENT named version %d, which %s refused: %s", current, record.name, record.error)
                 self._store.set_current(record.version, back=True)
-                break
+                break  # CURRENT has changed; look at the other records again next time
         self.heal()
 
     def heal(self) -> list[Loaded]:

@@ -48,7 +48,7 @@ def load_newest(
         CheckpointError: the checkpoint belongs to another run; or a newer one is damaged and the journal lacks a step
             up to it.
     """
-    torch.manual_seed(origin.seed)
+    torch.manual_seed(origin.seed)  # for a start from version 0; a checkpoint restores its own random state
     damaged: list[tuple[int, DamagedCheckpoint]] = []
     found = None
     for step in reversed([step for step in checkpoints.steps() if at_most is None or step <= at_most]):

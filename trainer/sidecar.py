@@ -50,7 +50,7 @@ class Sidecar:
         self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
         self._step = 0
         self._reload: threading.Thread | None = None
-        self._nothing_due: tuple[int | None, float] = (None, 0.0)  # journal's change stamp with nothing due, since when
+        self._nothing_due: tuple[int | None, float] = (None, 0.0)  # journal mtime at which nothing was due, since when
 
     def run(self, stop: threading.Event) -> None:
         """Follow the journal until `stop` is set. Raises JournalLocked if another sidecar follows it."""
@@ -106,7 +106,7 @@ class Sidecar:
         except DamagedEntry as damage:
             error = give_up(self._journal, entry, damage)
             self._journal.forget_aside(keep=self._settings.keep_set_aside)
-        self._step = entry.step
+        self._step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
         if not answered:
             version = reload.version if reload else self._current()
             loss = report.loss_mean if report else None
@@ -203,7 +203,7 @@ class Sidecar:
             error = self._serve_these_weights()  # the answer promises that the weights of this step are served
             self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
             return
-        error = self._restore(at_most=entry.target)
+        error = self._restore(at_most=entry.target)  # first, so that the journal is unchanged if this fails
         if error is None:
             aside = self._persist("setting steps aside", lambda: self._journal.set_aside_after(entry))
             self._journal.forget_aside(keep=self._settings.keep_set_aside)

@@ -21,8 +21,8 @@ def clipped_value_loss(
         V_clip = V_old + clamp(V - V_old, -clip_value, clip_value)
         loss = 0.5 * sum_t mask_t * max((V_clip_t - R_t)^2, (V_t - R_t)^2) / num_tokens
 
-    The losses of all micro-batches add up to the masked mean over the batch, however it is split. Padding contributes
-    0, even if it contains NaN.
+    The losses of all micro-batches add up to the masked mean over the batch, however it is split. Masked positions
+    contribute 0, even if they contain NaN.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without its last column.

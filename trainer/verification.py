@@ -14,7 +14,7 @@ from python_backend.models.modeling import CriticModel, load_critic
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
 CANARY_TOKENS = 16
-CANARY_TOLERANCE = 1e-5
+CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
 STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 

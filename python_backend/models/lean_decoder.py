@@ -55,6 +55,7 @@ class LeanDecoder:
         query = _linear(layer.self_attn.q_proj, normed[rows, ends]).view(len(rows), self._num_heads, 1, self._head_dim)
         at_end = (self._cos[0, 0, ends][:, None, None], self._sin[0, 0, ends][:, None, None])
         visible = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        # The query is a row's last token, so it may attend to all tokens but padding: no causal mask is needed.
         mask = None if bool(visible.all()) else visible[:, None, None]
         attended = self._attend(_rotated(query, *at_end), key, value, attn_mask=mask)
         return self._normed(self._body.norm, self._after(layer, x[rows, ends], attended.flatten(1)))

@@ -35,7 +35,7 @@ class TokenHead:
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
-        if like is not None:
+        if like is not None:  # equality was checked for `like`, and depends on the architecture alone
             self.lean = None if like.lean is None else LeanDecoder(model.base_model)
         elif self.is_causal and not self._layered and not compile_forward:
             self.lean = lean_decoder(model)

@@ -67,13 +67,13 @@ class Worker:
         """
         self._wanted = wanted
         self._channel, theirs = socket.socketpair()
-        with theirs:
+        with theirs:  # close our copy: otherwise the socket would not report the end of the worker
             arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
             self._process = subprocess.Popen(
                 [_python(), "-m", "python_backend.rewards.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
             answer = self._read(start_limit_s)
@@ -260,7 +260,7 @@ class WorkerPool:
 
     def _run(self, worker: Worker, sample: Sample) -> tuple[Outcome, Worker | None]:
         """Score one sample; return the outcome, and the worker if it can be used again (otherwise it is killed)."""
-        healthy = False
+        healthy = False  # an exception of any kind, PoolClosed included, must not leave the worker running
         try:
             outcome = worker.run(sample, self._timeout_s)
             healthy = True

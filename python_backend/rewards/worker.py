@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     """Score samples until the channel is closed; return 1 if the function cannot be imported."""
     spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
     channel = socket.socket(fileno=descriptor)
-    channel.set_inheritable(False)
+    channel.set_inheritable(False)  # programs that the function starts must not hold the channel open
     _watch_the_server(channel)
     _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited

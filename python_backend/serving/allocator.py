@@ -23,6 +23,6 @@ def use_allocator(setting: str) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    # A single arena: the thresholds apply to the main heap only, and per-thread arenas release large blocks anyway.
+    # A single arena, because per-thread arenas release large blocks whatever the thresholds are.
     settings = ((M_MMAP_THRESHOLD, LARGEST_FROM_THE_HEAP), (M_TRIM_THRESHOLD, NEVER_TRIM), (M_ARENA_MAX, 1))
     return all([mallopt(name, value) == 1 for name, value in settings])

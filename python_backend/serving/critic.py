@@ -66,7 +66,7 @@ class TritonPythonModel(TorchScoringModel):
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""
-        super().finalize()
+        super().finalize()  # first answer the requests in flight, which still need the served version
         self._follower.stop()
 
     def current_model(self) -> Version:
@@ -98,6 +98,7 @@ class TritonPythonModel(TorchScoringModel):
         if VALUES in wanted:
             answer[VALUES] = padded_rows(outputs, rows.width)
         if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:
+            # Indices p-1 ... length-2: the value of the state before each response token.
             parts = [output[p - 1 : -1] for output, p in zip(outputs, rows.prompt_lengths.tolist(), strict=True)]
             answer[RESPONSE_VALUES] = padded_rows(parts, max(1, *(part.size for part in parts)))
         return answer

@@ -163,7 +163,7 @@ class Follower:
 
     def _swap(self, number: int) -> None:
         """Serve version `number`, or record why this instance rejects it and keep serving the old one."""
-        if self._record.rejected == number:
+        if self._record.rejected == number:  # already recorded; the sidecar moves CURRENT back
             return
         start, previous = time.monotonic(), self.version.number
         if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._stamp(number)):

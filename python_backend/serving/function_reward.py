@@ -52,7 +52,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Triton's entry point at unload, after every request has been answered. Kills all workers."""
-        self._texts.close()
+        self._texts.close()  # before the pool, which its jobs submit to
         self._pool.close()
 
     def _hand_over(self, call: Call) -> Generator[None, None, None]:

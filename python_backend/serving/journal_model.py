@@ -86,6 +86,10 @@ class JournalModel:
             raise ContractError(f"header {TRAINING_KEY_HEADER}: missing or wrong")
 
     def _answer_loop(self) -> None:
+        """Answer calls whose result is there, until `_stop` is set.
+
+        Results are files, so they are polled. The lock is not held meanwhile: `execute` may add calls.
+        """
         while not self._stop.wait(0.005):
             with self._lock:
                 waiting = list(self._waiting)
@@ -95,6 +99,7 @@ class JournalModel:
                     self._waiting = [item for item in self._waiting if item not in finished]
 
     def _try_to_settle(self, call: Call, entry: Entry, since: float) -> bool:
+        """Return whether the call is answered; an unexpected error is logged and retried."""
         try:
             return self._settle(call, entry, since)
         except Exception as error:  # thread edge: if the waiter died, no caller would ever be answered
@@ -103,6 +108,7 @@ class JournalModel:
             return False
 
     def _settle(self, call: Call, entry: Entry, since: float) -> bool:
+        """Answer the call if there is a result, fail it if the sidecar is in trouble; return whether it is answered."""
         result = self.journal.result(entry)
         if result is not None:
             if result.error:
@@ -118,6 +124,7 @@ class JournalModel:
         return trouble is not None
 
     def _trouble(self, waited_s: float) -> str | None:
+        """Return why a call that has waited this long cannot expect a result; None while the sidecar makes progress."""
         silence_s = self._heartbeats.silence_s()
         heartbeat = self._heartbeats.last
         if waited_s < FOLLOWER_GRACE_S:
@@ -126,6 +133,7 @@ class JournalModel:
             return "no sidecar follows the journal: start `python -m trainer`"
         if heartbeat is None:
             return None
+        # A call also waits the full timeout itself: the silence may be older than the call.
         if min(silence_s, waited_s) > self._silence_s:
             cause = refusal(self.journal.root)  # on a full disk the sidecar cannot write its heartbeat either
             disk = f"; the journal's disk refuses: {cause.strerror}" if cause else ""

@@ -251,7 +251,7 @@ class ScoringModel:
                     scoring.call.fail(error)
             if time.monotonic() - published > PUBLISH_EVERY_S:
                 published = time.monotonic()
-                with self._changed:
+                with self._changed:  # the workers add to the counters
                     self._counters.publish()
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:
