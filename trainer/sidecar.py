@@ -213,10 +213,8 @@ class Sidecar:
             if self._step:
                 self._write_checkpoint(asked=True)
         else:
-            error, owners = (
-                f"rewind_to: {error}",
-                owners[1:],
-            )  # the rewind failed, so the previous owner stays the owner
+            # The rewind failed, so the previous owner of the run stays the owner.
+            error, owners = f"rewind_to: {error}", owners[1:]
             self._restore_newest()
         self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
 

@@ -30,7 +30,7 @@ LINED_UP_FORWARDS = 32
 # is exceeded all later requests wait in Triton's queue.
 MAX_TOKENS = 32_000_000
 MAX_UNREAD_BYTES = 64_000_000  # hard limit on sentences that wait to be tokenised
-PUBLISH_EVERY_S = 0.5  # of the counters: publishing is a round trip to the server
+PUBLISH_EVERY_S = 0.5  # interval for the counters, each of which costs a round trip to the server
 COUNTERS = {
     "rlhf_forwards_total": "Forwards of the model",
     "rlhf_forward_rows_total": "Rows scored by the model's forwards",
@@ -45,7 +45,7 @@ class Scoring:
 
     call: Call
     rows: ScoringRows
-    deadline: float | None  # on time.monotonic's clock; fails if no forward pass has started by then
+    deadline: float | None  # by time.monotonic(); the request fails if its first forward pass has not started by then
     model: Any = None  # set when the first row runs, so that one weights version scores the whole request
     done: int = 0  # number of rows with an output
     outputs: list[np.ndarray | None] = field(default_factory=list)
