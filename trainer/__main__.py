@@ -1,7 +1,6 @@
 """`python -m trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
 
-Exits with 0 after SIGINT or SIGTERM, with a checkpoint written, and with 2 after an error, which it reports in one
-sentence.
+Exits with 0 after SIGINT or SIGTERM, once a checkpoint is written, and with 2 after an error, reported in one sentence.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from python_backend.stop_signal import stop_event
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, then follow the journal until a signal."""
+    """Parse the command line, then follow the journal until a signal arrives; return the exit code."""
     parser = run_parser("python -m trainer", "The critic sidecar.")
     parser.add_argument("--init-only", action="store_true", help="make weights version 0 and exit")
     args = parser.parse_args(argv)
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
     _stay_out_of_the_way(config.trainer)
-    import torch  # deferred: --help and a wrong key answer at once
+    import torch  # deferred: the environment must be set first, and --help and configuration errors stay fast
 
     from python_backend.models.modeling import quiet_transformers
     from python_backend.store.weights import WeightsStore
@@ -55,7 +54,10 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:
-    """On cores that the server uses too, its forwards come first; libraries read these settings when they load."""
+    """Limit threads and priority, so that the server's forward passes take precedence on shared cores.
+
+    Must run before the libraries are imported: they read these variables when they load.
+    """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(settings.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

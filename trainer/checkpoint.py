@@ -1,11 +1,11 @@
-"""The sidecar's checkpoints, from which training resumes bit for bit: complete or absent, safetensors and JSON only.
+"""The sidecar's checkpoints, from which training resumes bit for bit. Written atomically; safetensors and JSON only.
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
-    <root>/damaged-<step>/         what was found damaged and could be made up for
-    <root>/keep_steps.json         steps that the actor needs still, once it has said so
+    <root>/damaged-<step>/         a damaged checkpoint, set aside after training was repeated from an older one
+    <root>/keep_steps.json         the steps that the actor still needs, if it has sent them
 
-optimizer.safetensors holds AdamW's moments and torch's random state; state.json the position in the schedule
-(`optimizer_step`), the settings' fingerprint and the sha256 of each file, its own content included.
+optimizer.safetensors holds AdamW's moments and torch's random state. state.json holds the position in the schedule
+(`optimizer_step`), the settings' fingerprint, and the sha256 of each file and of its own content.
 """
 
 from __future__ import annotations
@@ -34,45 +34,48 @@ DAMAGED_PREFIX = "damaged-"
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """Where a checkpoint stands."""
+    """The content of a checkpoint's state.json."""
 
     run_id: str
-    step: int  # critic updates trained
-    optimizer_step: int  # position in the schedule
-    version: int  # weights version published last
-    epoch: int  # of the sidecar that wrote it
-    asked: bool  # by critic_save, so an actor's checkpoint may name it
-    settings: dict[str, Any]  # that decide the result
-    fingerprint: str  # of the settings
-    base_sha256: str  # of version 0's weights, which training began with
-    results: list[dict[str, Any]]  # digests and losses of the last steps
+    step: int  # number of critic updates trained
+    optimizer_step: int  # position in the learning-rate schedule
+    version: int  # weights version served when it was written
+    epoch: int  # of the sidecar process that wrote it
+    asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
+    settings: dict[str, Any]  # settings that determine the result, see trainer.fingerprint
+    fingerprint: str  # sha256 of the settings
+    base_sha256: str  # of version 0's weights, from which training started
+    results: list[dict[str, Any]]  # results of the last steps, with digests and losses
 
 
 class CheckpointFolder:
-    """All checkpoints of one critic."""
+    """The folder with all checkpoints of one critic."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, ascending."""
+        """Return the steps that have a checkpoint, ascending."""
         return [step for step in durable.numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
 
     def asked_steps(self) -> list[int]:
-        """Of those, the ones that critic_save or a rewind asked for; one that is damaged counts, too."""
+        """Return the steps whose checkpoint was requested by critic_save or a rewind; damaged ones are included."""
         return [step for step in self.steps() if self._is_asked(step)]
 
     def latest(self, *, at_most: int | None = None) -> int | None:
-        """The newest step, not above `at_most`; None if there is none."""
+        """Return the newest step, at most `at_most`; None if there is none."""
         return max((step for step in self.steps() if at_most is None or step <= at_most), default=None)
 
     def save(self, update: CriticUpdate, state: CheckpointState) -> Path:
-        """Write a checkpoint; where the step has one already, the weights are the same and only its state is new."""
+        """Write a checkpoint and return its folder.
+
+        If the step has a checkpoint already, its weights are the same, and only state.json is replaced.
+        """
         final = self.root / str(state.step)
-        try:  # replacing the folder would leave a moment without either
+        try:  # a folder cannot be replaced atomically: after a crash in between, the step would have no checkpoint
             durable.write_json(final / STATE_FILE, sealed(asdict(state), self._read_state(state.step)["files"]))
             return final
-        except DamagedCheckpoint:  # or none there
+        except DamagedCheckpoint:  # raised for a missing checkpoint, too
             if final.exists():
                 self.set_aside(state.step)
 
@@ -86,17 +89,21 @@ class CheckpointFolder:
         return final
 
     def state(self, step: int) -> CheckpointState:
-        """Where the checkpoint of `step` stands. Raises DamagedCheckpoint."""
+        """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint."""
         data = self._read_state(step)
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", "sha256")})
 
     def verify(self, step: int) -> CheckpointState:
-        """Compare each file with the sha256 in state.json. Raises DamagedCheckpoint."""
+        """Compare each file with its sha256 in state.json; return the state. Raises DamagedCheckpoint."""
         verify_folder(self.root / str(step))
         return self.state(step)
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
-        """Put weights, optimizer and random state of `step` into `update`. Raises DamagedCheckpoint."""
+        """Load weights and optimizer of `step` into `update`, and set torch's random state; return the state.
+
+        Raises:
+            DamagedCheckpoint: a file is missing or does not match its sha256; `update` is unchanged.
+        """
         state = self.verify(step)
         folder = self.root / str(step)
         update.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
@@ -107,14 +114,14 @@ class CheckpointFolder:
         return state
 
     def mark_asked(self, step: int) -> None:
-        """Say of a checkpoint that came by itself that an actor's belongs to it."""
+        """Mark a checkpoint that the sidecar wrote on its own as requested by the actor."""
         state = self.state(step)
         if not state.asked:
             files = self._read_state(step)["files"]
             durable.write_json(self.root / str(step) / STATE_FILE, sealed(asdict(replace(state, asked=True)), files))
 
     def set_aside(self, step: int) -> Path:
-        """Take a damaged checkpoint out of the way; returns where it lies then."""
+        """Rename a damaged checkpoint, replacing an older one set aside for the same step; return its new path."""
         aside = self.root / f"{DAMAGED_PREFIX}{step}"
         if aside.exists():
             durable.remove_folder(aside)
@@ -123,7 +130,7 @@ class CheckpointFolder:
         return aside
 
     def drop_after(self, step: int) -> None:
-        """Delete checkpoints above `step` (a rewind took their steps out), and forget that they were needed."""
+        """Delete checkpoints above `step`, whose steps a rewind has removed, also from keep_steps.json."""
         told = self._told()
         if told is not None:
             durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
@@ -132,15 +139,16 @@ class CheckpointFolder:
                 durable.remove_folder(self.root / str(newer))
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
-        """Remember, durably, that of the checkpoints up to `step` only these are needed, and that of `step` itself."""
+        """Record durably that of the checkpoints up to `step` only `keep_steps` and `step` itself are needed."""
         later = [told for told in self._told() or [] if told > step]
         durable.make_folder(self.root)
         durable.write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
 
     def prune(self, *, keep: int, keep_damaged: int = 0) -> None:
-        """Keep what the actor said it needs, the newest `keep` that were asked for since, and the newest of all.
+        """Delete checkpoints that are no longer needed.
 
-        Of those set aside as damaged the newest `keep_damaged` stay.
+        Kept: those in keep_steps.json, the newest `keep` that were requested for later steps, the newest of all, and
+        the newest `keep_damaged` of those set aside as damaged.
         """
         steps = self.steps()
         told = self._told() or []
@@ -159,7 +167,7 @@ class CheckpointFolder:
     def _is_asked(self, step: int) -> bool:
         try:
             return self.state(step).asked
-        except DamagedCheckpoint:  # nobody can tell any more, so it stays
+        except DamagedCheckpoint:  # unknown: keep it, to be safe
             return True
 
     def _read_state(self, step: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The control plane of a running tritonserver: load, reload, statistics and probes, each with a deadline.
+"""Client for the control plane of a running tritonserver: load, reload, statistics and probes, each with a timeout.
 
 Uses gRPC, because a load over HTTP stalls all HTTP inference until it ends.
 """
@@ -23,7 +23,8 @@ from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, S
 
 CALL_TIMEOUT_S = 10.0
 
-# A server that is just starting must be seen at once, and a proxy never stands between us and loopback.
+# Short backoffs, to notice a starting server at once (by default gRPC backs off for up to two minutes), not shared with
+# other clients in this process; and no HTTP proxy from the environment, which could not reach loopback.
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -34,43 +35,44 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 _DEAD_PROCESS = re.compile(r"Stub process '[^']*' is not healthy\.")
-# A model may answer UNAVAILABLE too; these are gRPC's own words.
+# A model may answer UNAVAILABLE, too. gRPC's own connection errors can only be recognised by their text.
 _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
     re.IGNORECASE,
 )
 _NO_ANSWER = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+# Inputs that violate the models' contracts, for `probe_rejection`.
 _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_VAR, np.full(1, -1))}
 
 
 class ControlPlaneError(RlhfError):
-    """The server refused, failed or did not answer; the message names model and cause."""
+    """The server refused, failed or did not answer; the message names the model and the cause."""
 
 
 class LoadRefused(ControlPlaneError):
-    """The server tried to load the model and could not; the message has the model's own reason."""
+    """The server tried to load the model and failed; the message contains the model's own error."""
 
 
 class ModelProcessDied(ControlPlaneError):
-    """The process that runs the model was killed or has crashed: every request to it fails until it is loaded anew."""
+    """The process that runs the model has crashed or was killed: every request fails until the model is reloaded."""
 
 
 @dataclass(frozen=True)
 class ModelStatistics:
-    """What a model has done since it was first loaded; reloads do not reset it."""
+    """Counters of a model since it was first loaded; reloads do not reset them."""
 
     inference_count: int
     """Rows inferred."""
     execution_count: int
-    """Batches executed: one each for what the dynamic batcher merged."""
+    """Batches executed, as merged by the dynamic batcher."""
     success_count: int
-    """Requests answered."""
+    """Requests answered without an error."""
     failure_count: int
     """Requests answered with an error."""
 
     @property
     def mean_batch(self) -> float:
-        """Rows per execution; 0 before the first."""
+        """Mean rows per execution; 0 before the first."""
         return self.inference_count / self.execution_count if self.execution_count else 0.0
 
 
@@ -78,7 +80,12 @@ class ControlPlane:
     """A connection to one server; safe to use from several threads."""
 
     def __init__(self, grpc_url: str, key: str | None = None) -> None:
-        """`key` opens model control, which loads; default: the environment's. All else needs none."""
+        """Open a connection.
+
+        Args:
+            grpc_url: `host:port`.
+            key: key for model control, which only `load` needs; default: from the environment.
+        """
         self._url = grpc_url
         key = key or os.environ.get(control_key.VARIABLE)
         self._control = {control_key.GRPC_HEADER: key} if key else None
@@ -92,20 +99,21 @@ class ControlPlane:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; calls under way fail."""
+        """Close the connection; calls in flight fail."""
         self._client.close()
 
     def is_live(self) -> bool:
-        """Whether a server answers; no error if none does."""
+        """Return whether the server reports that it is live; False if it cannot be reached."""
         try:
             return bool(self._client.is_server_live(client_timeout=1.0))
         except InferenceServerException:
             return False
 
     def answers_inference(self, timeout_s: float) -> bool:
-        """Whether gRPC inference gets any answer: a request for no model is refused without waiting behind others.
+        """Return whether gRPC inference gets any answer within `timeout_s`.
 
-        A server whose inference threads are deadlocked still calls itself live.
+        A server whose inference threads are deadlocked still reports that it is live. The probe names a model that does
+        not exist, so it is refused at once and does not wait in a queue.
         """
         try:
             self._client.infer("no-model", [], client_timeout=timeout_s)
@@ -114,24 +122,28 @@ class ControlPlane:
         return True
 
     def is_ready(self, model: str) -> bool:
-        """Whether the server lists the model as ready; one with a dead stub still is, so probe as well."""
+        """Return whether the server lists the model as ready.
+
+        It still does after the model's stub process has died, so probe the model as well.
+        """
         return bool(self._call(model, self._client.is_model_ready, model))
 
     def server_version(self) -> tuple[int, ...]:
-        """Version of the server, such as `(2, 51, 0)`."""
+        """Return the server's version, such as `(2, 51, 0)`."""
         metadata = self._call("the server", self._client.get_server_metadata)
         return tuple(int(number) for number in re.findall(r"\d+", metadata.version)[:3])
 
     def load(self, model: str, *, parameters: Mapping[str, str] | None = None, timeout_s: float) -> None:
-        """Load the model, or reload it with these config parameters; the old one serves until the new is in.
+        """Load the model, or reload it with these config parameters.
 
-        Without parameters the server loads only what changed on disk. With them the active config is sent
-        back with `parameters.<key>.string_value` set: that is a change, so it always starts a new instance.
+        The old instance serves until the new one is ready. Without parameters, Triton reloads only if the files on disk
+        have changed. With parameters, the active config is sent back with `parameters.<key>.string_value` set; this
+        counts as a change, so it always starts a new instance.
 
         Raises:
-            LoadRefused: the model could not be loaded; the old instance serves on.
+            LoadRefused: the model could not be loaded; the old instance keeps serving.
             ControlPlaneError: no answer within `timeout_s` (the server may still finish the load), no connection, or
-                the parameters are those that are active already.
+                the parameters are active already.
         """
         override = None
         if parameters:
@@ -153,12 +165,12 @@ class ControlPlane:
             raise (LoadRefused if is_answer else ControlPlaneError)(sentence) from error
 
     def active_parameters(self, model: str) -> dict[str, str]:
-        """The config parameters the model was loaded with, overrides included."""
+        """Return the config parameters that the model was loaded with, overrides included."""
         config = self._call(model, self._client.get_model_config, model).config
         return {key: value.string_value for key, value in config.parameters.items()}
 
     def statistics(self, model: str) -> ModelStatistics:
-        """Counters of the model, from Triton's statistics API."""
+        """Return the model's counters from Triton's statistics API, summed over its versions."""
         answer = self._call(model, self._client.get_inference_statistics, model)
         versions = answer.model_stats
         return ModelStatistics(
@@ -169,7 +181,7 @@ class ControlPlane:
         )
 
     def probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
-        """Score one row of two tokens with id 0; returns the outputs: the proof that the model computes."""
+        """Score one row of two tokens with id 0 and return the outputs: proves that the model computes."""
         tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
         inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
@@ -183,13 +195,17 @@ class ControlPlane:
         return arrays
 
     def probe_rejection(self, model: str, timeout_s: float) -> None:
-        """Send critic_train or critic_save what it must refuse: the proof that it lives, with no effect."""
+        """Send critic_train or critic_save an invalid request, whose refusal proves that the model is alive.
+
+        Raises:
+            ControlPlaneError: it did not answer, or accepted the request.
+        """
         name, value = _REJECTIONS[model]
         try:
             sent = _tensor(name, value, self._tokens_type(model) if name == TOKENS else "INT64")
             self._client.infer(model, [sent], client_timeout=timeout_s)
         except InferenceServerException as error:
-            # The server's core, unlike the model, begins its refusals with the request's id.
+            # Refusals by the server's core, unlike the model's, begin with the request's id; they do not count.
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
             if refused and not str(error.message()).startswith("[request id"):
                 return
@@ -197,6 +213,7 @@ class ControlPlane:
         raise ControlPlaneError(f"{model} accepted {name} = -1, so it is not the model it should be")
 
     def _tokens_type(self, model: str) -> str:
+        """Return the datatype of the model's `tokens`, which `server.tokens_dtype` sets to INT64 or INT32."""
         if model not in self._tokens_types:
             inputs = self._call(model, self._client.get_model_metadata, model).inputs
             self._tokens_types[model] = next((tensor.datatype for tensor in inputs if tensor.name == TOKENS), "INT64")
@@ -228,7 +245,7 @@ class ControlPlane:
 
 
 def root_cause(message: str) -> str:
-    """Triton's error text without its layers: the innermost error, and where Python raised it."""
+    """Return the innermost error of Triton's nested error text, and where Python raised it."""
     message = message.strip().rstrip(";").strip()
     message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)

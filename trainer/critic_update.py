@@ -1,6 +1,6 @@
-"""One critic update: clipped value loss over token-budget micro-batches, AdamW with warm-up and cosine schedule.
+"""The critic update: clipped value loss over token-budget micro-batches, AdamW with warm-up and cosine schedule.
 
-The same payloads, start and threads give the same bits on a CPU.
+On a CPU, the same initial weights, payloads and number of threads give bit-identical results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from python_backend.models.modeling import CriticModel
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 
-MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
+MAX_ROWS = 1024  # not a real limit: the token budget is reached long before
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence of a payload: tokens `[L]`; returns, prev_values, mask `[L-1]`."""
+    """One sequence of a payload: tokens `[L]`; returns, prev_values and mask `[L-1]`."""
 
     tokens: np.ndarray
     returns: np.ndarray
@@ -37,18 +37,18 @@ class Row:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one payload did; the means are token-weighted."""
+    """Metrics of training on one payload."""
 
-    loss_mean: float
-    grad_norm: float  # mean over the optimizer steps
-    lr: float  # of the last one
+    loss_mean: float  # token-weighted
+    grad_norm: float  # before clipping; mean over the optimizer steps
+    lr: float  # of the last optimizer step
     optimizer_steps: int
-    skipped_steps: int  # gradients that were not finite
+    skipped_steps: int  # because the gradient was not finite
     seconds: float
 
 
 class CriticUpdate:
-    """A critic with its optimizer."""
+    """A critic with its optimizer and its position in the learning-rate schedule."""
 
     def __init__(self, critic: CriticModel, settings: TrainerSection) -> None:
         critic.own_weights()
@@ -61,14 +61,14 @@ class CriticUpdate:
         )
 
     def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
-        """Train on one payload: `epochs` passes, global batches in the order received.
+        """Train on one payload: `epochs` passes over its global batches, in the order received.
 
         Args:
-            payload: checked by the contract.
-            progress: called with the number of micro-batches done.
+            payload: a validated payload.
+            progress: called after each micro-batch with the number done so far.
 
         Raises:
-            NotFinite: no optimizer step had a finite gradient; the weights are as before.
+            NotFinite: no optimizer step had a finite gradient; the weights are unchanged.
         """
         start = time.monotonic()
         rows = list(split_rows(payload))
@@ -79,7 +79,7 @@ class CriticUpdate:
         done = skipped = 0
         for batch in batches:
             num_tokens = float(sum(row.mask.sum() for row in batch))
-            if num_tokens == 0:
+            if num_tokens == 0:  # no gradient, but a step would still apply momentum and weight decay
                 continue
             loss = 0.0
             for micro_batch in self._micro_batches(batch):
@@ -142,7 +142,7 @@ class CriticUpdate:
 
 
 def split_rows(payload: TrainPayload) -> Iterator[Row]:
-    """The payload's sequences, in order."""
+    """Yield the payload's sequences, in order."""
     token = target = 0
     for length in payload.lengths.tolist():
         tokens = slice(token, token + length)

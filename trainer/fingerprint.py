@@ -1,9 +1,9 @@
-"""The settings that decide the weights which a journal leads to, and how two sets of them differ.
+"""Fingerprint of the settings that determine the weights resulting from a journal, and their differences.
 
-What a checkpoint was trained under is compared with what it is resumed under. All settings of the update count.
-`token_budget`, `threads` and `device` too, though they change no more than rounding: replayed steps then give other
-last bits than the versions that were served. When versions and checkpoints are written, and how many are kept, does not
-count.
+The settings that a checkpoint was trained with are compared with those it is resumed with. All settings of the update
+count. `token_budget`, `threads` and `device` count as well, although they only change rounding: replayed steps would
+differ in the last bits from the versions that were served. When versions and checkpoints are written, and how many are
+kept, does not count.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ROUNDING = ("token_budget", "threads", "device")
 
 
 def deciding_settings(section: TrainerSection) -> dict[str, Any]:
-    """The settings that count, by name, as JSON has them."""
+    """Return the settings that count, by name, as JSON values."""
     return section.model_dump(mode="json", include={*DECIDING, *ROUNDING})
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """sha256 over settings."""
+    """Return the sha256 of the settings."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`trainer.lr: was 0.1, now 0.2` for each setting that differs."""
+    """Return a text such as `trainer.lr: was 0.1, now 0.2` for each setting that differs."""
     names = [name for name in (*DECIDING, *ROUNDING) if old.get(name) != new.get(name)]
     return [
         f"trainer.{name}: was {old.get(name)}, now {new.get(name)}{' (rounding only)' if name in ROUNDING else ''}"

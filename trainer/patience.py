@@ -1,4 +1,4 @@
-"""Retries disk operations until they succeed or a stop is requested; logs the trouble and shows it to callers."""
+"""Retries disk operations until they succeed or a stop is requested; logs the error and reports it to callers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 REMIND_EVERY_S = 60.0
-# What a person or time can cure; a file that is missing, say, stays an error.
+# Errors that may go away, with time or because an operator acts; others, such as a missing file, are raised at once.
 CURABLE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENODEV,
     errno.ENXIO, errno.EBUSY, errno.EMFILE, errno.ENFILE,
@@ -23,27 +23,32 @@ CURABLE = frozenset({
 
 
 class StoppedWaiting(RlhfError):
-    """A stop came while a server or the disk was waited for; nothing is lost, the journal holds the step."""
+    """A stop was requested while waiting for a server or the disk; nothing is lost, the journal holds the step."""
 
 
 class Patience:
-    """Repeats what the disk refused."""
+    """Retries operations that fail with a transient disk error, with exponential backoff."""
 
     def __init__(self, stop: threading.Event, show: Callable[[str, str | None], None]) -> None:
-        """`show` gets what is being done and the trouble with it, None when that is over; it must not raise."""
+        """Create a retrier.
+
+        Args:
+            stop: ends the retries when set.
+            show: called with the operation and its error, or None once it has succeeded; must not raise.
+        """
         self._stop = stop
         self._show = show
 
     def until_done(self, what: str, action: Callable[[], T]) -> T:
-        """The result of `action`, which is called again for as long as the disk refuses.
+        """Call `action` until it does not fail with an error in `CURABLE`; return its result.
 
         Args:
-            what: is being done, for messages: "publishing step 3".
-            action: may be called again after an OSError, and leaves nothing behind that then would count twice.
+            what: the operation, for messages: "publishing step 3".
+            action: must be safe to repeat after an OSError.
 
         Raises:
-            StoppedWaiting: a stop was asked for; the message names the trouble.
-            OSError: one that waiting does not cure.
+            StoppedWaiting: a stop was requested; the message names the error.
+            OSError: an error that is not in `CURABLE`.
         """
         pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
         while True:

@@ -1,4 +1,4 @@
-"""The sidecar's progress: its heartbeat, by which waiting callers judge it, and critic_metrics.jsonl."""
+"""The sidecar's progress reports: its heartbeat, by which the server judges its health, and critic_metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.publish import Reload
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.5
-STOP_PATIENCE_S = 20.0
+STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was requested
 
 
 class Progress:
@@ -33,21 +33,24 @@ class Progress:
         self._last_beat = 0.0
         self._state = "starting"
         self._give_up_at: float | None = None
-        self.step = 0  # what the heartbeat names
+        self.step = 0  # shown in the heartbeat
 
     def beat(self, state: str, micro_batch: int = 0) -> None:
-        """Show that something is done; written at most every BEAT_S."""
+        """Renew the heartbeat, at most every BEAT_S."""
         self._state = state
         if time.monotonic() - self._last_beat >= BEAT_S:
             self._beat(state, micro_batch, trouble=None)
 
     def show_trouble(self, state: str, trouble: str | None) -> None:
-        """Show at once what keeps the sidecar from going on; None: nothing does any more."""
+        """Write at once to the heartbeat what blocks the sidecar; None clears it."""
         self._beat(state, 0, trouble)
 
     @contextlib.contextmanager
     def working(self, state: str) -> Iterator[None]:
-        """Beat from a thread of its own while a block runs that is bounded but cannot beat: files, loads by servers."""
+        """Renew the heartbeat from a background thread during a block that cannot do so itself.
+
+        Use it only for work of bounded duration, such as file I/O: the heartbeat continues even if the block hangs.
+        """
         done = threading.Event()
         self.beat(state)
 
@@ -64,7 +67,11 @@ class Progress:
             thread.join()
 
     def wait(self, state: str) -> None:
-        """Beat while a server is waited for. Raises StoppedWaiting STOP_PATIENCE_S after a stop was asked for."""
+        """Renew the heartbeat while waiting for a server.
+
+        Raises:
+            StoppedWaiting: a stop was requested more than STOP_PATIENCE_S ago.
+        """
         self.beat(state)
         if not self._stop.is_set():
             return
@@ -74,7 +81,7 @@ class Progress:
             raise StoppedWaiting(f"stopped while {state}: the step is journalled and will be trained again")
 
     def log_update(self, step: int, version: int, report: UpdateReport, reload: Reload | None) -> None:
-        """One line per critic update; `version` is the one served now."""
+        """Write one line for a critic update; `version` is the one served now."""
         metrics = {
             "loss_mean": report.loss_mean, "train/loss": report.loss_mean, "train/grad_norm": report.grad_norm,
             "train/lr": report.lr, "train/step_time": report.seconds, "optimizer_steps": report.optimizer_steps,
@@ -83,22 +90,22 @@ class Progress:
         self._write({"step": step, **metrics, **_timing(reload), "weights_version": version})
 
     def log_failure(self, step: int, version: int, error: str, *, rejected: int) -> None:
-        """One line per critic update that failed; the caller was told the same. `rejected`: versions, so far."""
+        """Write one line for a failed critic update; `rejected` is the number of versions rejected so far."""
         self._write({"step": step, "error": error, "versions_rejected": rejected, "weights_version": version})
 
     def log_reload(self, step: int, reload: Reload, reason: str) -> None:
-        """One line per reload that no update asked for."""
+        """Write one line for a reload that is not part of a critic update."""
         self._write({"step": step, "reason": reason, **_timing(reload), "weights_version": reload.version})
 
     def _beat(self, state: str, micro_batch: int, trouble: str | None) -> None:
         self._last_beat = time.monotonic()
-        with contextlib.suppress(OSError):  # a sign of life that cannot be written must not end the life
+        with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar
             self._journal.beat(Heartbeat(self._epoch, self.step, micro_batch, state, time.time(), trouble))
 
     def _write(self, line: dict[str, object]) -> None:
         try:
             append_jsonl(self._metrics_path, [{"time": time.time(), **line}])
-        except OSError as error:  # training goes on without it; the log has the figures
+        except OSError as error:  # training continues without the line; the same numbers go to the log
             logger.error("a line of %s is lost: %s", self._metrics_path.name, error)
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
         logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))

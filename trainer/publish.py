@@ -1,4 +1,4 @@
-"""From trained weights to served weights: write a version, verify it, move CURRENT, wait until it is served."""
+"""Publishes trained weights: write a version, verify it, move CURRENT, wait until every instance serves it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from trainer.servers import Loaded, Servers
 from trainer.verification import VersionRejected, canary_row, verify_version
 
 logger = logging.getLogger(__name__)
-RECOVERY_PAUSE_S = 5.0
+RECOVERY_PAUSE_S = 5.0  # after a reload was requested, before the next request
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
-HEAL_AFTER_S = 15.0  # whoever supervises the server is quicker, and knows its other models too
+# Long enough for a supervisor (`tools serve`, `tools run`) to act first: it looks after the server's other models, too.
+HEAL_AFTER_S = 15.0
 
 
 @dataclass(frozen=True)
 class Reload:
-    """How a version came into service."""
+    """How a version went into service, with timings."""
 
     version: int
     reload: str  # "swap" or "triton"
     publish_ms: float = 0.0  # writing the version
     verify_ms: float = 0.0
-    reload_ms: float = 0.0  # from moving CURRENT (or calling load) to every instance serving it
-    served_by: dict[str, int] = field(default_factory=dict)  # instances, or servers asked, and what each serves
+    reload_ms: float = 0.0  # from moving CURRENT (or calling load) until every instance serves it
+    served_by: dict[str, int] = field(default_factory=dict)  # instance (or server, for a Triton reload) -> its version
 
 
 class Publisher:
-    """Publishes versions of one critic and brings them into service."""
+    """Publishes versions of one critic, and rolls back those that an instance rejects."""
 
     def __init__(
         self,
@@ -55,11 +56,11 @@ class Publisher:
     ) -> None:
         """
         Args:
-            servers: gRPC addresses of the critic's servers, as `trainer.servers`.
+            servers: gRPC addresses of the critic's servers, as in `trainer.servers`.
             reload: "swap" or "triton".
-            timeout_s: for a load at one server, and until instances that lag are loaded anew.
-            keep: newest versions kept.
-            show_trouble: gets what is waited for and why it does not come, for the callers who wait as well.
+            timeout_s: timeout of a load at one server, and how long instances may lag before they are reloaded.
+            keep: number of newest versions to keep.
+            show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
         """
         self._store = store
         self._run_id = run_id
@@ -72,7 +73,7 @@ class Publisher:
         self._look_at = self._heal_at = 0.0
         self._died_at: float | None = None
         self.rejected = 0
-        """Versions that were refused, here or by an instance."""
+        """Number of versions rejected so far, by verification or by an instance."""
 
     def publish(
         self,
@@ -87,14 +88,15 @@ class Publisher:
 
         Args:
             critic: holds the trained weights.
-            step: critic updates that made them.
-            beat: called with a word on what is waited for.
-            parent: version that these weights are a copy of (a rewind, a rollback): they get a new number in any case.
-            write: puts the weights into a folder; default: as the critic holds them.
+            step: number of critic updates that produced them.
+            beat: called repeatedly while waiting, with a description of the state.
+            parent: the version that these weights are a copy of (rewind, rollback). They then always get a new number;
+                without it, the newest version is reused if it has the same content (a replay after a crash).
+            write: writes the weights to a folder; default: `save_critic` of `critic`.
 
         Raises:
-            VersionRejected: verification or an instance refused; CURRENT names the version before.
-            OSError: the disk refuses; nothing was published.
+            VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
+            OSError: a disk error; nothing was published.
         """
         start = time.monotonic()
         expected = critic.values([canary_row(critic)])[0]
@@ -107,7 +109,7 @@ class Publisher:
             reuse=parent is None,
         )
         written = time.monotonic()
-        self._store.announce(manifest.version)  # the instances load it while it is verified
+        self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
         try:
             self.verify(manifest.version, critic, expected)
             verified = time.monotonic()
@@ -123,14 +125,14 @@ class Publisher:
         )  # fmt: skip
 
     def verify(self, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
-        """As `verify_version`."""
+        """Verify a version of this store, see `verify_version`."""
         verify_version(self._store, version, critic, expected)
 
     def triton_reload(self) -> Reload:
-        """Have Triton start the critic anew: fresh processes that load what CURRENT names.
+        """Reload the critic through Triton on every server: new processes, which load the version CURRENT names.
 
         Raises:
-            ControlPlaneError: a server refused or did not answer; its old process serves on.
+            ControlPlaneError: a server refused or did not answer; its old process keeps serving.
         """
         start = time.monotonic()
         outcomes = self._load()
@@ -143,7 +145,7 @@ class Publisher:
         )
 
     def look(self) -> None:
-        """What is to be done while there is nothing to train: see to instances that refuse CURRENT, or have died."""
+        """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + HEAL_EVERY_S
@@ -152,13 +154,14 @@ class Publisher:
             if current is not None and record.rejected == current and record.version is not None:
                 logger.error("CURRENT named version %d, which %s refused: %s", current, record.name, record.error)
                 self._store.set_current(record.version, back=True)
-                break
+                break  # CURRENT has changed; look at the other records again next time
         self.heal()
 
     def heal(self) -> list[Loaded]:
-        """Triton does not restart a critic whose process was killed: ask for a fresh one; what came of it, if asked.
+        """Reload the critic if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] if none was needed.
 
-        Only where nobody else does: `tools serve` and `tools run` do.
+        Triton does not restart a model process that was killed. The supervisor in `tools serve` and `tools run` does so
+        sooner than HEAL_AFTER_S; this is for servers without a supervisor.
         """
         now = time.monotonic()
         if now < self._heal_at:
@@ -173,10 +176,10 @@ class Publisher:
         return self._outcomes()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
-        """Move CURRENT and wait until every live instance serves the version; back again if one refuses."""
+        """Move CURRENT and wait until every live instance serves the version; move it back if one rejects it."""
         version, before = manifest.version, self._store.current()
         self._store.set_current(version)
-        previous = manifest.parent if before == version else before  # equal: a replay after a crash
+        previous = manifest.parent if before == version else before  # equal if this is a replay after a crash
         if self._reload == "triton":
             self._reject_if_refused(version, previous, self._outcomes())
         recover_at = time.monotonic() + self._timeout_s
@@ -189,7 +192,7 @@ class Publisher:
             if records and all(record.version is not None and record.version >= version for record in records):
                 return {record.name: record.version for record in records if record.version is not None}
             beat(f"waiting until version {version} is served")
-            self._reject_if_refused(version, previous, self.heal())  # it may be what they died of
+            self._reject_if_refused(version, previous, self.heal())  # the new version may be what killed an instance
             if time.monotonic() > recover_at:
                 logger.warning("version %d is not served yet: asking Triton for a fresh critic", version)
                 self._reject_if_refused(version, previous, self._outcomes())
@@ -197,11 +200,11 @@ class Publisher:
             time.sleep(WAIT_POLL_S)
 
     def _reject_if_refused(self, version: int, previous: int | None, outcomes: list[Loaded]) -> None:
-        """Go back to `previous` if a fresh process cannot serve `version`. Raises VersionRejected then."""
+        """Move CURRENT back to `previous` and raise VersionRejected if a server could not load `version`."""
         refusal = next((outcome for outcome in outcomes if isinstance(outcome.error, LoadRefused)), None)
         if refusal is not None:
             self._go_back(previous)
-            self._outcomes()  # the others may have taken it up
+            self._outcomes()  # servers that did load the rejected version must reload `previous`
             raise VersionRejected(f"version {version} was refused by {refusal.url}: {refusal.error}")
         failed = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
         if failed:
@@ -215,10 +218,13 @@ class Publisher:
         return self._servers.load(self._store.current() or 0, timeout_s=self._timeout_s)
 
     def _outcomes(self) -> list[Loaded]:
-        """Reload all servers; one that cannot be reached loads CURRENT when it comes back, so it is only named."""
+        """Reload all servers; return the outcomes and log the errors.
+
+        An unreachable server is not an error here: it loads the version CURRENT names when it starts again.
+        """
         try:
             outcomes = self._load()
-        except ControlPlaneError as error:  # a name that cannot be resolved now
+        except ControlPlaneError as error:  # a DNS name could not be resolved
             logger.warning("%s", error)
             return []
         for outcome in outcomes:
@@ -228,7 +234,7 @@ class Publisher:
 
 
 def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str) -> None:
-    """Make version 0 from the section's checkpoint, unless the store has a version. Raises CheckpointError."""
+    """Publish version 0 from the section's checkpoint, unless the store has a version. Raises CheckpointError."""
     if store.current() is not None:
         return
     critic = load_critic(

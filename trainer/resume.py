@@ -1,4 +1,4 @@
-"""Restores a state from checkpoints and journal; damaged parts that can be replaced are skipped and logged."""
+"""Restores training state from checkpoints and journal; damage that can be repaired by replay is logged and skipped."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run's checkpoints must agree with, or may differ from only with a warning."""
+    """Identity of a run, which its checkpoints must match; different settings only cause a warning."""
 
     run_id: str
     base_sha256: str  # of version 0's weights
-    settings: dict[str, Any]  # that decide the result; another value is a warning
-    seed: int  # of torch's random state before the first step
+    settings: dict[str, Any]  # settings that determine the result, see trainer.fingerprint
+    seed: int  # seed of torch's random state before the first step
 
 
 def load_newest(
@@ -40,12 +40,15 @@ def load_newest(
     *,
     at_most: int | None,
 ) -> CheckpointState | None:
-    """Put the newest checkpoint up to `at_most` that is intact into `update`; None: version 0 is all there is.
+    """Load the newest intact checkpoint up to `at_most` into `update`; return its state, None without a checkpoint.
+
+    Damaged newer checkpoints are set aside if the journal can replay the steps up to them.
 
     Raises:
-        CheckpointError: it is another run's; or a newer one is damaged and the journal does not lead there.
+        CheckpointError: the checkpoint belongs to another run; or a newer one is damaged and the journal lacks a step
+            up to it.
     """
-    torch.manual_seed(origin.seed)
+    torch.manual_seed(origin.seed)  # for a start from version 0; a checkpoint restores its own random state
     damaged: list[tuple[int, DamagedCheckpoint]] = []
     found = None
     for step in reversed([step for step in checkpoints.steps() if at_most is None or step <= at_most]):
@@ -70,7 +73,7 @@ def load_newest(
 
 
 def warn_of_changes(state: CheckpointState, settings: dict[str, Any]) -> None:
-    """Say which settings are not those that a checkpoint was trained under; going on is legitimate."""
+    """Log which settings differ from those the checkpoint was trained with; changing them between runs is allowed."""
     if state.fingerprint != fingerprint(settings):
         logger.warning(
             "the critic was trained up to step %d under other settings (%s); the new ones hold from here on",
@@ -80,25 +83,27 @@ def warn_of_changes(state: CheckpointState, settings: dict[str, Any]) -> None:
 
 
 def replay(update: CriticUpdate, journal: Journal, progress: Progress, *, start: int, end: int) -> int:
-    """Train `update` on the journal's steps after `start`, up to `end`; returns the last one that was there.
+    """Train `update` on the journal's steps after `start`, up to `end`; return the last step reached.
 
-    Raises DamagedEntry if one that changed the weights cannot be read.
+    Raises:
+        DamagedEntry: an entry that changed the weights cannot be read.
     """
     for entry in journal.entries():
         if entry.kind == "train" and entry.step == start + 1 <= end:
             with progress.working(f"reading step {entry.step}"):
                 payload = _payload(journal, entry)
             if payload is not None:
-                with contextlib.suppress(NotFinite):  # its caller was told then, and training went on
+                with contextlib.suppress(NotFinite):  # the original training failed the same way, and went on
                     update.train(payload, lambda n: progress.beat("replaying", n))
             start = entry.step
     return start
 
 
 def give_up(journal: Journal, entry: Entry, damage: DamagedEntry) -> str:
-    """Set a damaged training entry aside; returns what its caller is told.
+    """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
 
-    Raises CheckpointError if it was trained and answered before: the weights could not become the same.
+    Raises:
+        CheckpointError: the step was trained and answered before, so that its weights cannot be reproduced.
     """
     result = journal.result(entry)
     if result is None:
@@ -112,7 +117,7 @@ def give_up(journal: Journal, entry: Entry, damage: DamagedEntry) -> str:
 
 
 def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """What to train on again; None where the step changed nothing, because it was damaged even then."""
+    """Load an entry for replay; None if it is damaged and was so originally, so that its step changed no weights."""
     try:
         return journal.load(entry)[0]
     except DamagedEntry:
@@ -123,7 +128,7 @@ def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
 
 
 def _first_missing(journal: Journal, start: int, end: int) -> int | None:
-    """The first step after `start`, up to `end`, that the journal cannot train again."""
+    """Return the first step after `start`, up to `end`, that the journal cannot replay; None if there is none."""
     entries = {entry.step: entry for entry in journal.entries() if entry.kind == "train"}
     for step in range(start + 1, end + 1):
         try:

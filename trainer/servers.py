@@ -1,4 +1,4 @@
-"""The tritonservers that serve one critic: found by address or DNS name, reloaded together, asked for their version."""
+"""The tritonservers that serve one critic: resolves their addresses, reloads them, and queries their versions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ PROBE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of a reload at one server."""
+    """Result of a reload or version query at one server."""
 
     url: str
-    version: int | None  # that it serves now; None: see `error`
+    version: int | None  # served now; None if there is an `error`
     error: ControlPlaneError | None = None
 
 
 class Servers:
-    """All servers of one critic; a DNS name is looked up anew at each call, so that servers may come and go."""
+    """All servers of one critic. DNS names are resolved at each call, so that servers may be added and removed."""
 
     def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:
-        """`key` opens their model control, which `load` needs."""
+        """`key` is the servers' key for model control, which `load` needs."""
         self.addresses = tuple(addresses)
         self._key = key
 
     def urls(self) -> list[str]:
-        """`host:port` of each server that there is now. Raises ControlPlaneError if a name cannot be resolved."""
+        """Return `host:port` of each current server. Raises ControlPlaneError if a name cannot be resolved."""
         found: dict[str, None] = {}
         for address in self.addresses:
             for url in _resolve(address):
@@ -42,17 +42,19 @@ class Servers:
         return list(found)
 
     def load(self, version: int, *, timeout_s: float) -> list[Loaded]:
-        """Have each server start the critic anew, all at once; a server counts as reloaded when its configuration is
-        the one that was sent and a real request is answered by `version` or a later one.
+        """Reload the critic on all servers in parallel.
+
+        A server counts as reloaded if its active configuration is the one that was sent, and it answers an inference
+        request with `version` or a later one.
 
         Args:
-            version: what CURRENT names: the new processes load it.
-            timeout_s: for each server.
+            version: the version that CURRENT names, which the new processes load.
+            timeout_s: timeout of the load at each server.
 
         Raises:
             ControlPlaneError: a name cannot be resolved.
         """
-        label = f"{version}-{uuid.uuid4().hex[:8]}"
+        label = f"{version}-{uuid.uuid4().hex[:8]}"  # unique: Triton reloads only if the configuration has changed
 
         def load_one(control: ControlPlane) -> int:
             control.load(CRITIC, parameters={"weights_version": label}, timeout_s=timeout_s)
@@ -67,7 +69,7 @@ class Servers:
         return self._each(load_one)
 
     def versions(self) -> list[Loaded]:
-        """The version with which each server answers a real request. Raises ControlPlaneError as `urls`."""
+        """Return the version with which each server answers an inference request. Raises as `urls`."""
         return self._each(_ask)
 
     def _each(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:

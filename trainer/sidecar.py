@@ -1,4 +1,7 @@
-"""The critic sidecar, top to bottom: follow the journal; train, publish, reload, answer; checkpoint; resume; rewind."""
+"""The critic sidecar: follows the journal, trains on its entries, publishes the weights, and answers the callers.
+
+It also writes checkpoints, rewinds to earlier steps, and resumes after a crash. `Sidecar.run` is the main loop.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,13 @@ from trainer.verification import holds_weights
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 IDLE_S = 0.005
-SETTLED_S = 1.0  # far above the grain of a file system's clock
+# An unchanged mtime of the journal means no new entry only once it has been unchanged for longer than the file system's
+# timestamp resolution.
+SETTLED_S = 1.0
 
 
 class Sidecar:
-    """One critic's trainer; `run` holds the journal's lock for its whole life."""
+    """The trainer of one critic. `run` holds the journal's exclusive lock until it returns."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -45,12 +50,13 @@ class Sidecar:
         self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
         self._step = 0
         self._reload: threading.Thread | None = None
-        self._nothing_due: tuple[int | None, float] = (None, 0.0)  # the journal as it was, and since when
+        self._nothing_due: tuple[int | None, float] = (None, 0.0)  # journal mtime at which nothing was due, since when
 
     def run(self, stop: threading.Event) -> None:
-        """Follow the journal until `stop` is set. Raises JournalLocked if another sidecar does."""
+        """Follow the journal until `stop` is set. Raises JournalLocked if another sidecar follows it."""
         with contextlib.ExitStack() as held:
-            unseen = Patience(stop, lambda *_: None)  # before the lock, the heartbeat may be another sidecar's
+            # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
+            unseen = Patience(stop, lambda *_: None)
             self._epoch = unseen.until_done("starting", lambda: held.enter_context(self._journal.lock()))
             metrics = self._config.run.dir / "critic_metrics.jsonl"
             self._progress = Progress(self._journal, metrics, epoch=self._epoch, stop=stop)
@@ -82,12 +88,12 @@ class Sidecar:
                         self._rewind(entry)
             if self._checkpoints.latest() != self._step and self._step:
                 self._write_checkpoint(asked=False)
-            with contextlib.suppress(StoppedWaiting):  # all is on disk: the server ends a slow reload without us
+            with contextlib.suppress(StoppedWaiting):  # everything is on disk; the server finishes a slow reload alone
                 self._finish_reload()
 
     def _train(self, entry: Entry) -> None:
         self._progress.step = entry.step
-        answered = self._journal.result(entry) is not None  # before a crash: its version was served then
+        answered = self._journal.result(entry) is not None  # a replay after a crash: already published and answered
         report, reload, digest, error = None, None, None, None
         try:
             with self._progress.working(f"reading step {entry.step}"):
@@ -95,12 +101,12 @@ class Sidecar:
             report = self._update.train(payload, lambda n: self._progress.beat("training", n))
             if entry.step % self._settings.publish.every == 0 and not answered:
                 reload = self._publish(entry.step)
-        except (NotFinite, VersionRejected) as trouble:  # the caller is told; the old version serves on
+        except (NotFinite, VersionRejected) as trouble:  # the caller gets the error; the old version keeps serving
             error = str(trouble)
         except DamagedEntry as damage:
             error = give_up(self._journal, entry, damage)
             self._journal.forget_aside(keep=self._settings.keep_set_aside)
-        self._step = entry.step
+        self._step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
         if not answered:
             version = reload.version if reload else self._current()
             loss = report.loss_mean if report else None
@@ -113,7 +119,10 @@ class Sidecar:
             self._write_checkpoint(asked=False)
 
     def _answer_again(self, entry: Entry) -> None:
-        """Answer a step that is trained already and has lost its result; the newest checkpoint may remember it."""
+        """Answer a step that is already trained but whose result is lost; the newest checkpoint may contain it.
+
+        Without a matching result the answer is an error, because the critic has moved past this step.
+        """
         newest = self._checkpoints.latest()
         remembered = [] if newest is None else self._checkpoints.state(newest).results
         digest = None
@@ -131,14 +140,15 @@ class Sidecar:
     def _save(self, entry: Entry) -> None:
         try:
             keep_steps = self._journal.keep_steps(entry)
-        except DamagedEntry as damage:  # the caller is told
+        except DamagedEntry as damage:  # the caller gets the error
             error: str | None = str(damage)
         else:
             error = self._checkpoint_of(entry.step) or self._publish_remainder()
             if error is None and keep_steps is not None:
                 self._persist("removing checkpoints", lambda: self._keep_only(keep_steps, entry.step))
         self._finish(entry, Result(entry.name, self._current(), error=error))
-        under_way = self._reload is not None and self._reload.is_alive()  # it loads what CURRENT names as well
+        # A reload that is still running needs no second one: it loads the version that CURRENT names, too.
+        under_way = self._reload is not None and self._reload.is_alive()
         if self._settings.reload_on_save == "triton" and not under_way:
             self._reload = threading.Thread(
                 target=self._reload_through_triton, args=(self._step,), name="reload", daemon=True
@@ -146,12 +156,12 @@ class Sidecar:
             self._reload.start()
 
     def _checkpoint_of(self, step: int) -> str | None:
-        """Have a checkpoint of `step` that an actor's may name; the cause if that cannot be."""
+        """Ensure a checkpoint of `step`, marked as requested; return the error if that is impossible."""
         if step == self._step:
             self._write_checkpoint(asked=True)
         elif step in self._checkpoints.steps():
             self._persist("marking a checkpoint", lambda: self._checkpoints.mark_asked(step))
-        else:  # the request came late: go back for it
+        else:  # the request came late, training is past `step`: replay up to it, write the checkpoint, and return
             error = self._restore(at_most=step)
             if error is None:
                 self._write_checkpoint(asked=True)
@@ -160,20 +170,23 @@ class Sidecar:
         return None
 
     def _publish_remainder(self) -> str | None:
-        """With `publish.every` above 1 the last updates may not be served yet; the cause if they cannot be."""
+        """Publish updates that are not served yet because `publish.every` is above 1; return the error, if any."""
         if self._settings.publish.every > 1 and self._store.manifest(self._current()).step < self._step:
             try:
                 self._publish(self._step)
-            except VersionRejected as trouble:  # the checkpoint is on disk, and the old version serves on
+            except VersionRejected as trouble:  # the checkpoint is on disk, and the old version keeps serving
                 return str(trouble)
         return None
 
     def _reload_through_triton(self, step: int) -> None:
-        """Runs beside the training: the old process serves meanwhile, and the new one follows CURRENT too."""
+        """Reload the critic; runs in a thread, in parallel to training.
+
+        That is safe: the old process serves meanwhile, and the new one follows CURRENT, too.
+        """
         try:
             reload = self._publisher.triton_reload()
             self._progress.log_reload(step, reload, "save")
-        except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process serves on
+        except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process keeps serving
             logger.error("reload through Triton after the save: %s", error)
 
     def _finish_reload(self) -> None:
@@ -182,15 +195,15 @@ class Sidecar:
             self._reload.join(IDLE_S)
 
     def _rewind(self, entry: Entry) -> None:
-        """Go back to step `entry.target`; later entries are set aside, the weights get a new number."""
+        """Go back to step `entry.target`: set later entries aside, and publish its weights under a new number."""
         owners = self._journal.owners(entry)
-        if entry.target == entry.step == self._step:  # a new or resumed run that agrees already
+        if entry.target == entry.step == self._step:  # a new or resumed run that is at the target already
             if self._step:
                 self._write_checkpoint(asked=True)
-            error = self._serve_these_weights()  # the answer names the weights of this step, not of another one
+            error = self._serve_these_weights()  # the answer promises that the weights of this step are served
             self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
             return
-        error = self._restore(at_most=entry.target)
+        error = self._restore(at_most=entry.target)  # first, so that the journal is unchanged if this fails
         if error is None:
             aside = self._persist("setting steps aside", lambda: self._journal.set_aside_after(entry))
             self._journal.forget_aside(keep=self._settings.keep_set_aside)
@@ -200,31 +213,36 @@ class Sidecar:
             if self._step:
                 self._write_checkpoint(asked=True)
         else:
-            error, owners = f"rewind_to: {error}", owners[1:]  # whoever owned the run still does
+            # The rewind failed, so the previous owner of the run stays the owner.
+            error, owners = f"rewind_to: {error}", owners[1:]
             self._restore_newest()
         self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
 
     def _serve_these_weights(self) -> str | None:
-        """Publish the weights unless they are served: a version of this step may have been refused or skipped, or a
-        person may have rolled back; the cause if they cannot be served."""
+        """Publish the current weights unless they are served already; return the error, if any.
+
+        They may not be served because the step's version was rejected or skipped, or an operator rolled back.
+        """
         with self._progress.working("comparing what is served"):
             served = holds_weights(self._store, self._current(), self._update.critic)
         return None if served else self._publish_again()
 
     def _publish_again(self) -> str | None:
-        """Publish weights that may have had a number before under a new one; the cause if they cannot be served."""
+        """Publish the current weights under a new number, even if they had one before; return the error, if any."""
         parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= self._step)
         try:
             self._publish(self._step, parent)
-        except VersionRejected as trouble:  # the caller is told; the old version serves on
+        except VersionRejected as trouble:  # the caller gets the error; the old version keeps serving
             return str(trouble)
         return None
 
     def _publish(self, step: int, parent: int | None = None) -> Reload:
-        """Publish the critic as of `step`; a version that an attempt before has written is not written again."""
+        """Publish the critic as of `step`, retrying while the disk refuses."""
         newest = self._store.versions()[-1]
 
         def attempt() -> Reload:
+            # With a parent, every attempt would write another version. If an earlier attempt has written one already,
+            # publish without it, which reuses the newest version if its content is the same.
             written = self._store.versions()[-1] > newest
             return self._publisher.publish(
                 self._update.critic, step=step, beat=self._progress.wait, parent=None if written else parent
@@ -233,7 +251,7 @@ class Sidecar:
         return self._persist(f"publishing step {step}", attempt)
 
     def _persist(self, what: str, action: Callable[[], T]) -> T:
-        """Do what needs the disk, with a heartbeat beside it, as often as the disk refuses."""
+        """Run a disk operation with a heartbeat in the background, and retry it while the disk refuses."""
 
         def attempt() -> T:
             with self._progress.working(what):
@@ -242,17 +260,20 @@ class Sidecar:
         return self._patiently(what, attempt)
 
     def _finish(self, entry: Entry, result: Result) -> None:
-        """Answer the caller; only trainings are kept, until a checkpoint covers them."""
+        """Record the result, which answers the caller; remove the entry unless it is a training step.
+
+        Training steps stay in the journal for replay until a checkpoint covers them.
+        """
         self._persist(f"recording the result of {entry.name}", lambda: self._journal.finish(entry, result))
         if entry.kind != "train":
             self._persist(f"removing {entry.name}", lambda: self._journal.drop(entry))
 
     def _restore(self, *, at_most: int) -> str | None:
-        """Load the newest checkpoint up to `at_most` and train on from it up to there; a reason if that cannot be."""
+        """Load the newest checkpoint up to `at_most` and replay the steps after it; return the error if that fails."""
         try:
             self._load_newest(at_most=at_most)
             self._step = replay(self._update, self._journal, self._progress, start=self._step, end=at_most)
-        except (CheckpointError, DamagedEntry) as trouble:  # the caller is told, and training goes on
+        except (CheckpointError, DamagedEntry) as trouble:  # the caller gets the error, and training continues
             return f"{at_most} cannot be reached: {trouble}"
         if self._step != at_most:
             kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
@@ -260,7 +281,7 @@ class Sidecar:
         return None
 
     def _restore_newest(self, *, starting: bool = False) -> None:
-        """Load the newest checkpoint; the main loop replays what follows it. Raises CheckpointError."""
+        """Load the newest checkpoint; the main loop replays the steps after it. Raises CheckpointError."""
         state = self._load_newest(at_most=None)
         if starting and state is not None:
             warn_of_changes(state, self._origin.settings)
@@ -276,7 +297,7 @@ class Sidecar:
 
     def _next_entry(self) -> Entry | None:
         changed, (seen, since) = self._journal.changed_at(), self._nothing_due
-        if changed == seen and time.monotonic() - since > SETTLED_S:  # idle for long: spare the CPU
+        if changed == seen and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal every IDLE_S
             return None
         entry = self._due_entry()
         if entry is not None or changed != seen:
@@ -291,7 +312,7 @@ class Sidecar:
                     f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
                     f"and the steps after it end at {self._step}: put the missing checkpoint back, or begin a new run"
                 )
-            if due and not (entry.kind == "save" and entry.step > self._step):  # its step is on the way still
+            if due and not (entry.kind == "save" and entry.step > self._step):  # a save waits for its step
                 return entry
         return None
 
@@ -314,7 +335,11 @@ class Sidecar:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove checkpoints that nobody needs, and entries that no way back to an actor's checkpoint needs."""
+        """Remove checkpoints that are no longer needed, and entries that no rewind to an actor's checkpoint needs.
+
+        Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after
+        it. If there are more than `keep_entries` of them, the newest checkpoint replaces them.
+        """
         self._checkpoints.prune(keep=self._settings.keep_checkpoints, keep_damaged=self._settings.keep_set_aside)
         covered = self._checkpoints.latest() or 0
         base = max(self._checkpoints.asked_steps(), default=0)

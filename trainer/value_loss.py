@@ -1,6 +1,6 @@
 """The critic's loss: squared error with PPO's value clip.
 
-Tensors are `[B, S-1]`. The loss is a micro-batch's share in the loss of the whole batch, so no split changes it.
+Tensors are `[B, S-1]`. Each micro-batch's loss is its share of the whole batch's loss, so the split does not matter.
 """
 
 import torch
@@ -16,26 +16,30 @@ def clipped_value_loss(
     clip_value: float,
     num_tokens: float,
 ) -> Tensor:
-    """Clipped value loss of a micro-batch, as its share of the loss of the whole batch.
+    """Return the clipped value loss of a micro-batch, as its share of the loss of the whole batch.
 
         V_clip = V_old + clamp(V - V_old, -clip_value, clip_value)
         loss = 0.5 * sum_t mask_t * max((V_clip_t - R_t)^2, (V_t - R_t)^2) / num_tokens
 
-    The losses of all micro-batches add up to the masked mean over the batch, whatever the split; rows of
-    padding add 0, whatever they hold.
+    The losses of all micro-batches add up to the masked mean over the batch, however it is split. Masked positions
+    contribute 0, even if they contain NaN.
 
     Args:
         values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without its last column.
-        prev_values: `[B, S-1]`, the same when the rollout was made.
+        prev_values: `[B, S-1]`, V_old: the values at rollout time.
         returns: `[B, S-1]`, targets R_t.
         mask: `[B, S-1]`, 1 where position t scores a response token.
         clip_value: in units of value; <= 0 means the plain 0.5 * (V - R)^2.
-        num_tokens: ones in the mask of the whole batch, over all micro-batches and ranks. 0 goes only with an
-            empty mask, and gives loss 0 with zero gradient.
+        num_tokens: number of ones in the mask of the whole batch, over all micro-batches and ranks. 0 is valid only
+            with an all-zero mask, and gives loss 0 with zero gradient.
 
-    Returns: scalar tensor.
-    Raises: ValueError if num_tokens < 0, or 0 but the mask is not; if clip_value is NaN, or shapes differ.
-    Source: reference section 4; OpenAI baselines, ppo2 (the clip is not in the PPO paper).
+    Returns:
+        Scalar tensor.
+
+    Raises:
+        ValueError: num_tokens < 0, or 0 with a mask that is not; clip_value is NaN; or shapes differ.
+
+    Source: OpenAI baselines, ppo2 (the value clip is not in the PPO paper, Schulman et al. 2017).
     """
     tensors = {"values": values, "prev_values": prev_values, "returns": returns, "mask": mask}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -45,7 +49,7 @@ def clipped_value_loss(
         raise ValueError(f"num_tokens must count the ones in the mask of the whole batch, got {num_tokens}")
     if clip_value != clip_value:
         raise ValueError(f"clip_value must be a number, got {clip_value}")
-    # Filled, not only multiplied: NaN * 0 is NaN, in the loss and in its gradient.
+    # Fill masked positions instead of only multiplying by the mask: NaN * 0 is NaN, in the loss and in its gradient.
     values, prev_values, returns = (x.masked_fill(mask == 0, 0.0) for x in (values, prev_values, returns))
     error = (values - returns).square()
     if clip_value > 0:

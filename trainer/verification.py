@@ -14,40 +14,41 @@ from python_backend.models.modeling import CriticModel, load_critic
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
 CANARY_TOKENS = 16
-CANARY_TOLERANCE = 1e-5
+CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
 STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 class VersionRejected(RlhfError):
-    """A version did not pass, here or at an instance; the old one serves on."""
+    """A version failed verification, or an instance rejected it; the previous version keeps serving."""
 
 
 def canary_row(critic: CriticModel) -> np.ndarray:
-    """The row of token ids, int64 `[16]`, whose values are compared before and after."""
+    """Return the row of token ids, int64 `[16]`, for which stored and trained critic are compared."""
     return np.arange(CANARY_TOKENS, dtype=np.int64) % critic.limits.vocab_size
 
 
 def verify_version(store: WeightsStore, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
-    """Hash, names, shapes, dtypes, finite values, and a forward through the serving code.
+    """Verify that `version` holds the weights of `critic`.
+
+    Checks hash, names, shapes and dtypes, that all values are finite, and a forward pass through the serving code.
 
     Args:
-        critic: whose weights the version should hold.
-        expected: its values of the canary row, where they are known already.
+        critic: the trained critic.
+        expected: its values for the canary row, if known already.
 
     Raises:
-        VersionRejected: the message names version and cause.
+        VersionRejected: a check failed; the message names the version and the cause.
     """
     try:
-        with ThreadPoolExecutor(
-            1, "hash"
-        ) as beside:  # of a large file it takes longest, and leaves Python's lock alone
+        # Hashing takes the longest for large files, and releases the GIL: run it in parallel to the other checks.
+        with ThreadPoolExecutor(1, "hash") as beside:
             whole = beside.submit(store.verify_files, version)
             try:
                 staged = critic.with_weights(store.folder(version))
                 staged.check_finite()
                 served = staged.values([canary_row(critic)])[0]
             finally:
-                manifest = whole.result()  # that a file is damaged says more than what came of it
+                manifest = whole.result()  # raises for a damaged file, in preference to the errors that it caused above
     except (WeightsError, CheckpointError) as error:
         raise _rejected(version, error) from error
     _check_dtypes(manifest, critic)
@@ -60,10 +61,10 @@ def verify_version(store: WeightsStore, version: int, critic: CriticModel, expec
 
 
 def verify_alone(store: WeightsStore, version: int) -> Manifest:
-    """As `verify_version` for a version whose trained critic is not at hand: it must be whole, finite, and answer.
+    """Verify a version without its trained critic: files intact, weights finite, finite values for the canary row.
 
     Raises:
-        VersionRejected: the message names version and cause.
+        VersionRejected: a check failed; the message names the version and the cause.
     """
     try:
         manifest = store.verify_files(version)
@@ -77,7 +78,7 @@ def verify_alone(store: WeightsStore, version: int) -> Manifest:
 
 
 def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> bool:
-    """Whether `version` has the critic's weights, bit for bit."""
+    """Return whether `version` has the critic's weights, bit for bit."""
     try:
         stored = critic.with_weights(store.folder(version)).model.state_dict()
     except CheckpointError:
@@ -91,7 +92,7 @@ def _rejected(version: int, error: Exception) -> VersionRejected:
 
 
 def _check_dtypes(manifest: Manifest, critic: CriticModel) -> None:
-    """What is stored must be of the types that were trained."""
+    """Raise VersionRejected if a stored tensor has another dtype than the trained one."""
     for name, tensor in critic.model.state_dict().items():
         stored, trained = manifest.tensors[name][0], STORED_AS.get(tensor.dtype)
         if stored != trained:

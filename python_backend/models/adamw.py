@@ -1,4 +1,4 @@
-"""AdamW as policy and critic use it, and its state as tensors by name for checkpoints."""
+"""The AdamW optimizer of policy and critic, and its state as named tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def make_adamw(
     weight_decay: float,
     fused: bool | None = None,
 ) -> AdamW:
-    """Return the optimizer of those parameters that require a gradient, with weight decay on matrices only."""
+    """Create AdamW over the parameters that require a gradient.
+
+    Weight decay applies to parameters of two or more dimensions only, not to biases and norms.
+    """
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -35,9 +38,9 @@ def state_tensors(optimizer: AdamW, parameters: Mapping[str, nn.Parameter]) -> d
 
 
 def load_state(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Replace the optimizer's state by what `state_tensors` returned."""
+    """Replace the optimizer's state with `tensors`, as returned by `state_tensors`."""
     optimizer.state.clear()
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
-        on_cpu = key == "step" and not optimizer.defaults["fused"]  # only a fused AdamW counts on the device
+        on_cpu = key == "step" and not optimizer.defaults["fused"]  # torch keeps `step` on the device only if fused
         optimizer.state[parameters[name]][key] = tensor.to("cpu" if on_cpu else parameters[name].device)

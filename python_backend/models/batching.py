@@ -1,6 +1,7 @@
-"""Token-budget micro-batches, rows sorted by length and cut so that rows x longest stays within a budget; padding.
+"""Token-budget micro-batch planner, and padding of rows.
 
-The same plan serves requests and cuts training batches; losses are token-weighted, so it never changes a result.
+Rows are sorted by length and grouped so that rows times the longest length stays within a budget. Losses are weighted
+by token, so the plan does not change a training result beyond rounding.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from numpy.typing import DTypeLike
 
 
 def plan_micro_batches(lengths: Sequence[int], *, token_budget: int, max_rows: int) -> list[list[int]]:
-    """Cut rows into micro-batches, shortest rows first.
+    """Group rows into micro-batches, shortest rows first.
 
     Args:
-        lengths: tokens of each row, >= 1.
-        token_budget: most tokens of one micro-batch, padding included; a longer row is alone.
-        max_rows: most rows of one micro-batch.
+        lengths: length of each row in tokens, >= 1.
+        token_budget: maximum tokens of one micro-batch, padding included; a longer row gets a micro-batch of its own.
+        max_rows: maximum rows of one micro-batch.
 
     Returns:
-        Row indices, ascending by length; equal lengths keep their order.
+        Row indices of each micro-batch, ascending by length; rows of equal length keep their order.
 
     Raises:
         ValueError: `token_budget` or `max_rows` below 1.
@@ -40,13 +41,13 @@ def plan_micro_batches(lengths: Sequence[int], *, token_budget: int, max_rows: i
 
 
 def padded_width(longest: int, multiple: int, limit: int | None) -> int:
-    """The width of a forward in tokens: its longest row, rounded up to a multiple, but not above the model's limit."""
+    """Return a forward pass's width: the longest row rounded up to a multiple, but not beyond the model's limit."""
     width = -(-longest // multiple) * multiple
     return max(longest, width if limit is None else min(width, limit))
 
 
 def padded_rows(rows: Sequence[np.ndarray], width: int, dtype: DTypeLike = np.float32) -> np.ndarray:
-    """Return `[B, width]` with 0 behind each row."""
+    """Stack rows into one array `[B, width]`, padded on the right with 0."""
     array = np.zeros((len(rows), width), dtype)
     for i, row in enumerate(rows):
         array[i, : row.size] = row

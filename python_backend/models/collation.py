@@ -1,4 +1,4 @@
-"""Collates ragged rows into one padded batch."""
+"""Collates token rows of different lengths into one padded batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 def collate(
     rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids `[n, S]`, padded on the right with 0, attention mask `[n, S]` and lengths `[n]` of n token rows.
+    """Return token ids `[n, S]`, padded on the right with 0, attention mask `[n, S]` and lengths `[n]` of n token rows.
 
     Args:
         rows: int64 `[length_i]` each.
-        width: S in tokens, at least the longest row's length, which is the default.
+        width: S in tokens, at least the length of the longest row (the default).
     """
     lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
     ids = torch.zeros((len(rows), width or int(lengths.max())), dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""From per-token outputs to rewards: pooling, merging of attributes, standardisation.
+"""From per-token outputs to rewards: pooling, weighted sum of attributes, standardisation.
 
-NeMo-Aligner's order: attributes in fp32, pooled, merged, standardised. Tensors in, tensors out.
+The order is NeMo-Aligner's: attributes in fp32, pooled, merged, standardised. Tensors in, tensors out.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def pool_last(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """`[B, A]`: what `outputs` `[B, S, A]` says at each row's last token, index length-1.
+    """Return `[B, A]`: `outputs` `[B, S, A]` at each row's last token, index length-1.
 
-    Hugging Face pools the last token *that is not the padding id*. The two differ where a row itself ends with
-    that id, as it does when the end-of-text token is also the padding token. The length is the truth here; a text
-    that a reward model tokenises itself ends before such tokens (`RewardModel.skipped_pad_id`).
+    Hugging Face instead pools the last token *that is not the padding id*. The two differ if a row itself ends with
+    that id, as it does when the end-of-text token is also the padding token. Here the given length decides; for
+    sentences, trailing tokens of that kind are removed after tokenisation (`RewardModel.skipped_pad_id`).
 
     Args:
         lengths: int64 `[B]`, in tokens, each in [1, S].
@@ -23,9 +23,9 @@ def pool_last(outputs: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pool_mean(outputs: Tensor, lengths: Tensor) -> Tensor:
-    """`[B, A]`: mean of `outputs` `[B, S, A]` over each row's tokens 0 ... length-1.
+    """Return `[B, A]`: mean of `outputs` `[B, S, A]` over each row's tokens 0 ... length-1.
 
-    A linear head's mean over tokens is the head of the mean hidden state, so either order gives this.
+    For a linear head this equals applying the head to the mean hidden state.
 
     Args:
         lengths: int64 `[B]`, in tokens, each in [1, S].
@@ -36,15 +36,15 @@ def pool_mean(outputs: Tensor, lengths: Tensor) -> Tensor:
 
 
 def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum `[B, 1]` of attribute scores `[B, A]` under `weights` `[A]`.
+    """Return the weighted sum `[B, 1]` of attribute scores `[B, A]` with `weights` `[A]`.
 
-    The order of HelpSteer's nine: quality, toxicity, humor, creativity, helpfulness, correctness, coherence,
-    complexity, verbosity.
+    The nine HelpSteer attributes are in this order: quality, toxicity, humor, creativity, helpfulness, correctness,
+    coherence, complexity, verbosity.
     """
     assert scores.shape[-1] == weights.shape[0], (scores.shape, weights.shape)
     return (scores * weights).sum(dim=-1, keepdim=True)
 
 
 def standardise(values: Tensor, mean: float, std: float) -> Tensor:
-    """`(values - mean) / std` elementwise, of rewards `[B, A]` as of values `[B, S]`; `std` > 0."""
+    """Return `(values - mean) / std` elementwise; for rewards `[B, A]` and values `[B, S]` alike. `std` > 0."""
     return (values - mean) / std

@@ -1,6 +1,6 @@
-"""The reference as a torch module: log-probs of ragged rows under a Hugging Face causal LM.
+"""The reference policy: log-probs of token rows under a frozen Hugging Face causal LM.
 
-The server, the calibration and the tests run this code.
+Shared by the server, the calibration and the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from python_backend.models.token_head import compile_body
 
 
 class LanguageModel:
-    """Log-probs of rows under one frozen model, at a temperature and without banned tokens."""
+    """A frozen causal LM that computes log-probs at a sampling temperature, with banned tokens excluded."""
 
     def __init__(
         self,
@@ -37,7 +37,11 @@ class LanguageModel:
         precision: str = "float32",
         compile_forward: bool = False,
     ) -> None:
-        """Raises CheckpointError if `compile_forward` and there is no working compiler."""
+        """Freeze the model and prepare its forward pass.
+
+        Raises:
+            CheckpointError: `compile_forward` is set and there is no working compiler.
+        """
         self.model = model.eval().requires_grad_(False)
         self.limits = limits_of(model)
         self._temperature = temperature
@@ -54,9 +58,10 @@ class LanguageModel:
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Log-probs float32 `[length_i]` of each token row (int64 `[length_i]`), one forward padded to `width`.
+        """Return log-probs float32 `[length_i]` of each token row (int64 `[length_i]`).
 
-        Index t is of token t+1: -inf where that token is banned, 0 at the row's last token, which predicts nothing.
+        Runs one forward pass, padded to `width`. Index t is the log-prob of token t+1: -inf if that token is banned,
+        and 0 at the row's last index, which has no next token.
         """
         ids, attention, lengths = collate(rows, self.model.device, width)
         steps = torch.arange(ids.shape[1] - 1, device=ids.device)
@@ -66,8 +71,10 @@ class LanguageModel:
         return [row[:length].numpy() for row, length in zip(found, lengths.tolist(), strict=True)]
 
     def _of(self, ids: Tensor, attention: Tensor, predicts: Tensor) -> Tensor:
-        """Log-probs `[N]` at the N positions that `predicts` `[n, S-1]` marks; no others get logits if the head is a
-        layer of its own, and these a part at a time."""
+        """Return log-probs `[N]` at the N positions that `predicts` `[n, S-1]` marks.
+
+        If the model's output layer can be called separately, logits are computed for these positions only, in chunks.
+        """
         targets = ids[:, 1:][predicts]
         if self._head is None:
             with self._computing():
@@ -92,19 +99,19 @@ def load_language_model(
     folder: Path, *, device: str = "cpu", dtype: str = "float32", temperature: float = 1.0,
     banned_token_ids: Sequence[int] = (), compile_forward: bool = False,
 ) -> LanguageModel:  # fmt: skip
-    """The causal LM in a checkpoint.
+    """Load the causal LM in a checkpoint folder.
 
     Args:
-        dtype: what forwards compute in, as the actor's under the same `actor.precision`.
-        temperature: of the sampling whose log-probs are asked for, > 0.
-        banned_token_ids: ids that sampling never draws.
+        dtype: precision of forward passes, with the same meaning as `actor.precision`.
+        temperature: sampling temperature, > 0.
+        banned_token_ids: ids that are never sampled.
         compile_forward: torch.compile the body.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or holds no causal LM.
+        CheckpointError: the folder is not a checkpoint, or contains no causal LM.
     """
     info = inspect_checkpoint(folder)
-    stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # what lies in bfloat16 stays mapped
+    stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # without a conversion the file stays memory-mapped
     model = load_causal_model(info, stored).to(device)
     return LanguageModel(
         model, temperature=temperature, banned_token_ids=banned_token_ids, precision=dtype,

@@ -1,7 +1,7 @@
-"""A leaner forward of the common decoder family (Llama, Qwen2): the same weights with fewer operations.
+"""A faster forward pass for the Llama and Qwen2 families: the same weights with fewer operations.
 
-For a reward, the last layer computes one token per row. Used only where it is proven equal to the body's own forward,
-at every load.
+For rewards, the last layer computes only one token per row. It is used only if it matches transformers' own forward
+pass on a probe batch, which is checked at every load.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 FAMILIES = ("llama", "qwen2")
-TOLERANCE = 1e-5  # of the hidden states' largest value
-PROBE_LENGTHS = (7, 3, 12)
+TOLERANCE = 1e-5  # relative to the largest hidden state
+PROBE_LENGTHS = (7, 3, 12)  # different lengths, so that padding and the choice of the last token are checked, too
 
 
 class LeanDecoder:
-    """Reads the body's modules at every call, so it always runs their current weights."""
+    """The faster forward pass over the modules of a body, for rows padded on the right.
+
+    It holds references to the modules, not copies, so it always uses their current weights.
+    """
 
     def __init__(self, body: Any) -> None:
         config = body.config
@@ -31,14 +34,17 @@ class LeanDecoder:
         self._cos, self._sin = cos[None].float(), sin[None].float()  # [1, 1, positions, head_dim]
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Hidden states `[B, S, H]` of `ids` `[B, S]`, padded on the right; those of padding mean nothing."""
+        """Return hidden states `[B, S, H]` of `ids` `[B, S]`, padded on the right; those at padding are undefined."""
         x = F.embedding(ids, self._body.embed_tokens.weight)
         for layer in self._body.layers:
             x = self._layer(layer, x)
         return self._normed(self._body.norm, x)
 
     def last_hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Hidden states `[B, H]` of each row's token at index length-1; `ids` `[B, S]`, `lengths` `[B]`."""
+        """Return hidden states `[B, H]` of each row's token at index length-1; `ids` `[B, S]`, `lengths` `[B]`.
+
+        The last layer needs keys and values of all tokens, but queries, attention and MLP of one token per row only.
+        """
         x = F.embedding(ids, self._body.embed_tokens.weight)
         for layer in self._body.layers[:-1]:
             x = self._layer(layer, x)
@@ -49,6 +55,7 @@ class LeanDecoder:
         query = _linear(layer.self_attn.q_proj, normed[rows, ends]).view(len(rows), self._num_heads, 1, self._head_dim)
         at_end = (self._cos[0, 0, ends][:, None, None], self._sin[0, 0, ends][:, None, None])
         visible = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        # The query is a row's last token, so it may attend to all tokens but padding: no causal mask is needed.
         mask = None if bool(visible.all()) else visible[:, None, None]
         attended = self._attend(_rotated(query, *at_end), key, value, attn_mask=mask)
         return self._normed(self._body.norm, self._after(layer, x[rows, ends], attended.flatten(1)))
@@ -70,7 +77,7 @@ class LeanDecoder:
         return key, self._heads(attention.v_proj, x)
 
     def _heads(self, layer: Any, x: Tensor) -> Tensor:
-        """`[B, heads, S, head_dim]` of `x` `[B, S, H]`."""
+        """Project `x` `[B, S, H]` and split it into heads: `[B, heads, S, head_dim]`."""
         return _linear(layer, x).view(*x.shape[:2], -1, self._head_dim).transpose(1, 2)
 
     def _rotation(self, width: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +92,10 @@ class LeanDecoder:
 
 
 def lean_decoder(model: Any) -> LeanDecoder | None:
-    """The lean forward of a model's body; None where it does not fit, or does not prove equal."""
+    """Return the lean forward pass of a model's body.
+
+    None if the model is of another family, device, dtype or attention type, or if the probe batch differs.
+    """
     body, config = model.base_model, model.config
     if config.model_type not in FAMILIES or model.device.type != "cpu" or model.dtype != torch.float32:
         return None
@@ -117,6 +127,6 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: `x` `[B, heads, S, head_dim]`, `cos` and `sin` that broadcast to it."""
+    """Apply rotary position embeddings to `x` `[B, heads, S, head_dim]`; `cos` and `sin` broadcast to its shape."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -1,4 +1,4 @@
-"""Loads Hugging Face modules from inspected checkpoints: the body memory-mapped if possible, the head in fp32."""
+"""Loads Hugging Face modules from inspected checkpoints: body memory-mapped where possible, head in fp32."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STORED_DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-NOT_ARCHITECTURE = {
+NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
     "id2label", "label2id", "use_cache",
 }  # fmt: skip
@@ -44,27 +44,30 @@ OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A linear head as the checkpoint has it, in fp32."""
+    """Weights of a linear head, in fp32."""
 
     weight: Tensor  # [A, hidden]
     bias: Tensor | None  # [A]
 
     def merged(self, weights: Tensor) -> HeadWeights:
-        """The one-output head whose output is the attributes' sum under `weights` [A]."""
+        """Return a head with one output: the sum of the attributes, weighted by `weights` [A]."""
         bias = None if self.bias is None else (self.bias * weights).sum()[None]
         return HeadWeights(weights[None] @ self.weight, bias)
 
 
 def read_head(info: CheckpointInfo, head: Head) -> HeadWeights:
-    """The head's own tensors from the file, as fp32 whatever the body runs in."""
+    """Read the head's tensors from the file, as fp32 regardless of the body's dtype."""
     with as_checkpoint_error(info.folder):
         weight = _read_one(info, head.weight_name).float()
         return HeadWeights(weight, _read_one(info, head.bias_name).float() if head.has_bias else None)
 
 
 def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str) -> Any:
-    """The body under a linear head on each token: Hugging Face's token classification class of the family, or its
-    sequence classification class where it has no such class (OPT, GPT-J); `head` None: one output, which is 0."""
+    """Load the body with a linear head on each token.
+
+    Uses the family's token classification class in transformers, or its sequence classification class if there is no
+    such class (OPT, GPT-J). With `head` None the head has one output and zero weights.
+    """
     num_labels = 1 if head is None else head.weight.shape[0]
     config = _config(info, num_labels)
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
@@ -84,7 +87,7 @@ def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str)
 
 
 def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
-    """A sequence classification model with layers and a pooling of its own before the last linear layer."""
+    """Load a sequence classification model that has its own layers and pooling before the last linear layer."""
     config = _config(info, head.num_labels)
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None or config.is_encoder_decoder:
@@ -98,7 +101,7 @@ def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
 
 
 def load_causal_model(info: CheckpointInfo, dtype: str) -> Any:
-    """A causal language model, whose logits are of the next token."""
+    """Load a causal language model."""
     config = _config(info, 1)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
@@ -107,7 +110,10 @@ def load_causal_model(info: CheckpointInfo, dtype: str) -> Any:
 
 
 def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
-    """Give `linear` these fp32 weights; a bias it has stays (as 0), one it lacks is made."""
+    """Replace the weights of `linear` with `head`'s, in fp32.
+
+    A head without bias sets an existing bias to 0; a head with bias adds one if `linear` has none.
+    """
     bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
     linear.weight = torch.nn.Parameter(head.weight.clone())
     linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
@@ -116,8 +122,8 @@ def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
 def load_weights(model: Any, folder: Path) -> None:
     """Copy the weights that `model.save_pretrained` wrote to `folder` into `model`.
 
-    transformers reads them: for some families it saves other names and shapes than the module has, such as a tensor for
-    each expert of a mixture where the module has one for all of them.
+    Loads them through transformers, because for some families it saves other names and shapes than the module has: for
+    a mixture of experts, say, one tensor for each expert where the module has a single tensor for all of them.
 
     Raises:
         CheckpointError: names or shapes differ, or a file is damaged.
@@ -138,14 +144,15 @@ def load_weights(model: Any, folder: Path) -> None:
 
 
 def twin(model: Any, info: CheckpointInfo) -> Any:
-    """A module of the same class, configuration and dtypes as `model`, with the weights of `info`.
+    """Return a module of the same class, configuration and dtypes as `model`, with the weights of `info`.
 
     Raises:
-        CheckpointError: another architecture, or names or shapes that differ.
+        CheckpointError: the architecture, names or shapes differ.
     """
     _check_same_architecture(model.config, info.folder)
-    # Building the class anew costs a serving process five times as much of the interpreter. The copy shares every
-    # tensor: the strict assignment replaces those of the checkpoint, and computed ones (rotary frequencies) stay.
+    # Constructing the class again would hold the GIL of a serving process five times as long. The copy shares every
+    # tensor with `model`: the strict assignment replaces those in the checkpoint, computed ones (rotary frequencies)
+    # stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     tensors = map_tensors(info.files)
@@ -154,10 +161,10 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """All tensors of safetensors files, memory-mapped: their pages are shared until somebody writes to them.
+    """Memory-map all tensors of safetensors files, copy-on-write: unmodified pages are shared between processes.
 
-    Not by the library: its version 0.8.0 keeps two numbers for each tensor that it gives to torch for ever, at every
-    version that is served.
+    The safetensors library is not used here: its version 0.8.0 leaks two numbers for each tensor that it hands to
+    torch, and a serving process loads version after version.
     """
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -171,7 +178,7 @@ def map_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
-    """A tensor of a mapped file. Raises ValueError if torch has no such type."""
+    """Return a tensor of a mapped file without copying. Raises ValueError for a dtype that is not supported."""
     dtype = STORED_DTYPES.get(info.dtype)
     if dtype is None:
         raise ValueError(f"tensors of type {info.dtype} are not supported")
@@ -183,7 +190,7 @@ def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
 
 @contextlib.contextmanager
 def as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Turn what transformers and safetensors raise into a CheckpointError that names the folder."""
+    """Convert exceptions from transformers and safetensors to a CheckpointError that names the folder."""
     try:
         yield
     except CheckpointError:
@@ -200,15 +207,19 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
         )
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the checkpoint it was made from")
-    for key in OPENRLHF_KEYS:  # what they say is known by now, and a saved critic says it in its own words
+    # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
+    for key in OPENRLHF_KEYS:
         if hasattr(config, key):
             delattr(config, key)
     return config
 
 
 def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool) -> Any:
-    """transformers renames, converts and initialises what is not in a file; tensors whose dtype fits it takes as they
-    are, so what was mapped stays mapped. Without `with_head` the caller puts the head in."""
+    """Load a checkpoint into class `kind` through transformers; without `with_head` the caller sets the head.
+
+    transformers renames and converts tensors and initialises missing ones. It takes tensors whose dtype already matches
+    without a copy, so mapped tensors stay mapped. Missing tensors, other than the caller's head, are an error.
+    """
     tensors = map_tensors(info.files)
     if info.head is not None and not with_head:
         tensors.pop(info.head.weight_name)
@@ -252,7 +263,8 @@ def _check_same_architecture(config: Any, folder: Path) -> None:
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(f"{folder} is a {theirs['model_type']} model, the served critic is {mine['model_type']}")
     for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
-        if mine.get(key) != theirs.get(key):  # the same shapes may mean another forward: heads, rotary base, norms
+        # Compare every key: with equal shapes, the number of heads, the rotary base or the norms may still differ.
+        if mine.get(key) != theirs.get(key):
             raise CheckpointError(
                 f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, of the served critic {mine.get(key)!r}; "
                 "another architecture comes in by a reload through Triton"
@@ -261,7 +273,7 @@ def _check_same_architecture(config: Any, folder: Path) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _read_architecture(text: str) -> dict[str, Any]:
-    """All keys of a config.json; version after version it says the same."""
+    """Return all keys of a config.json, defaults included; cached, because the text rarely changes between versions."""
     given = json.loads(text)
     if not isinstance(given, dict) or "model_type" not in given:
         raise ValueError("it names no model_type")

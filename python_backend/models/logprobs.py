@@ -1,6 +1,7 @@
-"""Log-probs of given tokens under the distribution that they were sampled from, in nats; differentiable.
+"""Log-probs of given tokens under the sampling distribution, in nats; differentiable.
 
-The actor's policy and the served reference share this code: two copies of the formula would show up as KL.
+The actor's policy and the served reference share this code: any difference between two implementations would show up
+as KL.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ from torch import Tensor
 def target_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()
 ) -> Tensor:
-    """Log-prob of each target under the distribution that it was sampled from.
+    """Return the log-prob of each target under the sampling distribution.
 
         z = logits / temperature, z[banned] = -inf
         logprob = z[target] - logsumexp(z)
 
-    Equals log_softmax and gather, without the `[..., V]` result of log_softmax; half precision is computed in float32.
-    Where the target is banned the result is -inf: sampling cannot have drawn it, so it belongs to a prompt or to
-    padding, outside the mask, and everything in `actor.advantages` and `actor.ppo_loss` accepts it there.
+    Equals log_softmax followed by gather, without materialising the `[..., V]` result of log_softmax. Half-precision
+    logits are converted to float32. The result is -inf for a banned target: such a token cannot have been sampled, so
+    it belongs to a prompt or to padding, outside the mask, where `actor.advantages` and `actor.ppo_loss` accept -inf.
 
     Args:
         logits: `[..., V]`.
         targets: `[...]`, integer ids in [0, V).
         temperature: the sampling temperature, > 0.
-        banned_token_ids: ids that sampling never draws, at any position.
+        banned_token_ids: ids that are never sampled, at any position.
 
-    Returns: `[...]` in nats.
-    Raises: ValueError if temperature <= 0, a banned id is not in [0, V), all are banned, or a shape is wrong.
-    Source: reference section 6.
+    Returns:
+        Log-probs `[...]` in nats.
+
+    Raises:
+        ValueError: temperature <= 0, a banned id is not in [0, V), all ids are banned, or a shape is wrong.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(
@@ -43,22 +46,23 @@ def target_logprobs(
 
 
 def sampling_entropy(logits: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = ()) -> Tensor:
-    """Entropy `[...]` in nats, H = -sum_v p_v log p_v, of the distribution that `logits` `[..., V]` are sampled under.
+    """Return the entropy `[...]` in nats, H = -sum_v p_v log p_v, of the sampling distribution of `logits` `[..., V]`.
 
-    A banned token has p = 0 and adds 0.
+    A banned token has p = 0 and contributes 0.
 
-    Raises: ValueError as `target_logprobs`.
-    Source: reference sections 6 and 8.
+    Raises:
+        ValueError: as `target_logprobs`.
     """
     logp = sampling_logits(logits, temperature, banned_token_ids).log_softmax(-1)
-    # p log p is 0 at p = 0, where the plain product would be 0 * -inf.
+    # p log p is 0 at p = 0, where the plain product would be 0 * -inf = NaN.
     return -(logp.exp() * logp.masked_fill(logp == -math.inf, 0.0)).sum(-1)
 
 
 def sampling_logits(logits: Tensor, temperature: float, banned_token_ids: Sequence[int]) -> Tensor:
-    """`logits` `[..., V]` of the sampling distribution, not normalised, at least float32.
+    """Return the unnormalised logits `[..., V]` of the sampling distribution, in float32 or wider.
 
-    Raises: ValueError as `target_logprobs`.
+    Raises:
+        ValueError: as `target_logprobs`.
     """
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature must be a positive number, got {temperature}")

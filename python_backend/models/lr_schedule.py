@@ -1,4 +1,4 @@
-"""The learning-rate schedule of policy and critic: linear warm-up, cosine, constant end."""
+"""The learning-rate schedule of policy and critic: linear warm-up, cosine decay, constant tail."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ def scheduled_lr(
 ) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Rises linearly to `lr` over `warmup_steps`, follows a cosine down to `min_lr` until `constant_steps` before
-    `max_steps`, and stays there, after `max_steps` too. With `min_lr` equal to `lr` it is exactly `lr` there.
+    Linear warm-up to `lr` over `warmup_steps`, then cosine decay to `min_lr`, reached `constant_steps` before
+    `max_steps`, then constant, also after `max_steps`. If `min_lr` equals `lr`, the rate after the warm-up is exactly
+    `lr`, without rounding.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -1,6 +1,6 @@
-"""Reward and critic as torch modules: scores and values of ragged rows from Hugging Face checkpoints.
+"""Reward model and critic: scores and values of token rows, loaded from Hugging Face checkpoints.
 
-The server, the sidecar's verification and the tests run this code.
+Shared by the server, the sidecar and the tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ POOLS = {"last": pool_last, "mean": pool_mean}
 
 
 class RewardModel:
-    """Scores of rows: the head's outputs, pooled, merged, standardised, in fp32."""
+    """A reward model: the head's outputs, pooled, merged and standardised, in fp32."""
 
     def __init__(
         self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants,
@@ -50,21 +50,24 @@ class RewardModel:
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
         self.limits = limits_of(self.model)
-        self.skipped_pad_id = skipped_pad_id  # ends no text: transformers pools the token before it
+        self.skipped_pad_id = skipped_pad_id  # to strip from the end of sentences, as transformers pools before it
         self._token_head = outputs if isinstance(outputs, TokenHead) else None
         self._pool = POOLS.get(pooling)
         self._weights = weights
 
     def use_own_forward(self) -> None:
-        """Run transformers' own forward from now on, where a leaner one was proven equal: for comparisons."""
+        """Run transformers' own forward pass from now on instead of the lean one; for comparisons."""
         if self._token_head is not None:
             self._token_head.lean = None
 
     @torch.no_grad()
     def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
-        """Rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`), one forward padded to `width`."""
+        """Return rewards float32 `[n, num_outputs]` of n token rows (int64 `[length_i]`).
+
+        Runs one forward pass, padded to `width`.
+        """
         ids, attention, lengths = collate(rows, self.model.device, width)
-        if self._token_head is None or self._pool is None:  # encoders pool in their own way, blind to padding
+        if self._token_head is None or self._pool is None:  # encoders have their own pooling, unaffected by padding
             scores = self.model(input_ids=ids, attention_mask=attention).logits
         elif self._pool is pool_last:
             scores = self._token_head.at_last(ids, attention, lengths)
@@ -76,7 +79,7 @@ class RewardModel:
 
 
 class CriticModel:
-    """One value per token, in fp32: the value at index t is of the state after token t."""
+    """A critic: one value per token, in fp32. The value at index t belongs to the state after token t."""
 
     def __init__(
         self, model: Any, *, constants: Constants | None = None, compile_forward: bool = False, note: str = "",
@@ -85,19 +88,22 @@ class CriticModel:
         self.model = model.eval()
         self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
         self.limits = limits_of(model)
-        self.note = note  # where its value head comes from
+        self.note = note  # where the value head comes from, for logs and reports
         known = None if like is None else like._token_head
         self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
-        """Values float32 `[length_i]` of each token row (int64 `[length_i]`), one forward padded to `width`."""
+        """Return values float32 `[length_i]` of each token row (int64 `[length_i]`).
+
+        Runs one forward pass, padded to `width`.
+        """
         ids, attention, _ = collate(rows, self.model.device, width)
         values = self.forward(ids, attention).cpu().numpy()
         return [values[i, : row.size] for i, row in enumerate(rows)]
 
     def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Standardised values `[B, S]` of `ids` `[B, S]` under the mask `attention` `[B, S]`; differentiable."""
+        """Return standardised values `[B, S]` of `ids` `[B, S]` with attention mask `[B, S]`; differentiable."""
         values = self._token_head(ids, attention).squeeze(-1)
         at_least_fp32 = torch.promote_types(values.dtype, torch.float32)
         return standardise(values.to(at_least_fp32), self.mean, self.std)
@@ -105,19 +111,21 @@ class CriticModel:
     def check_finite(self) -> None:
         """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
         sums = {name: parameter.detach().sum() for name, parameter in self.model.named_parameters()}
-        # One sum finds both a tenth as dearly as isfinite; all together they are looked at once.
+        # A sum is not finite if any element is NaN or infinite, and costs a tenth of `isfinite` on every element. The
+        # sums are checked together first, and one by one only to name the parameter.
         if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
             name = next(name for name, value in sums.items() if not value.isfinite())
             raise CheckpointError(f"{name} holds values that are not finite")
 
     def own_weights(self) -> None:
-        """Copy the weights out of the file they are mapped from, so that they can be trained."""
+        """Copy the weights out of the mapped file, so that they can be trained."""
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()
 
     def with_weights(self, folder: Path) -> CriticModel:
-        """A second critic of the same architecture with the weights and constants in `folder`: of the same dtypes as
-        this one, and memory-mapped on a CPU where the file's dtypes are those.
+        """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.
+
+        On a CPU the weights stay memory-mapped where the file has the same dtypes.
 
         Raises:
             CheckpointError: names or shapes differ from this critic's, or the file is damaged.
@@ -134,18 +142,18 @@ def load_reward(
     attribute_weights: Sequence[float] | None = None, merge_attributes: bool = True,
     standardization: Standardization = "checkpoint", compile_forward: bool = False,
 ) -> RewardModel:  # fmt: skip
-    """The reward model in a checkpoint with a trained head of one label or more (attributes).
+    """Load a reward model from a checkpoint with a trained head of one or more labels (attributes).
 
     Args:
-        pooling: of a linear head: `last` (index length-1), `mean`, or `auto`, which is `last` and sets
-            `skipped_pad_id`; encoders whose classification head pools in its own way take `auto` alone.
-        attribute_weights: of the merged sum; default: 1/A each.
-        merge_attributes: give the weighted sum; otherwise all A scores.
+        pooling: for a linear head: `last` (index length-1), `mean`, or `auto`, which is `last` and sets
+            `skipped_pad_id`. Encoders whose classification head has its own pooling accept `auto` only.
+        attribute_weights: weights of the merged sum; default: 1/A each.
+        merge_attributes: return the weighted sum; otherwise all A scores.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
         compile_forward: torch.compile the body.
 
     Raises:
-        CheckpointError: the folder is no checkpoint or has no trained head; or a setting does not fit its head.
+        CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head.
     """
     info = inspect_checkpoint(folder)
     head = reward_head(info)
@@ -176,14 +184,14 @@ def load_critic(
     folder: Path, *, device: str = "cpu", dtype: str = "float32", standardization: Standardization = "checkpoint",
     attribute_weights: Sequence[float] | None = None, compile_forward: bool = False,
 ) -> CriticModel:  # fmt: skip
-    """The critic that a checkpoint is, or that starts from it; its `note` says where the value head comes from.
+    """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
 
-    A linear head (of each token, a value head, a decoder's `score`) becomes the value head, several attributes as
-    their sum under `attribute_weights` (default 1/A). A body alone, or under an encoder's pooled classifier, gets a
-    head that answers 0.
+    A linear head (token classification, value head, a decoder's `score`) becomes the value head; several attributes are
+    merged into their sum, weighted by `attribute_weights` (default 1/A each). A checkpoint without a head, or with an
+    encoder's pooled classifier, gets a value head that returns 0.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or its body does not fit the architecture it names.
+        CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
     """
     info = inspect_checkpoint(folder)
     constants = _constants(info, standardization)
@@ -203,8 +211,10 @@ def load_critic(
 
 
 def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
-    """Put the critic's weights, configuration and constants into `folder` (model.safetensors, config.json); with
-    `dtype` the body is saved in it, the head in fp32 all the same."""
+    """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
+
+    With `dtype` the body is converted to it; the head always keeps its own dtype, fp32.
+    """
     heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
     tensors = {
         name: tensor.detach().to("cpu", tensor.dtype if id(tensor) in heads else dtype or tensor.dtype).contiguous()
@@ -217,15 +227,18 @@ def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None 
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' progress bars and load reports out of the logs; what matters in them is checked here."""
+    """Keep transformers' progress bars and load reports out of the logs; `loading` checks missing weights itself."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def limits_of(model: Any) -> Limits:
-    """Vocabulary and positions of a Hugging Face model, no more of these than leave its rotary table as it is."""
+    """Return the limits of a Hugging Face model: vocabulary size and maximum row length in tokens.
+
+    The length is also limited to what does not change the rotary table (`rotary_limit`).
+    """
     positions = getattr(model.config, "max_position_embeddings", None)
-    for name, module in model.named_modules():  # RoBERTa's positions begin behind its padding index
+    for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             positions = module.num_embeddings - module.padding_idx - 1
     known = [int(limit) for limit in (positions, rotary_limit(model.config.to_dict())) if limit]
@@ -240,7 +253,8 @@ def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pool
         )
     model = load_pooled_model(info, head, dtype).to(device)
     keep_head_exact(model)
-    if measure_causality(model):  # its pooling looks for the padding id, which a row may hold
+    # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
+    if measure_causality(model):
         raise CheckpointError(
             f"{info.folder}: a causal body under the head {head.prefix} of {info.architecture} is not supported; "
             "use a checkpoint whose head is a linear `score`"
@@ -249,7 +263,7 @@ def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pool
 
 
 def _skipped_pad_id(outputs: TokenHead, head: Head) -> int | None:
-    """The padding id, where transformers' own class pools the last token that is not padding."""
+    """Return the padding id if transformers' own class pools the last token that is not padding, else None."""
     if head.kind != "sequence" or not outputs.is_causal:
         return None
     return outputs.model.config.get_text_config().pad_token_id

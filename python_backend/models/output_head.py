@@ -1,7 +1,7 @@
-"""Log-probs and entropies straight from hidden states: the `[N, V]` logits of a causal LM never exist as a whole.
+"""Log-probs and entropies from hidden states, without materialising the `[N, V]` logits of a causal LM.
 
-With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, their gradient as much again. Here a part of the
-positions at a time gets logits, and the backward pass computes them once more instead of keeping them.
+With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, and their gradient as much again. Here logits
+are computed for a chunk of positions at a time, and recomputed in the backward pass instead of being stored.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from torch import Tensor, nn
 
 from python_backend.models.logprobs import sampling_entropy, sampling_logits, target_logprobs
 
-MAX_LOGITS = 1 << 24  # at once: 64 MiB in float32
-TOLERANCE = 1e-5  # of the logits' largest value
+MAX_LOGITS = 1 << 24  # per chunk: 64 MiB in float32
+TOLERANCE = 1e-5  # relative to the largest logit
 PROBE_TOKENS = 4
-LARGE_LOGIT = 1000.0
+LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
 
 
 @torch.no_grad()
 def linear_head(model: Any) -> nn.Linear | None:
-    """The layer that turns the hidden states of `model.base_model` into its logits.
+    """Return the layer that maps the hidden states of `model.base_model` to logits.
 
-    None where the model does more than that, such as capping its logits: its own forward must be used there. That is
-    found out by comparing both on a few tokens, with large logits: a cap hardly changes those of random weights.
+    None if the model does more than that, such as capping its logits; then its own forward pass must be used. Both ways
+    are compared on a few tokens, with the logits scaled up: a cap hardly changes the small logits of random weights.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or model.base_model is model:  # transformers names no body for a few, as for Llama 4
+    # For a few classes, such as Llama 4's, `base_model` is the model itself: there is no separate body to call.
+    if type(head) is not nn.Linear or model.base_model is model:
         return None
     ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % head.out_features
     enlarged = head.register_forward_hook(lambda _, __, logits: logits * (LARGE_LOGIT / logits.abs().max()))
@@ -46,15 +47,17 @@ def head_logprobs(
     hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = (),
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Log-prob `[N]` of each target under `head(hidden)`, as `target_logprobs`, and the entropies `[N]` if wanted.
+    """Return log-probs `[N]` of the targets under `head(hidden)`, as `target_logprobs`, and optionally entropies `[N]`.
 
-    Differentiable with respect to `hidden` and the head. The product is computed in the type of the head's weights.
+    Differentiable with respect to `hidden` and the head. The product is computed in the dtype of the head's weights.
 
     Args:
         hidden: `[N, H]`.
         targets: int64 `[N]`, token ids.
+        with_entropy: also return the entropies; otherwise the second result is None.
 
-    Raises: ValueError as `target_logprobs`.
+    Raises:
+        ValueError: as `target_logprobs`.
     """
     result = _HeadLogprobs.apply(
         hidden, head.weight, head.bias, targets, temperature, list(banned_token_ids), with_entropy
@@ -63,10 +66,12 @@ def head_logprobs(
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z), logp_y = z_y - logsumexp(z) and H = -sum_v p_v log p_v:
+    """Chunked log-probs and entropies with a hand-written backward pass.
 
-    d logp_y / dz_v = [v = y] - p_v
-    d H / dz_v = -p_v (log p_v + H)
+    With z = logits / temperature, p = softmax(z), logp_y = z_y - logsumexp(z) and H = -sum_v p_v log p_v:
+
+        d logp_y / dz_v = [v = y] - p_v
+        d H / dz_v = -p_v (log p_v + H)
     """
 
     @staticmethod
@@ -106,12 +111,12 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tensor], entropies: list[Tensor]) -> Tensor:
-    """Gradient `[n, V]` of the loss with respect to the logits, given those to log-probs and entropies `[n]`."""
+    """Return the loss gradient `[n, V]` with respect to the logits, given those for log-probs and entropies `[n]`."""
     logp = sampling_logits(logits, ctx.temperature, ctx.banned)
     logp -= logp.logsumexp(-1, keepdim=True)
     p = logp.exp()
     if entropies:
-        logp[:, ctx.banned] = 0.0  # p log p is 0 at p = 0, where the plain product would be 0 * -inf
+        logp[:, ctx.banned] = 0.0  # p log p is 0 at p = 0, where the plain product would be 0 * -inf = NaN
         weights = grads[0][:, None] + grads[1][:, None] * (logp + entropies[0][:, None])
     else:
         weights = grads[0][:, None]

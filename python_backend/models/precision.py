@@ -1,8 +1,8 @@
-"""Forwards in bfloat16 by autocast, with logits in float32: the actor's policy and the served reference share them.
+"""Forward passes in bfloat16 with autocast, and logits in float32; shared by the actor's policy and the reference.
 
-Autocast casts the weights of a matrix product at every call unless they are trained. Frozen ones are held in bfloat16
-instead: the same values, without the cast. What autocast leaves in float32 stays in float32 (embeddings, norms, the
-experts of a mixture), and so does the output layer: log-probs under bfloat16 logits are off by a tenth of a nat.
+Autocast casts the weights of matrix products at every call unless they are trained. Frozen weights are therefore stored
+in bfloat16: the same values, without the cast. Weights that autocast leaves in float32 (embeddings, norms, the experts
+of a mixture) stay in float32. So does the output layer: with bfloat16 logits, log-probs are off by a tenth of a nat.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 
 def computing(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """What forwards run under, of `actor.precision`."""
+    """Return the context for forward passes in `precision` (`float32` or `bfloat16`)."""
     return contextlib.nullcontext() if precision == "float32" else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def use_bfloat16(model: Any) -> None:
-    """Prepare a causal LM for forwards under autocast: frozen matrices in bfloat16, logits in float32."""
+    """Prepare a causal LM for forward passes under autocast: frozen matrices in bfloat16, logits in float32."""
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
         head.forward = functools.partial(_exact_linear, head)  # type: ignore[method-assign]
@@ -35,7 +35,10 @@ def use_bfloat16(model: Any) -> None:
 
 @contextlib.contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Have forwards compute in float32, one module's weights at a time: for comparing two ways to compute."""
+    """Run forward passes in float32 inside the context, for exact comparisons.
+
+    Weights stored in bfloat16 are widened for one module at a time, so memory grows by one module only.
+    """
     held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
     for module, parameter in _matrices(model):
         if parameter.dtype == torch.bfloat16:
@@ -53,7 +56,10 @@ def in_float32(model: Any) -> Iterator[None]:
 
 
 def _matrices(model: Any) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Parameters that autocast casts, and whose they are; but not adapters, to whose type peft casts their input."""
+    """Yield the parameters that autocast casts, with their modules.
+
+    LoRA adapters are left out: peft casts their input to the adapter's own dtype.
+    """
     for path, module in model.named_modules():
         if type(module) in (nn.Linear, Conv1D) and "lora_" not in path:
             for parameter in module.parameters(recurse=False):

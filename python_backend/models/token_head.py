@@ -1,4 +1,4 @@
-"""A body with the linear head on top of it: per-token outputs [B, S, A] in fp32; differentiable."""
+"""A transformer body with a linear head on each token: outputs `[B, S, A]` in fp32; differentiable."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from python_backend.models.heads import pool_last
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
 
 PROBE_TOKENS = 4
-CAUSAL_TOLERANCE = 1e-5  # of the hidden states' largest value; a look ahead changes far more
+CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state; attention to later tokens changes it far more
 
 
 class TokenHead:
-    """The forward of a classification model that has a linear head, token by token.
+    """The per-token forward pass of a classification model with a linear head.
 
-    Whether the body is causal is measured, once: causal bodies get no attention mask, as padding on the right cannot
-    reach a token before it. That saves building masks and lets attention run its own causal kernel.
+    Whether the body is causal is measured once. Causal bodies get no attention mask, because padding on the right
+    cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel.
     """
 
     def __init__(self, model: Any, *, compile_forward: bool = False, like: TokenHead | None = None) -> None:
-        """`like`: the head of another model of the same architecture, whose findings hold for this one, too."""
+        """Wrap `model`; `like` is the head of a model of the same architecture, whose measurements are reused."""
         self.model = model.eval()
         self.head = keep_head_exact(model)
-        for parameter in self.head.parameters():  # mapped, they lie at odd addresses, where sums are rounded otherwise
+        # Tensors in a mapped file may be unaligned, and kernels then sum in another order: the same weights would give
+        # values that differ in the last bits. A clone is aligned.
+        for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
         self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
-        if like is not None:
+        if like is not None:  # equality was checked for `like`, and depends on the architecture alone
             self.lean = None if like.lean is None else LeanDecoder(model.base_model)
         elif self.is_causal and not self._layered and not compile_forward:
             self.lean = lean_decoder(model)
@@ -41,8 +43,8 @@ class TokenHead:
             compile_body(model, self)
 
     def __call__(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens."""
-        if self._layered:  # ModernBERT's token class
+        """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens."""
+        if self._layered:  # layers between body and head, as in ModernBERT's token classification class
             return self.model(input_ids=ids, attention_mask=attention).logits
         if self.lean is not None and not torch.is_grad_enabled():
             hidden = self.lean.hidden(ids)
@@ -53,14 +55,14 @@ class TokenHead:
         return self.head(hidden)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor) -> Tensor:
-        """Outputs `[B, A]` at index length-1 of each row."""
+        """Return outputs `[B, A]` at index length-1 of each row."""
         if self.lean is not None and not torch.is_grad_enabled():
             return self.head(self.lean.last_hidden(ids, lengths))
         return pool_last(self(ids, attention), lengths)
 
 
 def head_of(model: Any) -> torch.nn.Linear:
-    """The last linear layer outside the body: the one whose outputs are the logits."""
+    """Return the last linear layer outside the body: the one whose outputs are the logits."""
     body = f"{model.base_model_prefix}."
     layers = [
         module
@@ -73,7 +75,7 @@ def head_of(model: Any) -> torch.nn.Linear:
 
 
 def keep_head_exact(model: Any) -> torch.nn.Linear:
-    """The model's head, which from now on computes in the type of its own weights whatever the body runs in."""
+    """Make the head compute in the dtype of its own weights, regardless of the body's dtype, and return it."""
     head = head_of(model)
     if _to_weight_dtype not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(_to_weight_dtype)
@@ -82,9 +84,10 @@ def keep_head_exact(model: Any) -> torch.nn.Linear:
 
 @torch.no_grad()
 def measure_causality(model: Any) -> bool:
-    """Whether the body's hidden state at a token depends on that token and those before it only.
+    """Return whether the body's hidden state at a token depends only on that token and earlier ones.
 
-    Two rows that differ in their later half alone: the earlier half must stay, and the later must change.
+    Compares two rows that differ only in their second half: hidden states of the first half must agree, those of the
+    second must differ.
     """
     size = min(PROBE_TOKENS, model.get_input_embeddings().num_embeddings)
     half = PROBE_TOKENS // 2
@@ -97,7 +100,7 @@ def measure_causality(model: Any) -> bool:
 
 
 def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
-    """torch.compile the body, lengths dynamic, and run `forward` (ids, attention) for the graphs that serving needs.
+    """torch.compile the body with dynamic lengths, and call `forward(ids, attention)` to compile the graphs now.
 
     Raises:
         CheckpointError: there is no working compiler; the message says what to do.
@@ -105,10 +108,10 @@ def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
     model.base_model.compile(dynamic=True)
     try:
         with torch.no_grad():
-            for rows in (1, 2):  # of one row dynamo makes a graph of its own
+            for rows in (1, 2):  # dynamo specialises sizes of 1, so a single row has its own graph
                 ids = torch.zeros((rows, PROBE_TOKENS), dtype=torch.int64, device=model.device)
                 forward(ids, torch.ones_like(ids))
-    except Exception as error:  # dynamo and inductor have many errors; all of them mean that it does not work here
+    except Exception as error:  # dynamo and inductor raise many types; any of them means compilation does not work
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"torch.compile does not work here: {reason[:300]}; install a C++ compiler (g++) and Python's headers, or "

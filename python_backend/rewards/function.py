@@ -1,6 +1,6 @@
 """Reward functions: their argument `Sample`, how they are imported, and which results are valid.
 
-Imports the standard library alone, so that user code and worker processes start fast.
+Imports only the standard library, so that worker processes start fast.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 from python_backend.errors import RlhfError
 
-PROMPT_KEY = "prompt"  # reserved in the metadata: the actor puts both texts there
+PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there
 RESPONSE_KEY = "response"
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
-LONGEST_ERROR = 500  # characters of a cause that travel back
+LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
 
 
 class FunctionError(RlhfError, ValueError):
-    """A reward function cannot be had; the message names it and the cause."""
+    """A reward function cannot be imported; the message names it and the cause."""
 
 
 class BadScore(RlhfError, ValueError):
-    """A function returned what is no score."""
+    """A function's return value is not a valid score."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +39,38 @@ class Sample:
     """One response to score."""
 
     text: str
-    """Prompt and response as one text, special tokens left out; of a chat prompt the response alone."""
+    """Prompt and response as one text, without special tokens; for a chat prompt only the response."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids of what was sent; of a text, those of the reward's tokenizer, no special ones added, at most 32768."""
+    """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The unknown columns of the prompt's line, and what the actor adds."""
+    """Additional columns of the prompt's line in the prompt file, and what the actor adds."""
 
     @property
     def prompt(self) -> str | None:
-        """The prompt's text; None if the caller sent none."""
+        """The prompt's text; None if the caller did not send it."""
         return self.metadata.get(PROMPT_KEY)
 
     @property
     def response(self) -> str | None:
-        """The response's text; None if the caller sent none."""
+        """The response's text; None if the caller did not send it."""
         return self.metadata.get(RESPONSE_KEY)
 
 
 def check_spec(spec: str) -> str:
-    """`spec` itself. Raises ValueError if it is neither `file.py:name` nor `package.module:name`."""
+    """Return `spec` unchanged. Raises ValueError unless it is `file.py:name` or `package.module:name`."""
     if not FILE_SPEC.fullmatch(spec) and not MODULE_SPEC.fullmatch(spec):
         raise ValueError(f"{spec!r} is no function; write path/to/file.py:name or package.module:name")
     return spec
 
 
 def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
-    """A file's `spec` with its path made absolute by `place`; a module's unchanged."""
+    """Return a file spec with its path mapped by `place`; a module spec is returned unchanged."""
     found = FILE_SPEC.fullmatch(spec)
     return f"{place(Path(found['file']))}:{found['name']}" if found else spec
 
 
 def load_function(spec: str) -> Callable[[Sample], Any]:
-    """Import the function. Raises FunctionError, whatever the imported code raised."""
+    """Import the function. Raises FunctionError for any exception in the imported code."""
     check_spec(spec)
     source, _, name = spec.rpartition(":")
     try:
@@ -85,11 +85,11 @@ def load_function(spec: str) -> Callable[[Sample], Any]:
 
 
 def score(function: Callable[[Sample], Any], sample: Sample) -> float:
-    """The function's score of one sample.
+    """Return the function's score of one sample.
 
     Raises:
-        BadScore: what it returned is no number, or not finite.
-        BaseException: whatever the function raised.
+        BadScore: the return value is not a number, or not finite.
+        BaseException: anything that the function raises.
     """
     value = function(sample)
     if isinstance(value, (str, bytes)) or value is None:
@@ -104,7 +104,7 @@ def score(function: Callable[[Sample], Any], sample: Sample) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """One line: type, message, and the place in the code; cut to what is worth sending."""
+    """Return one line with the error's type, message and place in the code, truncated to `LONGEST_ERROR` characters."""
     if isinstance(error, BadScore):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -120,7 +120,7 @@ def _import_file(path: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or found is None or found.loader is None:
         raise FileNotFoundError(f"there is no file {path}")
-    sys.path.insert(0, str(path.parent.absolute()))  # as `python file.py` does: its neighbours can be imported
+    sys.path.insert(0, str(path.parent.absolute()))  # as `python file.py` does, so that it can import its neighbours
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -1,6 +1,7 @@
-"""Worker processes of one reward function; killing one costs only the sample that it was scoring.
+"""Pool of worker processes for one reward function; killing a worker loses only the sample that it was scoring.
 
-One thread, one process and one socket per worker: a killed worker leaves nothing locked that others share.
+Unlike multiprocessing's pools and queues, workers share no locks: each has its own thread, process and socket, so one
+can be killed at any time.
 """
 
 from __future__ import annotations
@@ -29,40 +30,50 @@ from python_backend.rewards.worker import receive_frame, send_frame
 from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
-START_LIMIT_S = 60.0  # for Python and the function's imports
-LOOK_INTERVAL_S = 0.1  # between looks whether the worker lives and the pool is wanted
+START_LIMIT_S = 60.0  # for the interpreter and the function's imports
+LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sample: `error` is empty exactly when there is a score; `score` is NaN otherwise."""
+    """Result of scoring one sample: a score and an empty `error`, or NaN and the error."""
 
     score: float = float("nan")
     error: str = ""
 
 
 class WorkerDied(RlhfError):
-    """The worker process is gone; the message says how it ended."""
+    """The worker process has ended; the message says how."""
 
 
 class PoolClosed(RuntimeError):
-    """The pool was closed while a sample was under way."""
+    """The pool was closed while a worker was starting or scoring."""
 
 
 class Worker:
     """One process that has imported the function."""
 
     def __init__(self, spec: str, wanted: Callable[[], bool], *, start_limit_s: float, memory_mib: int) -> None:
-        """Raises FunctionError if the function cannot be imported in time, PoolClosed."""
+        """Start the process and wait until it has imported the function.
+
+        Args:
+            wanted: returns False once the pool is closed.
+            start_limit_s: time limit for the import.
+            memory_mib: memory limit of the process.
+
+        Raises:
+            FunctionError: the function cannot be imported, or not in time.
+            PoolClosed: the pool was closed meanwhile.
+        """
         self._wanted = wanted
         self._channel, theirs = socket.socketpair()
-        with theirs:
+        with theirs:  # close our copy: otherwise the socket would not report the end of the worker
             arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
             self._process = subprocess.Popen(
                 [_python(), "-m", "python_backend.rewards.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
             answer = self._read(start_limit_s)
@@ -78,7 +89,7 @@ class Worker:
             raise FunctionError(answer["error"])
 
     def run(self, sample: Sample, limit_s: float) -> Outcome:
-        """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied, PoolClosed; kill the worker then."""
+        """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied or PoolClosed; then kill the worker."""
         started = time.monotonic()
         self._channel.settimeout(limit_s)
         try:
@@ -90,7 +101,7 @@ class Worker:
         return Outcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
 
     def kill(self) -> None:
-        """End the process and whatever it started; returns when it is gone."""
+        """Kill the process and everything it started (its process group); return when it has ended."""
         self._channel.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -103,7 +114,8 @@ class Worker:
         ]:
             if not self._wanted():
                 raise PoolClosed
-            if self._process.poll() is not None:  # what it has forked holds the socket open
+            # The socket's end of file is not enough: a process that the worker has forked may hold it open.
+            if self._process.poll() is not None:
                 raise WorkerDied(self._obituary())
             if time.monotonic() >= deadline:
                 raise TimeoutError
@@ -116,7 +128,7 @@ class Worker:
             raise WorkerDied(self._obituary()) from error
 
     def _obituary(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a socket may close before the exit code is there
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes before the exit code is available
             self._process.wait(1.0)
         code = self._process.poll()
         return f"the worker process {'closed its channel' if code is None else how_ended(code)}"
@@ -126,7 +138,7 @@ Pending = tuple[Sample, Callable[[Outcome], None]]
 
 
 class FairQueue:
-    """Samples that wait, one of each request in turn: a request of thousands does not keep one of a few waiting."""
+    """Queue of samples that serves requests in turn, one sample each: a large request does not hold up small ones."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -144,7 +156,7 @@ class FairQueue:
                 self._changed.notify_all()
 
     def get(self) -> Pending | None:
-        """Wait for a sample; None once the queue is closed."""
+        """Wait for a sample and return it; None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._requests or self._closed)
             if self._closed:
@@ -157,7 +169,7 @@ class FairQueue:
             return sample
 
     def close(self) -> None:
-        """Drop what waits."""
+        """Close the queue; samples that are still waiting are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -178,11 +190,12 @@ class WorkerPool:
         """Start the workers and return when each has imported the function.
 
         Args:
-            timeout_s: longest run of one sample, from the moment a worker begins with it.
-            memory_mib: most memory of a worker.
+            timeout_s: time limit for one sample, from the moment a worker starts on it.
+            memory_mib: memory limit of a worker.
+            start_limit_s: time limit for a worker's start, imports included.
 
         Raises:
-            FunctionError: it cannot be imported; nothing is left running.
+            FunctionError: the function cannot be imported; no process is left running.
         """
         self._timeout_s = timeout_s
         self._closed = threading.Event()
@@ -203,31 +216,32 @@ class WorkerPool:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that no worker has begun with."""
+        """Number of samples that no worker has started on."""
         return self._samples.size
 
     def submit(self, samples: Iterable[Pending]) -> None:
-        """Score the samples of one request, in turn with those of others.
+        """Queue the samples of one request, to be scored in turn with those of other requests.
 
-        Each is given with a function that is called once, from a thread of the pool, unless the pool is closed before.
+        Each sample comes with a callback, which is called once with the outcome, from a thread of the pool. It is not
+        called for samples that are dropped because the pool closes.
         """
         self._samples.put(samples)
 
     def close(self) -> None:
-        """End every worker, at once; samples that are not done are dropped."""
+        """Kill all workers at once; unfinished samples are dropped."""
         self._closed.set()
         self._samples.close()
         for thread in self._threads:
             thread.join()
 
     def _serve(self) -> None:
-        """One worker's thread; it replaces a worker that is gone when the next sample comes."""
+        """Run one worker's thread. A worker that was killed is replaced when the next sample arrives."""
         worker = None
         try:
             try:
                 worker = self._start()
                 self._started.put(None)
-            except Exception as error:  # thread edge: told to the constructor
+            except Exception as error:  # thread edge: the constructor raises it
                 self._started.put(error)
                 return
             while (item := self._samples.get()) is not None:
@@ -237,7 +251,7 @@ class WorkerPool:
                     outcome, worker = self._run(worker, sample)
                 except PoolClosed:
                     return
-                except Exception as error:  # thread edge: a thread that died would leave its samples without an end
+                except Exception as error:  # thread edge: if the thread died, its samples would never be completed
                     outcome = Outcome(error=str(error) or type(error).__name__)
                 done(outcome)
         finally:
@@ -245,8 +259,8 @@ class WorkerPool:
                 worker.kill()
 
     def _run(self, worker: Worker, sample: Sample) -> tuple[Outcome, Worker | None]:
-        """The outcome, and the worker if it may go on."""
-        healthy = False
+        """Score one sample; return the outcome, and the worker if it can be used again (otherwise it is killed)."""
+        healthy = False  # an exception of any kind, PoolClosed included, must not leave the worker running
         try:
             outcome = worker.run(sample, self._timeout_s)
             healthy = True
@@ -261,7 +275,7 @@ class WorkerPool:
 
 
 def _python() -> str:
-    """The interpreter; inside Triton's stub `sys.executable` may be the stub itself, or empty."""
+    """Return the path of the interpreter. In Triton's stub process `sys.executable` may be the stub, or empty."""
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
     found = shutil.which("python3")

@@ -1,4 +1,4 @@
-"""The weighted sum of several rewards; a row that lacks one of them has no reward."""
+"""The weighted sum of several rewards; a row with a missing component has no reward."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 def weighted_sum(
     names: Sequence[str], weights: np.ndarray, components: np.ndarray, causes: Mapping[str, Sequence[str]]
 ) -> tuple[np.ndarray, list[str]]:
-    """`(rewards, errors)` of B rows: a row whose every component is finite has a reward, any other a cause.
+    """Return `(rewards, errors)` of B rows; a row has a reward if all its components and their sum are finite.
 
     Args:
+        names: names of the C components, for error messages.
         weights: `[C]`.
-        components: `[B, C]`.
-        causes: for each component, if known, the B causes of failure, empty where there is none.
+        components: `[B, C]`, not finite where scoring failed.
+        causes: component name -> its B error messages, empty where there is none; components may be missing.
 
     Returns:
         rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is told below
+    with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes an error message below
         rewards = (components.astype(np.float64) @ weights).astype(np.float32)
     errors = []
     for i, row in enumerate(components):

@@ -1,7 +1,7 @@
-"""A reward function's worker: `python -m python_backend.rewards.worker SPEC FD MEMORY_MIB`.
+"""Worker process of a reward function: `python -m python_backend.rewards.worker SPEC FD MEMORY_MIB`.
 
-Receives samples over the socket `FD`, one at a time, and replies with `{"score"}` or `{"error"}`; ends with its parent.
-The function runs in the main thread and may crash the process: the pool starts another.
+Receives samples over the socket `FD`, one at a time, and replies with `{"score"}` or `{"error"}`. It ends when its
+parent does. The function runs in the main thread and may crash the process; the pool then starts another.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 from python_backend.rewards.function import FunctionError, Sample, describe, load_function, score
 
-HEADER = struct.Struct("!I")
+HEADER = struct.Struct("!I")  # a frame's length in bytes
 
 
 def send_frame(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Write one message: its length, then JSON. Raises OSError; TimeoutError after the channel's timeout."""
+    """Write one message: its length, then JSON. Raises OSError, and TimeoutError after the channel's timeout."""
     data = json.dumps(message).encode()
     channel.sendall(HEADER.pack(len(data)) + data)
 
 
 def receive_frame(channel: socket.socket) -> dict[str, Any]:
-    """Read one message. Raises EOFError when the other side is gone, OSError."""
+    """Read one message. Raises EOFError if the other side has closed the channel, and OSError."""
     (size,) = HEADER.unpack(_receive(channel, HEADER.size))
     return json.loads(_receive(channel, size))
 
@@ -46,9 +46,10 @@ def _receive(channel: socket.socket, size: int) -> bytes:
 
 
 def _watch_the_server(channel: socket.socket) -> None:
-    """Fork a process that ends all of our process group once the other side of the channel is gone.
+    """Fork a process that kills our process group when the server closes its side of the channel, or dies.
 
-    An endless function never looks at its channel, and a program that it has started knows of none.
+    The worker cannot do this itself: a function in an endless loop never reads the channel, and programs that the
+    function has started do not know about it.
     """
     if os.fork():
         return
@@ -60,20 +61,23 @@ def _watch_the_server(channel: socket.socket) -> None:
 
 
 def _bound_memory(memory_mib: int) -> None:
-    """Beyond it a function gets MemoryError; and if the machine runs out, this process goes before the server."""
+    """Limit this process's memory, beyond which the function gets MemoryError.
+
+    Also make the kernel's OOM killer prefer this process to the server.
+    """
     resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def main(argv: list[str]) -> int:
-    """Serve until the channel is closed; 1 if the function cannot be imported."""
+    """Score samples until the channel is closed; return 1 if the function cannot be imported."""
     spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
     channel = socket.socket(fileno=descriptor)
-    channel.set_inheritable(False)
+    channel.set_inheritable(False)  # programs that the function starts must not hold the channel open
     _watch_the_server(channel)
     _bound_memory(memory_mib)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the server's threads block signals, and masks are inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
     try:
         function = load_function(spec)
     except FunctionError as error:
@@ -87,7 +91,7 @@ def main(argv: list[str]) -> int:
             return 0
         try:
             answer: dict[str, Any] = {"score": score(function, Sample(**message))}
-        except BaseException as error:  # process edge: whatever it raised, sys.exit too, is this sample's error
+        except BaseException as error:  # process edge: anything the function raises, even SystemExit, fails this sample
             answer = {"error": describe(error)}
         send_frame(channel, answer)
 

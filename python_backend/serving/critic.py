@@ -1,6 +1,6 @@
-"""The critic inside tritonserver: serves the version that CURRENT names and swaps in the next one.
+"""Triton model `critic`: serves the weights version that CURRENT names and hot-swaps newer ones.
 
-Replies with `values` FP32 [B, S], 0 behind each row, and `weights_version` INT64 [B, 1], one version per request.
+Replies with `values` FP32 [B, S], zero-padded, and `weights_version` INT64 [B, 1]; one version scores a whole request.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ COUNTERS = {
 
 
 class TritonPythonModel(TorchScoringModel):
-    """Scores rows by the current version; a watcher thread brings the next, taken up between micro-batches."""
+    """Scores rows with the current weights version.
+
+    A `Follower` loads new versions in a background thread; requests that have not started yet use the new one.
+    """
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Triton's entry point at load: a Triton reload comes in here, in a fresh process."""
+        """Triton's entry point at load. A reload through Triton runs this in a new process."""
         self.set_up_torch(args)
         parameters = self.parameters
         self._served = Gauge(parameters.model, "rlhf_weights_version", "Version of the critic's weights that is served")
@@ -63,7 +66,7 @@ class TritonPythonModel(TorchScoringModel):
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""
-        super().finalize()
+        super().finalize()  # first answer the requests in flight, which still need the served version
         self._follower.stop()
 
     def current_model(self) -> Version:
@@ -71,14 +74,17 @@ class TritonPythonModel(TorchScoringModel):
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         rows = yield from self._reader.read(call)
-        check_size(SENTENCES, len(rows.tokens), rows.width, self.limits)  # of tokens it was checked; so is the answer
-        # A caller that names no outputs is asked for all of them by Triton, and gets those that it can have.
+        # The reader has checked the size of token requests; for sentences it is known only after tokenisation.
+        check_size(SENTENCES, len(rows.tokens), rows.width, self.limits)
+        # For a caller that names no outputs Triton requests all of them. So a missing `prompt_lengths` is an error only
+        # if `values` was not requested as well; otherwise the reply leaves `response_values` out.
         if RESPONSE_VALUES in call.wanted and VALUES not in call.wanted and rows.prompt_lengths is None:
             raise ContractError(f"{PROMPT_LENGTHS}: missing; {RESPONSE_VALUES} needs it")
         return rows
 
     def needs_forward(self, call: Call) -> bool:
-        # critic_infer asked for `rewards` alone still takes `after_critic` from here, which costs nothing.
+        # The ensemble critic_infer always takes `after_critic` from this model, even if only `rewards` was requested;
+        # that output needs no forward pass.
         return not call.wanted.isdisjoint((VALUES, RESPONSE_VALUES))
 
     def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
@@ -92,14 +98,15 @@ class TritonPythonModel(TorchScoringModel):
         if VALUES in wanted:
             answer[VALUES] = padded_rows(outputs, rows.width)
         if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:
+            # Indices p-1 ... length-2: the value of the state before each response token.
             parts = [output[p - 1 : -1] for output, p in zip(outputs, rows.prompt_lengths.tolist(), strict=True)]
             answer[RESPONSE_VALUES] = padded_rows(parts, max(1, *(part.size for part in parts)))
         return answer
 
     def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
-        """The critic in `folder`; a sibling of the served one shares what is known of its architecture.
+        """Load the critic in `folder`, reusing the module structure of the served one if there is one.
 
-        Looking at every weight also brings the mapped file into memory before the first forward needs it.
+        The finiteness check reads every weight, which also pages in the mapped file before the first forward pass.
         """
         critic = load_critic(folder, **self.loading) if served is None else served.with_weights(folder)
         critic.check_finite()

@@ -1,6 +1,6 @@
-"""critic_save inside tritonserver: has the sidecar write a checkpoint, or rewind to an earlier step.
+"""Triton model `critic_save`: makes the sidecar write a checkpoint or rewind to an earlier step.
 
-Replies once that is on disk and served, with `status` 0 and the `weights_version` that is served.
+Replies when the sidecar has done so, with `status` 0 and the `weights_version` being served.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from python_backend.wire.contract import optional_count, optional_counts, option
 
 
 class TritonPythonModel(JournalModel):
-    """Journals saves and rewinds, so that they are done in order with the trainings."""
+    """Journals saves and rewinds, so that the sidecar processes them in order with the training steps."""
 
     def accept(self, call: Call) -> Entry:
         optional_count(contract.DUMMY_VAR, call.array(contract.DUMMY_VAR), minimum=0)

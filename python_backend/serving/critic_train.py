@@ -1,6 +1,6 @@
-"""critic_train inside tritonserver: accepts training payloads into the journal.
+"""Triton model `critic_train`: accepts training payloads into the journal.
 
-Replies with `loss_mean` and `weights_version` once every instance serves the result.
+Replies with `loss_mean` and `weights_version` once every critic instance serves the updated weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from python_backend.wire.training_payload import sent_payload
 
 
 class TritonPythonModel(JournalModel):
-    """Validates and journals; never computes, never blocks the next caller."""
+    """Validates payloads and appends them to the journal; the sidecar trains on them in its own process."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
-        use_allocator("retain")  # fresh pages for every payload cost more than checking it does
+        use_allocator("retain")  # page faults for every payload would cost more than validating it
         store = WeightsStore(self.parameters.path("store"))
         number = store.current()
         if number is None:

@@ -1,6 +1,7 @@
-"""Follows CURRENT for one serving instance: loads announced versions, serves CURRENT, records what it serves.
+"""Follows the weights store for one serving instance: preloads announced versions and swaps to the one CURRENT names.
 
-`version` is rebound in one assignment, so a reader never sees a mixture. Imports no torch.
+`Follower.version` is replaced in a single assignment, so readers see either the old or the new version. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,23 +18,28 @@ from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore
 
 TOUCH_INTERVAL_S = 2.0
-EXPECTING_POLL_S = 0.001  # while a version is loaded and CURRENT has not moved yet
+# Once an announced version is loaded, CURRENT is about to move (the sidecar verifies the version meanwhile): poll fast
+# for a few seconds to keep the swap latency low.
+EXPECTING_POLL_S = 0.001
 EXPECTING_S = 5.0
-TROUBLE_PAUSE_S = 1.0
+TROUBLE_PAUSE_S = 1.0  # after an error, so that a persistent one does not flood the log
 ROLLBACK_HINT = "`python -m tools weights rollback` serves an older version"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A critic and the number of its weights."""
+    """A loaded critic and the number of its weights version."""
 
     number: int
     critic: Any
-    stamp: tuple[int, ...] = ()  # of its file: one that was written to since is not what was loaded
+    stamp: tuple[int, ...] = ()  # inode, size and mtime of the file when it was loaded; detects a later change
 
 
 class Follower:
-    """One instance's view of the store. `version` is what it serves; other threads only read it."""
+    """One instance's view of the weights store.
+
+    `version` is the version being served. Only `start` and the watcher thread assign it; any thread may read it.
+    """
 
     version: Version
 
@@ -50,10 +56,10 @@ class Follower:
     ) -> None:
         """
         Args:
-            load: makes a critic of a version's folder, given the critic served now (None for the first).
-            swaps: take up new versions; otherwise a fresh process does.
-            poll_s: pause between two looks at CURRENT.
-            count: told the number of each version that was taken up, or rejected.
+            load: loads a critic from a version's folder, given the critic served now (None for the first).
+            swaps: swap in new versions; if False, new versions are served only after a reload through Triton.
+            poll_s: polling interval for CURRENT in seconds.
+            count: called with the number of each version that was swapped in or rejected, and whether it was rejected.
         """
         self._store = store
         self._instance = instance
@@ -65,12 +71,12 @@ class Follower:
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights-watcher", daemon=True)
         self._staged: Version | None = None
-        self._unusable: dict[int, str] = {}  # versions that could not be loaded, and why
-        self._untold: ServingRecord | None = None  # what the disk has not taken yet
+        self._unusable: dict[int, str] = {}  # version -> why it could not be loaded
+        self._untold: ServingRecord | None = None  # record that could not be written yet
         self._expecting_until = 0.0
 
     def start(self) -> None:
-        """Load what CURRENT names, say so, and follow it from now on.
+        """Load the version that CURRENT names, record it, and start the watcher thread.
 
         Raises:
             WeightsError: the store is empty or its version cannot be loaded; the message names the cause.
@@ -78,15 +84,18 @@ class Follower:
         while True:
             self.version = self._first()
             self._tell(ServingRecord.of_this_process(self._instance, self.version.number))
-            # Whoever moves CURRENT looks at the records afterwards: one of us two sees the other.
+            # CURRENT may have moved while we loaded. The publisher moves CURRENT first and reads the records second,
+            # we write the record first and read CURRENT second: so at least one side sees the other's change.
             if self._store.current() == self.version.number:
                 break
-        self._store.records.forget_died()  # now that their place is taken: until then somebody is to ask for a process
+        # Only now: as long as a dead instance's record exists and no instance has replaced it, the sidecar (or
+        # `tools serve`) requests a fresh process.
+        self._store.records.forget_died()
         self._count(self.version.number, False)
         self._watcher.start()
 
     def stop(self) -> None:
-        """Serve no more."""
+        """Stop following and withdraw the serving record."""
         self._stop.set()
         self._watcher.join()
         self._store.records.withdraw(self._record)
@@ -96,12 +105,11 @@ class Follower:
             number = self._store.current()
             if number is None:
                 raise WeightsError(f"the weights store {self._store.root} is empty; {FIRST_VERSION}")
-            self._tell(
-                ServingRecord.of_this_process(self._instance, None, loading=number)
-            )  # keeps it from being pruned
+            # `loading` keeps the store from pruning the version while its files are being read.
+            self._tell(ServingRecord.of_this_process(self._instance, None, loading=number))
             try:
                 return Version(number, self._load(self._store.folder(number), None))
-            except Exception as error:  # another version may be named by now; otherwise it is told with a way out
+            except Exception as error:  # if CURRENT has moved meanwhile, try the new version instead
                 if self._store.current() == number:
                     self._store.records.withdraw(self._record)
                     raise WeightsError(
@@ -119,7 +127,7 @@ class Follower:
                 if time.monotonic() - touched > TOUCH_INTERVAL_S:
                     touched = time.monotonic()
                     self._store.records.touch(self._record)
-            except Exception as error:  # thread edge: a watcher that died would freeze the version for ever
+            except Exception as error:  # thread edge: if the watcher died, this instance would never swap again
                 self._log_error(f"weights watcher: {type(error).__name__}: {error}")
                 self._stop.wait(TROUBLE_PAUSE_S)
 
@@ -137,13 +145,13 @@ class Follower:
             self._stage(announced)
 
     def _stage(self, number: int) -> None:
-        """Load a version that is not served yet; a version that cannot be is told when CURRENT names it."""
+        """Load a version ahead of its swap; a failure is only reported if CURRENT later names that version."""
         self._staged = None
         try:
             stamp = self._stamp(number)
             self._staged = Version(number, self._load(self._store.folder(number), self.version.critic), stamp)
             self._expecting_until = time.monotonic() + EXPECTING_S
-        except Exception as error:  # whatever is wrong with it, the old version serves on
+        except Exception as error:  # whatever is wrong with the new version, the old one keeps serving
             self._unusable[number] = str(error)
 
     def _stamp(self, number: int) -> tuple[int, ...]:
@@ -154,12 +162,12 @@ class Follower:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _swap(self, number: int) -> None:
-        """Rebind the served version, or say why it cannot be served."""
-        if self._record.rejected == number:
+        """Serve version `number`, or record why this instance rejects it and keep serving the old one."""
+        if self._record.rejected == number:  # already recorded; the sidecar moves CURRENT back
             return
         start, previous = time.monotonic(), self.version.number
         if self._staged is None or (self._staged.number, self._staged.stamp) != (number, self._stamp(number)):
-            self._unusable.pop(number, None)  # it may have been announced before it was whole
+            self._unusable.pop(number, None)  # an earlier attempt may have read an incomplete file: try again
             self._stage(number)
         staged, self._staged = self._staged, None
         self._expecting_until = 0.0
@@ -176,7 +184,7 @@ class Follower:
         self._count(number, staged is None)
 
     def _tell(self, record: ServingRecord) -> None:
-        """Write down what is served; on a full disk it is tried again at the next look."""
+        """Write the serving record; if the disk refuses, the watcher retries at its next poll."""
         self._record = self._untold = record
         try:
             self._store.records.put(record)

@@ -1,7 +1,7 @@
-"""A reward function as a Triton model: worker processes score the rows, and the last one completes the reply.
+"""Triton model of a reward function: worker processes score the rows; the reply is sent when the last row is done.
 
 Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1] with the
-cause. Imports no torch.
+reason for it (empty if there is a score). Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from python_backend.serving.round_robin import RoundRobin
 from python_backend.serving.triton import Call, Parameters, log, log_error, refuse_numpy_2
 from python_backend.wire import contract
 
-ANY_TOKEN = contract.Limits(vocab_size=2**31)  # a policy's vocabulary may be padded beyond the tokenizer's
+# Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
+ANY_TOKEN = contract.Limits(vocab_size=2**31)
 
 
 class TritonPythonModel:
-    """Scores rows by one function."""
+    """Scores rows with one reward function."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load. Raises FunctionError if the function cannot be imported."""
@@ -42,13 +43,16 @@ class TritonPythonModel:
         log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s for a sample")
 
     def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: another thread makes texts of token rows, or the reverse, and hands them to workers."""
+        """Triton's entry point: queue the requests for a background thread, which (de)tokenises their rows.
+
+        Tokenising here would block the model's other requests, because Triton calls `execute` from one thread.
+        """
         for request in requests:
             self._texts.submit(self._hand_over(Call(request)))
 
     def finalize(self) -> None:
-        """Triton's entry point at unload, once every request has its answer: no worker is left behind."""
-        self._texts.close()
+        """Triton's entry point at unload, after every request has been answered. Kills all workers."""
+        self._texts.close()  # before the pool, which its jobs submit to
         self._pool.close()
 
     def _hand_over(self, call: Call) -> Generator[None, None, None]:
@@ -59,7 +63,7 @@ class TritonPythonModel:
                 raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
             pending = PendingCall(call, len(samples))
             self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
-        except Exception as error:  # thread edge: one request's error is that request's answer
+        except Exception as error:  # thread edge: an error fails this request only
             _refuse(call, error)
 
     def _samples(self, call: Call) -> Generator[None, None, list[Sample]]:
@@ -77,12 +81,12 @@ class TritonPythonModel:
             text = sample.text if sentences is not None else self._codec.decode(sample.tokens)
             tokens = self._codec.encode(text, LONGEST_ROW_TOKENS) if sentences is not None else sample.tokens
             samples[i] = Sample(text, tokens, metadata[i])
-            yield
+            yield  # (de)tokenising is slow: let the other requests of the thread take turns
         return samples
 
 
 class PendingCall:
-    """A request whose rows are with the workers; answered from a thread of the pool."""
+    """A request whose rows are being scored; answered from the pool thread that completes its last row."""
 
     def __init__(self, call: Call, num_rows: int) -> None:
         self._call = call
@@ -91,7 +95,7 @@ class PendingCall:
         self._lock = threading.Lock()
 
     def done(self, row: int, outcome: Outcome) -> None:
-        """Take a row's outcome; the last one answers the request."""
+        """Store a row's outcome; the last one answers the request."""
         with self._lock:
             self._outcomes[row] = outcome
             self._left -= 1
@@ -99,20 +103,26 @@ class PendingCall:
                 return
         try:
             _answer(self._call, self._outcomes)
-        except Exception as error:  # thread edge: a worker's thread must outlive a caller that is gone
+        except Exception as error:  # thread edge: a caller that has gone away must not kill the worker's thread
             log_error(f"an answer could not be sent: {type(error).__name__}: {error}")
 
 
 def _answer(call: Call, outcomes: Sequence[Outcome]) -> None:
-    """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
+    """Send the scores, with failures as row errors.
+
+    The request itself never fails: two ensemble steps that fail at the same time can crash tritonserver 2.51.
+    """
     scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
-    with np.errstate(over="ignore"):  # beyond FP32: infinite, which the sum calls a failure
+    with np.errstate(over="ignore"):  # a score beyond FP32 becomes infinite, which the weighted sum reports as an error
         arrays = {contract.REWARD_COMPONENT: scores.astype(np.float32)}
     call.answer({**arrays, contract.REWARD_ERROR: contract.texts_array([outcome.error for outcome in outcomes])})
 
 
 def _refuse(call: Call, error: Exception) -> None:
-    """Give every row the error as its cause; Triton gives all tensors of a request the same number of rows."""
+    """Answer with `error` as the error of every row.
+
+    The number of rows may be read from any input, because Triton checks that all have the same batch dimension.
+    """
     inputs = (contract.SENTENCES, contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.METADATA)
     arrays = (call.array(name) for name in inputs)
     try:
@@ -120,5 +130,5 @@ def _refuse(call: Call, error: Exception) -> None:
         if num_rows == 0:
             raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
         _answer(call, [Outcome(error=str(error))] * num_rows)
-    except Exception as trouble:  # thread edge: the request must have an answer
+    except Exception as trouble:  # thread edge: the request must be answered
         call.fail(trouble)

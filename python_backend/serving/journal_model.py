@@ -1,6 +1,6 @@
-"""The base of critic_train and critic_save: a request becomes a journal entry, its result the reply.
+"""Base of the Triton models critic_train and critic_save: a request becomes a journal entry, its result the reply.
 
-A waiter thread replies once the sidecar has served the entry. Imports no torch.
+A waiter thread sends the reply once the sidecar has recorded the entry's result. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from python_backend.store.heartbeat import HeartbeatWatch
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.wire.contract import RUN_ID, TRAINING_KEY_HEADER, ContractError
 
-FOLLOWER_GRACE_S = 3.0  # a sidecar that is being restarted counts as there
+FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
     "rlhf_steps_failed_total": "Steps, saves and rewinds that the sidecar answered with an error, as a rejected version"
 }
 
 
 class JournalModel:
-    """Base of critic_train and critic_save: accept durably, return at once, answer when the sidecar has served it."""
+    """Base of critic_train and critic_save.
+
+    `execute` writes each request to the journal durably and returns; a waiter thread polls for results, answers the
+    callers, and fails them with UNAVAILABLE if the sidecar is missing or makes no progress.
+    """
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -49,7 +53,7 @@ class JournalModel:
         raise AssertionError("defined by the subclass")
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
-        """The response tensors of a result."""
+        """Return the response tensors for a result without an error."""
         raise AssertionError("defined by the subclass")
 
     def execute(self, requests: list[Any]) -> None:
@@ -59,16 +63,16 @@ class JournalModel:
             try:
                 self._check_key(call)
                 entry = self.accept(call)
-            except OSError as error:  # process edge: the disk refused, nothing was accepted
+            except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
                 call.fail(Unavailable(f"the journal cannot be written: {error}"))
-            except Exception as error:  # process edge: this request's answer
+            except Exception as error:  # process edge: an error fails this request only
                 call.fail(error)
             else:
                 with self._lock:
                     self._waiting.append((call, entry, time.monotonic()))
 
     def finalize(self) -> None:
-        """Triton's entry point at unload: whoever still waits is told that nothing is lost."""
+        """Triton's entry point at unload. Fails waiting calls with UNAVAILABLE; their entries stay in the journal."""
         self._stop.set()
         self._waiter.join()
         for call, entry, _ in self._waiting:
@@ -82,6 +86,10 @@ class JournalModel:
             raise ContractError(f"header {TRAINING_KEY_HEADER}: missing or wrong")
 
     def _answer_loop(self) -> None:
+        """Answer calls whose result is there, until `_stop` is set.
+
+        Results are files, so they are polled. The lock is not held meanwhile: `execute` may add calls.
+        """
         while not self._stop.wait(0.005):
             with self._lock:
                 waiting = list(self._waiting)
@@ -91,14 +99,16 @@ class JournalModel:
                     self._waiting = [item for item in self._waiting if item not in finished]
 
     def _try_to_settle(self, call: Call, entry: Entry, since: float) -> bool:
+        """Return whether the call is answered; an unexpected error is logged and retried."""
         try:
             return self._settle(call, entry, since)
-        except Exception as error:  # thread edge: a waiter that died would leave every caller without an answer
+        except Exception as error:  # thread edge: if the waiter died, no caller would ever be answered
             log_error(f"journal: {entry.name}: {type(error).__name__}: {error}")
             self._stop.wait(1.0)
             return False
 
     def _settle(self, call: Call, entry: Entry, since: float) -> bool:
+        """Answer the call if there is a result, fail it if the sidecar is in trouble; return whether it is answered."""
         result = self.journal.result(entry)
         if result is not None:
             if result.error:
@@ -114,6 +124,7 @@ class JournalModel:
         return trouble is not None
 
     def _trouble(self, waited_s: float) -> str | None:
+        """Return why a call that has waited this long cannot expect a result; None while the sidecar makes progress."""
         silence_s = self._heartbeats.silence_s()
         heartbeat = self._heartbeats.last
         if waited_s < FOLLOWER_GRACE_S:
@@ -122,8 +133,9 @@ class JournalModel:
             return "no sidecar follows the journal: start `python -m trainer`"
         if heartbeat is None:
             return None
+        # A call also waits the full timeout itself: the silence may be older than the call.
         if min(silence_s, waited_s) > self._silence_s:
-            cause = refusal(self.journal.root)  # a full disk takes no heartbeat either
+            cause = refusal(self.journal.root)  # on a full disk the sidecar cannot write its heartbeat either
             disk = f"; the journal's disk refuses: {cause.strerror}" if cause else ""
             return (
                 f"the sidecar has made no progress for {silence_s:.0f} s (step {heartbeat.step}, "

@@ -1,7 +1,7 @@
-"""The reference model inside tritonserver: the policy as it was before training.
+"""Triton model `reference`: log-probs under the frozen policy from before training.
 
-Replies with `logprobs` FP32 [B, S]: index t is of token t+1, under the sampling temperature and without the tokens that
-are never sampled; 0 behind each row.
+Replies with `logprobs` FP32 [B, S], zero-padded. Index t is the log-prob of token t+1 under the sampling distribution,
+that is at the sampling temperature and without the banned tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from python_backend.wire.contract import ContractError, ScoringRows, scoring_row
 
 
 class TritonPythonModel(TorchScoringModel):
-    """Gives log-probs by one fixed checkpoint."""
+    """Computes log-probs with one fixed checkpoint."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -41,7 +41,7 @@ class TritonPythonModel(TorchScoringModel):
         return self._model
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-        yield from ()  # tokens are read at once
+        yield from ()  # makes this a generator; token rows are read without yielding
         tokens = call.array(contract.TOKENS)
         if tokens is None:
             raise ContractError(f"{contract.TOKENS}: missing")

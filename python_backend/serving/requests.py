@@ -1,4 +1,4 @@
-"""Reads a scoring request: token rows as they came, or sentences tokenised by the model's own tokenizer."""
+"""Reads scoring requests: token rows as sent, or sentences tokenised with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from python_backend.wire.contract import (
     text_bytes,
 )
 
-if TYPE_CHECKING:  # it imports what exists only inside tritonserver
+if TYPE_CHECKING:  # that module imports triton_python_backend_utils, which exists only inside tritonserver
     from python_backend.serving.triton import Call, Parameters
 
 MESSAGES = "messages"
-BYTES_PER_ROW = 128  # of Python's objects, beside the text
-LONGEST_ROW_TOKENS = 32_768  # for a checkpoint that names no limit, and a configuration that sets none
+BYTES_PER_ROW = 128  # estimated overhead of a row's Python objects, in addition to the text
+LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
 
 
 class RowReader:
-    """Reads requests for one model; `sentences` win over `tokens`."""
+    """Reads requests for one model; `sentences` take precedence over `tokens`."""
 
     def __init__(
         self, checkpoint: Path, limits: Limits, *, add_special_tokens: bool, skipped_pad_id: int | None = None
     ) -> None:
-        """Read for the model in `checkpoint`.
+        """Create a reader; the tokenizer is loaded when the first sentence arrives.
 
         Args:
             checkpoint: folder with the tokenizer.
-            limits: of the rows.
-            add_special_tokens: tokenise sentences as `tokenizer(text)`; otherwise without special tokens, and cut to
-                their first `max_length` tokens.
-            skipped_pad_id: padding id that transformers skips when it looks for a row's last token; with
-                `add_special_tokens`, sentences end before it.
+            limits: limits that rows are checked against.
+            add_special_tokens: tokenise sentences as `tokenizer(text)` does; otherwise without special tokens,
+                truncated to their first `max_length` tokens.
+            skipped_pad_id: padding id that transformers skips when it looks for a row's last token. With
+                `add_special_tokens`, trailing tokens with this id are removed from sentences.
         """
         self._checkpoint = checkpoint
         self._limits = limits
@@ -57,10 +57,11 @@ class RowReader:
         self._tokenizer: Any = None
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-        """Read the request's rows; a generator, because sentences take long.
+        """Read the request's rows; a generator, because tokenising sentences is slow.
 
-        Tokens are read at once. With sentences it yields before it decodes them, with the memory in bytes that they
-        take, and again after each; the caller decides in which thread it goes on. Raises ContractError.
+        Token rows are returned without yielding. For sentences, the first yield comes before any decoding and gives
+        their memory in bytes; another yield follows after each sentence. The caller chooses the thread in which the
+        generator continues. Raises ContractError.
         """
         sentences = call.array(SENTENCES)
         if sentences is None:
@@ -79,8 +80,8 @@ class RowReader:
         return ScoringRows(rows, max(row.size for row in rows))
 
     def _tokenize(self, index: int, text: str, metadata: dict[str, Any]) -> np.ndarray:
-        """Ids int64 `[length]`, cut to the model's limit."""
-        if self._tokenizer is None:  # only clients with another tokenizer need it
+        """Return token ids int64 `[length]`, truncated to the model's limit."""
+        if self._tokenizer is None:  # loaded lazily: clients that send tokens never need it
             self._tokenizer = load_tokenizer(self._checkpoint)
         if MESSAGES in metadata:
             text = self._render(index, text, metadata[MESSAGES])
@@ -100,7 +101,7 @@ class RowReader:
         return ids
 
     def _render(self, index: int, reply: str, messages: Any) -> str:
-        """The conversation `messages` and, where there is one, `reply` to it, in the checkpoint's chat template."""
+        """Render `messages`, followed by `reply` if it is not empty, with the checkpoint's chat template."""
         where = f"{METADATA}[{index}].{MESSAGES}"
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise ContractError(f'{where}: {str(messages)[:80]}, must be a list of {{"role": …, "content": …}}')
@@ -112,14 +113,14 @@ class RowReader:
         conversation = [*messages, {"role": "assistant", "content": reply}] if reply else messages
         try:
             text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
-            text.encode()  # JSON may hold lone surrogates, which no tokenizer takes
+            text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
             return text
-        except Exception as error:  # whatever the template's own code raises
+        except Exception as error:  # the template is the checkpoint's own code and may raise anything
             raise ContractError(f"{where}: the chat template refuses it: {error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:
-    """The checkpoint's limits, tightened to what the configuration says."""
+    """Return the checkpoint's limits, tightened by the configuration's `max_length` and bounds of one request."""
     configured = parameters.optional("max_length")
     lengths = [length for length in (limits.max_length, int(configured) if configured else None) if length]
     return dataclasses.replace(request_limits(limits, parameters), max_length=min(lengths, default=LONGEST_ROW_TOKENS))

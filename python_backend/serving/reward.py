@@ -1,4 +1,4 @@
-"""The reward model inside tritonserver: replies with `rewards` FP32 [B, 1], the standardised scores."""
+"""Triton model `reward_model`: replies with `rewards` FP32 [B, 1] ([B, A] without merging), the standardised scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from python_backend.wire.contract import REWARDS, ScoringRows
 
 
 class TritonPythonModel(TorchScoringModel):
-    """Scores rows by one fixed checkpoint."""
+    """Scores rows with one fixed checkpoint."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -56,7 +56,7 @@ class TritonPythonModel(TorchScoringModel):
 
 
 def read_standardization(setting: str) -> Standardization:
-    """What the configuration's text means: `checkpoint`, `off`, or JSON `{"mean": m, "std": s}`."""
+    """Parse the model parameter: `checkpoint`, `off`, or JSON `{"mean": m, "std": s}`."""
     if setting in ("checkpoint", "off"):
         return cast(Standardization, setting)
     constants = json.loads(setting)

@@ -1,6 +1,7 @@
-"""The weighted sum of several rewards, the last step of the ensemble `reward_model`.
+"""Triton model of the weighted sum of several rewards, the last step of the ensemble `reward_model`.
 
-Takes each component's scores FP32 [B, 1], NaN where it failed, and each function's causes BYTES [B, 1].
+Its inputs are each component's scores FP32 [B, 1], NaN where scoring failed, and each reward function's errors
+BYTES [B, 1].
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWAR
 
 
 class TritonPythonModel:
-    """Adds up what the other models scored."""
+    """Computes the weighted sum of the components' scores."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""

@@ -1,4 +1,4 @@
-"""Round-robin execution of long jobs in one thread: a long job delays a short one by a slice, not by its own length."""
+"""Round-robin execution of long jobs in one thread: a long job delays a short one by one time slice at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLICE_S = 0.005
 
 
 def run_to_end(job: Job[T]) -> T:
-    """Run the job in the calling thread; return what it returns."""
+    """Run the job to completion in the calling thread; return its return value."""
     while True:
         try:
             next(job)
@@ -26,7 +26,7 @@ def run_to_end(job: Job[T]) -> T:
 class RoundRobin:
     """A thread that runs generators in turn, each for `SLICE_S` or one step, whichever is longer.
 
-    Jobs must not raise.
+    Jobs must not raise: an exception would end the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ class RoundRobin:
         self._thread.start()
 
     def submit(self, job: Job[None]) -> None:
-        """Start the job behind those that are waiting."""
+        """Append the job to the queue; its first step runs in the thread."""
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -52,11 +52,11 @@ class RoundRobin:
                     self._jobs.put(job)
             elif self._jobs.empty():
                 return
-            else:  # closed, and jobs are left
+            else:  # closed, but jobs remain: move the end marker behind them
                 self._jobs.put(None)
 
     def _run_slice(self, job: Job[None]) -> None:
-        """Raise StopIteration when the job is done."""
+        """Advance the job for one slice. Raises StopIteration when it is done."""
         deadline = time.monotonic() + SLICE_S
         next(job)
         while time.monotonic() < deadline:

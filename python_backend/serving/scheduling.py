@@ -1,4 +1,4 @@
-"""Chooses the rows of the next forward: the oldest row, and rows of similar length that are cheaper to run with it.
+"""Chooses the rows of the next forward pass: the oldest row, and rows of similar length that are cheaper to add to it.
 
 Pure bookkeeping: no torch, no Triton, no threads.
 """
@@ -13,56 +13,59 @@ from itertools import count
 from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner", bound=Hashable)
-# Threads that run forwards hand the interpreter on this often (Python's own: 5 ms, in which the others stand still).
+# For sys.setswitchinterval. With Python's default of 5 ms, a thread that runs forward passes holds the GIL so long that
+# the threads that read and answer requests stall.
 SWITCH_INTERVAL_S = 0.0005
+# A request's backlog counts towards backpressure with at most this many forward passes, so that one huge request does
+# not keep others out of the pool.
 PRESSING_FORWARDS = 4
-LONG_REQUEST_SHARE = 4  # while others wait, one request gets at most one forward token in so many
+LONG_REQUEST_SHARE = 4  # while other requests wait, a long one gets at most one token in this many
 
 
 @dataclass(frozen=True, order=True)
 class _Row(Generic[Owner]):
     length: int
-    number: int  # unique: no two rows compare equal
+    number: int  # unique and ascending, so that rows are totally ordered by (length, number)
     owner: Owner = field(compare=False)
     index: int = field(compare=False)
     turn: int = field(compare=False)
 
 
 class RowPool(Generic[Owner]):
-    """Rows that wait for a forward.
+    """Rows waiting for a forward pass, in the order of their turns.
 
-    Order is first come, first served, in tokens: a row's turn is the number of tokens served when its request came,
-    plus `LONG_REQUEST_SHARE` times those of the request's earlier rows. So requests of a few rows are served in order
-    of arrival, none starves, and one of a thousand rows lets those that come after it pass between its forwards.
+    A row's turn is the number of tokens that had been served when its request arrived, plus `LONG_REQUEST_SHARE` times
+    the tokens of the request's earlier rows. Small requests are thus served in order of arrival, no request starves,
+    and a request of a thousand rows lets later requests pass between its forward passes.
     """
 
     def __init__(self, *, token_budget: int, max_rows: int, overhead_tokens: int) -> None:
         """
         Args:
-            token_budget: most tokens of one forward, padding included; a longer row is alone.
-            max_rows: most rows of one forward.
-            overhead_tokens: what a forward costs beyond its tokens, in tokens. A row joins a forward while the padding
-                that this brings costs less than a forward of its own.
+            token_budget: maximum tokens of one forward pass, padding included; a longer row runs alone.
+            max_rows: maximum rows of one forward pass.
+            overhead_tokens: fixed cost of a forward pass, in tokens. A row joins a forward pass if the padding that it
+                adds costs no more than this, the cost of a separate forward pass.
         """
         self._token_budget = token_budget
         self._max_rows = max_rows
         self._overhead_tokens = overhead_tokens
         self._by_length: list[_Row[Owner]] = []
         self._by_turn: list[tuple[int, int, _Row[Owner]]] = []
-        self._taken: set[int] = set()
+        self._taken: set[int] = set()  # numbers of rows still in the heap but gone: removed lazily by `oldest`
         self._numbers = count()
         self._served_tokens = 0
         self._of_owner: dict[Owner, int] = {}
         self.tokens = 0
-        """Tokens that wait."""
+        """Tokens waiting."""
         self.pressing_tokens = 0
-        """Of these, no more than `PRESSING_FORWARDS` forwards' worth of each request: the rest lets others pass."""
+        """Tokens waiting, where each request counts with at most `PRESSING_FORWARDS * token_budget`."""
 
     def __len__(self) -> int:
         return len(self._by_length)
 
     def add(self, owner: Owner, lengths: Sequence[int]) -> None:
-        """Append a request's rows, given their lengths in tokens."""
+        """Add a request's rows, given their lengths in tokens."""
         earlier = 0
         for index, length in enumerate(lengths):
             turn = self._served_tokens + LONG_REQUEST_SHARE * earlier
@@ -73,16 +76,16 @@ class RowPool(Generic[Owner]):
         self._count(owner, earlier)
 
     def oldest(self) -> Owner | None:
-        """The request whose row is next; None when nothing waits."""
+        """Return the request of the row whose turn is next; None if no row is waiting."""
         while self._by_turn and self._by_turn[0][1] in self._taken:
             self._taken.discard(heapq.heappop(self._by_turn)[1])
         return self._by_turn[0][2].owner if self._by_turn else None
 
     def take(self, may_join: Callable[[Owner], bool] = lambda owner: True) -> list[tuple[Owner, int]]:
-        """Remove and return the rows of the next forward as `(owner, index)`, shortest first; [] when nothing waits.
+        """Remove and return the rows of the next forward pass as `(owner, index)`, shortest first; [] if none wait.
 
         Args:
-            may_join: whether rows of a request may run with the oldest row.
+            may_join: whether rows of the given request may run together with the oldest row.
         """
         if self.oldest() is None:
             return []
@@ -95,24 +98,25 @@ class RowPool(Generic[Owner]):
                 chosen.append(row)
                 width = max(width, row.length)
         self._remove(chosen)
-        self._taken.discard(first.number)  # it has left both orders
+        self._taken.discard(first.number)  # popped from the heap above, so `oldest` will not meet it again
         return [(row.owner, row.index) for row in sorted(chosen)]
 
     def discard(self, owner: Owner) -> None:
-        """Forget all rows of a request."""
+        """Drop all waiting rows of a request."""
         gone = [row for row in self._by_length if row.owner is owner]
         self._remove(gone)
+        # `_remove` counted them as served, but they were not: later requests would get a turn that is too late.
         self._served_tokens -= sum(row.length for row in gone)
 
     def _nearest(self, first: _Row[Owner]) -> list[_Row[Owner]]:
-        """The rows about as long as `first`, the closest first."""
+        """Return up to `max_rows` rows on either side of `first` by length, closest length first."""
         position = bisect_left(self._by_length, first)
         below = self._by_length[max(0, position - self._max_rows) : position]
         above = self._by_length[position + 1 : position + 1 + self._max_rows]
         return sorted(below + above, key=lambda row: (abs(row.length - first.length), row.number))
 
     def _pays(self, rows: int, width: int, length: int) -> bool:
-        """Whether a row of `length` had better join `rows` rows of a forward `width` wide than wait for another."""
+        """Whether a row of `length` fits into a forward pass of `rows` x `width` tokens and is cheaper there."""
         padding = width - length if length <= width else rows * (length - width)
         return (rows + 1) * max(width, length) <= self._token_budget and padding <= self._overhead_tokens
 
@@ -124,7 +128,7 @@ class RowPool(Generic[Owner]):
             self._served_tokens += row.length
 
     def _count(self, owner: Owner, tokens: int) -> None:
-        """Note that so many tokens of a request came (or, negative, left)."""
+        """Update the token counts after `tokens` of a request were added (negative: removed)."""
         most = PRESSING_FORWARDS * self._token_budget
         before = self._of_owner.pop(owner, 0)
         after = before + tokens

@@ -1,7 +1,7 @@
-"""Continuous batching for reward, critic and reference: ragged requests join a running queue of forwards.
+"""Continuous batching for reward, critic and reference: rows of all requests share a running queue of forward passes.
 
-`execute` only reads token rows and queues them; another thread tokenises sentences, worker threads run the forwards,
-and a request is answered as soon as its last row is done. Imports no torch.
+`execute` only reads token rows and queues them. One thread tokenises sentences, worker threads run the forward passes,
+and another sends each reply as soon as the request's last row is done. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 from python_backend.serving.triton import Call, Counters, Parameters, Unavailable, log_error
 from python_backend.wire.contract import Limits, ScoringRows
 
-# Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
+# Backpressure: with a backlog above this many forward passes, `execute` blocks, so that further requests wait in
+# Triton's own queue, where its limits on queue size and time apply.
 LINED_UP_FORWARDS = 32
-# Lined up, whatever the requests: what bounds the memory. Several of the largest requests must find room, because
-# everything that comes later waits in Triton's queue while there is none.
+# Hard limit on the backlog in tokens; it bounds memory. It must fit several of the largest requests, because while it
+# is exceeded all later requests wait in Triton's queue.
 MAX_TOKENS = 32_000_000
-MAX_UNREAD_BYTES = 64_000_000  # of sentences that wait to be tokenised
-PUBLISH_EVERY_S = 0.5
+MAX_UNREAD_BYTES = 64_000_000  # hard limit on sentences that wait to be tokenised
+PUBLISH_EVERY_S = 0.5  # interval for the counters, each of which costs a round trip to the server
 COUNTERS = {
     "rlhf_forwards_total": "Forwards of the model",
     "rlhf_forward_rows_total": "Rows scored by the model's forwards",
@@ -40,27 +41,27 @@ COUNTERS = {
 
 @dataclass(eq=False)
 class Scoring:
-    """A request under way: its rows, what they scored so far, and the model that scores all of them."""
+    """A request in flight: its rows, their outputs so far, and the model that scores all of them."""
 
     call: Call
     rows: ScoringRows
-    deadline: float | None  # of time.monotonic: later, its scoring does not begin any more
-    model: Any = None
-    done: int = 0
+    deadline: float | None  # by time.monotonic(); the request fails if its first forward pass has not started by then
+    model: Any = None  # set when the first row runs, so that one weights version scores the whole request
+    done: int = 0  # number of rows with an output
     outputs: list[np.ndarray | None] = field(default_factory=list)
 
 
 class ScoringModel:
-    """Base of reward, critic and reference.
+    """Base class of the Triton models reward, critic and reference.
 
-    A subclass sets `limits` and defines `current_model`, `read`, `forward` and `reply`; its `initialize` begins with
-    `set_up` and ends with `start`.
+    A subclass sets `limits` and defines `current_model`, `read`, `forward` and `reply`; its `initialize` calls `set_up`
+    first and `start` last.
     """
 
     limits: Limits
 
     def set_up(self, parameters: Parameters) -> None:
-        """Read what both models share."""
+        """Read the parameters that all scoring models share."""
         budget = parameters.number("token_budget")
         self._pool: RowPool[Scoring] = RowPool(
             token_budget=budget,
@@ -78,7 +79,7 @@ class ScoringModel:
         self._stopping = False
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the threads."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._workers = [
             threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True) for i in range(self._num_workers)
@@ -89,34 +90,34 @@ class ScoringModel:
             thread.start()
 
     def prepare_worker(self) -> None:
-        """Called once in each thread that runs forwards."""
+        """Hook that runs once in each worker thread, before its first forward pass."""
 
     def current_model(self) -> Any:
-        """The model that new requests are scored by."""
+        """Return the model that scores requests which have not started yet."""
         raise AssertionError("defined by the subclass")
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         """Read the request's rows. Raises ContractError.
 
-        What takes long yields: first the number of bytes that it will read, then after each part. `execute` runs the
-        generator to its first yield.
+        Slow work yields: first the number of bytes it will read, then after each part. `execute` runs the generator up
+        to its first yield; the thread "sentences" runs the rest.
         """
         raise AssertionError("defined by the subclass")
 
     def needs_forward(self, call: Call) -> bool:
-        """Whether the outputs that the caller requested come from a forward."""
+        """Whether any output that the caller requested needs a forward pass."""
         return True
 
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        """One output array per row, from one forward of rows padded to `width` tokens."""
+        """Return one output array per row, from one forward pass with rows padded to `width` tokens."""
         raise AssertionError("defined by the subclass")
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
-        """The response tensors of a request whose rows are all done."""
+        """Return the response tensors of a request whose rows are all done."""
         raise AssertionError("defined by the subclass")
 
     def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: returns when the rows are lined up and there is room for more."""
+        """Triton's entry point: queue the rows, then block while the backlog is above its limits (backpressure)."""
         scorings = []
         for request in requests:
             reading = self._begin(Call(request))
@@ -137,7 +138,7 @@ class ScoringModel:
         return self._stopping or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
-        """Hand rows to the workers, called with the lock held; None: a request that was refused."""
+        """Queue rows for the workers; None stands for a request that was refused. The caller holds the lock."""
         for scoring in filter(None, scorings):
             try:
                 if self.needs_forward(scoring.call):
@@ -145,19 +146,19 @@ class ScoringModel:
                 else:
                     scoring.model = self.current_model()
                     self._done.put(scoring)
-            except Exception as error:  # process edge: nothing may leave `execute`
+            except Exception as error:  # process edge: no exception may leave `execute` (see Call.fail)
                 self._fail([(scoring, 0)], error)
         self._changed.notify_all()
 
     def _read_later(self, reading: Generator[int, None, Scoring | None], num_bytes: int) -> Generator[int, None, None]:
-        """The rest of a request that is read in the thread of the sentences."""
+        """Finish reading a request in the thread "sentences", then queue its rows."""
         scoring = yield from reading
         with self._changed:
             self._unread_bytes -= num_bytes
             self._line_up([scoring])
 
     def finalize(self) -> None:
-        """Triton's entry point at unload: what was received is still answered."""
+        """Triton's entry point at unload: answer everything that was received, then stop the threads."""
         self._texts.close()
         with self._changed:
             self._stopping = True
@@ -171,7 +172,7 @@ class ScoringModel:
         received = time.monotonic()
         try:
             rows = yield from self.read(call)
-        except Exception as error:  # process edge: one request's error is that request's answer
+        except Exception as error:  # process edge: an error fails this request only
             call.fail(error)
             return None
         timeout_s = call.timeout_s or self._timeout_s
@@ -184,14 +185,15 @@ class ScoringModel:
             model, batch = taken
             try:
                 self._run(model, batch)
-            except Exception as error:  # thread edge: without this thread nobody would be answered
+            except Exception as error:  # thread edge: without this thread no request would be scored
                 log_error(f"scoring: {type(error).__name__}: {error}")
                 self._fail(batch, error)
 
     def _next_forward(self) -> tuple[Any, list[tuple[Scoring, int]]] | None:
-        """Wait for rows; the rows of one forward and the model that all of them are scored by, or None at the end.
+        """Wait for rows; return the next forward pass as (model, rows), or None when stopping and no rows are left.
 
-        A request whose scoring has begun stays with its model; the others take the current one.
+        A request that has started keeps its model; the others get the current one. Rows share a forward pass only if
+        their model is the same.
         """
         with self._changed:
             self._changed.wait_for(lambda: len(self._pool) > 0 or self._stopping)
@@ -209,7 +211,7 @@ class ScoringModel:
         return model, batch
 
     def _refuse_late(self, batch: list[tuple[Scoring, int]]) -> None:
-        """Refuse requests whose deadline has passed before their first row runs."""
+        """Fail requests whose deadline passed before their first row ran."""
         now = time.monotonic()
         late = [(s, i) for s, i in batch if s.deadline is not None and now > s.deadline and s.model is None]
         if late:
@@ -222,7 +224,7 @@ class ScoringModel:
         width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
         try:
             outputs = self.forward(model, rows, width)
-        except Exception as error:  # process edge: the requests of this forward fail, the others go on
+        except Exception as error:  # process edge: only the requests in this forward pass fail
             self._fail(batch, error)
             return
         tokens = sum(row.size for row in rows)
@@ -235,7 +237,7 @@ class ScoringModel:
                     self._done.put(scoring)
 
     def _answer(self) -> None:
-        """Send the answers; sending waits until tritonserver has taken one up, and no forward should wait for that."""
+        """Send the replies, in a thread of their own: sending blocks until tritonserver has accepted the response."""
         published = 0.0
         while True:
             with contextlib.suppress(queue.Empty):
@@ -244,12 +246,12 @@ class ScoringModel:
                     return
                 try:
                     scoring.call.answer(self.reply(scoring))
-                except Exception as error:  # thread edge: without this thread nobody would be answered
+                except Exception as error:  # thread edge: without this thread no request would be answered
                     log_error(f"scoring: {type(error).__name__}: {error}")
                     scoring.call.fail(error)
             if time.monotonic() - published > PUBLISH_EVERY_S:
                 published = time.monotonic()
-                with self._changed:
+                with self._changed:  # the workers add to the counters
                     self._counters.publish()
 
     def _fail(self, batch: list[tuple[Scoring, int]], error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Base of the scoring models whose forwards run in torch: allocator, threads, and how a checkpoint is loaded."""
+"""Base of the scoring models that compute in torch: sets up allocator and threads, and reads the loading options."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from python_backend.serving.triton import Parameters, refuse_numpy_2
 
 
 class TorchScoringModel(ScoringModel):
-    """Has `parameters`, and in `loading` the arguments that every loader takes, once `set_up_torch` was called."""
+    """A scoring model that runs torch.
+
+    `set_up_torch` sets `parameters`, and `loading`: the keyword arguments that all checkpoint loaders share.
+    """
 
     def set_up_torch(self, args: Mapping[str, str]) -> None:
-        """Read Triton's arguments and prepare this process for forwards; the first step of `initialize`."""
+        """Read Triton's arguments and prepare this process for forward passes; call it first in `initialize`."""
         refuse_numpy_2()
         quiet_transformers()
         self.parameters = Parameters(args)
@@ -31,5 +34,5 @@ class TorchScoringModel(ScoringModel):
         }
 
     def prepare_worker(self) -> None:
-        """Set torch's number of threads, a part of which torch keeps per thread."""
+        """Set torch's number of threads. Needed in every worker thread: part of that setting is thread-local."""
         torch.set_num_threads(self.parameters.number("threads"))

@@ -1,6 +1,6 @@
-"""The interface to Triton: a request and its reply, a model's parameters, the server's log and metrics.
+"""Interface to Triton's Python backend: requests and replies, model parameters, the server's log and metrics.
 
-The only module that imports triton_python_backend_utils; it imports no torch.
+The only module that imports triton_python_backend_utils. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parameters:
         self._values = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
     def text(self, name: str) -> str:
-        """A parameter that must be there."""
+        """Return a required parameter."""
         if not self._values.get(name):
             raise ValueError(
                 f"{self.model}/config.pbtxt lacks the parameter {name}; render it with tools/render_configs.py"
@@ -38,31 +38,31 @@ class Parameters:
         return self._values[name]
 
     def optional(self, name: str) -> str | None:
-        """A parameter, or None when absent or empty."""
+        """Return a parameter, or None if it is absent or empty."""
         return self._values.get(name) or None
 
     def number(self, name: str) -> int:
-        """A parameter that is a whole number."""
+        """Return a required parameter as an integer."""
         try:
             return int(self.text(name))
         except ValueError as error:
             raise ValueError(f"{self.model}/config.pbtxt: parameter {name} is no whole number: {error}") from error
 
     def path(self, name: str) -> Path:
-        """A path; relative ones start where tritonserver was started."""
+        """Return a required parameter as an absolute path; relative ones start at tritonserver's working directory."""
         return Path(self.text(name)).absolute()
 
 
 class Unavailable(RlhfError):
-    """Not now: the caller may repeat the request."""
+    """The request cannot be served now; the caller may retry. Becomes UNAVAILABLE (503)."""
 
 
 class StepFailed(RlhfError):
-    """The sidecar did what was journalled, and it failed; the message is the sidecar's."""
+    """The sidecar processed the journal entry and reported an error; the message is the sidecar's."""
 
 
 class Call:
-    """One request and its way back."""
+    """One request and its response sender."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -70,29 +70,29 @@ class Call:
         self._lock = threading.Lock()
         self.answered = False
         self.wanted: frozenset[str] = frozenset(request.requested_output_names())
-        """Names of the outputs that the caller requested; all of the model's if it named none."""
+        """Names of the outputs that the caller requested; all outputs of the model if it named none."""
 
     def array(self, name: str) -> np.ndarray | None:
-        """An input tensor, or None."""
+        """Return an input tensor, or None if the request does not have it."""
         tensor = pb_utils.get_input_tensor_by_name(self._request, name)
         return None if tensor is None else tensor.as_numpy()
 
     def header(self, name: str) -> str | None:
-        """A forwarded HTTP header; `name` in lower case, the client may have spelled it otherwise.
+        """Return a forwarded HTTP header, or None. `name` is in lower case; the comparison ignores case.
 
-        A client may also put a parameter of that name into the request's body, where it may be of any JSON type: only
-        text counts.
+        Triton passes headers as request parameters. A client may also set a parameter of that name in the request's
+        body, with any JSON type: values that are not strings are ignored.
         """
         sent = json.loads(self._request.parameters() or "{}")
         return next((value for key, value in sent.items() if key.lower() == name and isinstance(value, str)), None)
 
     @property
     def timeout_s(self) -> float | None:
-        """How long the caller lets the request wait; None: as long as it takes."""
+        """The request's own timeout in seconds; None if the caller set none."""
         return self._request.timeout() / 1e6 or None
 
     def answer(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Send those of the outputs that the caller requested; a model need not sort them out itself.
+        """Send the response, reduced to the outputs that the caller requested.
 
         An unrequested tensor must never reach `send`. `send` releases the GIL and then drops such tensors from the
         response, which was all that kept them alive: their NumPy arrays are freed by a thread that does not hold the
@@ -103,9 +103,9 @@ class Call:
         self._send(pb_utils.InferenceResponse(wanted))
 
     def fail(self, error: Exception) -> None:
-        """Send the error: a broken contract is 400, `Unavailable`, which may be retried, 503; anything else is 500.
+        """Send an error response: ContractError as 400, `Unavailable` (retryable) as 503, anything else as 500.
 
-        Never raises: if the exception left `execute`, Triton would answer every request of the batch a second time,
+        Never raises. If an exception left `execute`, Triton would answer every request of the batch a second time,
         and a second answer corrupts the server's heap.
         """
         try:
@@ -114,20 +114,21 @@ class Call:
             log_error(f"an error could not be sent: {type(trouble).__name__}: {trouble}")
 
     def _send(self, response: Any) -> None:
-        # `response` stays referenced from here until `send` has returned with the GIL: what it holds is freed by us.
-        with self._lock:  # an error may come from another thread than the answer
+        # This frame keeps `response` referenced until `send` has returned, so that its arrays are freed with the GIL
+        # held (see `answer`).
+        with self._lock:  # one thread may send the answer while another sends an error
             answered, self.answered = self.answered, True
         if not answered:
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def answer_each(requests: Sequence[Any], handle: Callable[[Call], None]) -> None:
-    """Pass each request to `handle`; what it raises becomes that request's answer, and nothing leaves `execute`."""
+    """Pass each request to `handle`; an exception fails that request only and never leaves `execute`."""
     for request in requests:
         call = Call(request)
         try:
             handle(call)
-        except Exception as error:  # process edge: one request's error is that request's answer
+        except Exception as error:  # process edge: an error fails this request only
             call.fail(error)
 
 
@@ -143,7 +144,7 @@ def _triton_error(error: Exception) -> Any:
 
 
 def _outgoing(array: np.ndarray) -> np.ndarray:
-    """The array as it may leave: texts printable, everything else as it is."""
+    """Return the array with texts made printable; other dtypes are returned unchanged."""
     if array.dtype != np.object_:
         return array
     texts = [item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
@@ -151,20 +152,20 @@ def _outgoing(array: np.ndarray) -> np.ndarray:
 
 
 class Counters:
-    """Numbers in the server's Prometheus metrics; they go on across reloads of the model."""
+    """Counters in the server's Prometheus metrics; they keep their values when the model is reloaded."""
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:
-        """`descriptions`: metric name -> help text."""
+        """Register the counters. `descriptions` maps metric names to help texts."""
         kind = pb_utils.MetricFamily.COUNTER
         self._metrics = [_metric(model, name, text, kind) for name, text in descriptions.items()]
         self._pending = [0.0] * len(self._metrics)
 
     def add(self, amounts: Sequence[float]) -> None:
-        """Add one amount to each, in the order of the descriptions; `publish` shows it. Not for two threads at once."""
+        """Add one amount to each counter, in the order of `descriptions`; visible after `publish`. Not thread-safe."""
         self._pending = [pending + amount for pending, amount in zip(self._pending, amounts, strict=True)]
 
     def publish(self) -> None:
-        """Show what was added: a round trip to the server for each metric, so not for every forward."""
+        """Send what was added to the server: one round trip for each metric, too slow for every forward pass."""
         pending, self._pending = self._pending, [0.0] * len(self._metrics)
         for metric, amount in zip(self._metrics, pending, strict=True):
             if amount:
@@ -172,39 +173,42 @@ class Counters:
 
 
 class Gauge:
-    """One number in the server's Prometheus metrics."""
+    """A gauge in the server's Prometheus metrics."""
 
     def __init__(self, model: str, name: str, description: str) -> None:
         self._metric = _metric(model, name, description, pb_utils.MetricFamily.GAUGE)
 
     def show(self, value: float) -> None:
-        """Set it: a round trip to the server."""
+        """Set the value: one round trip to the server."""
         self._metric.set(value)
 
 
 def _metric(model: str, name: str, description: str, kind: Any) -> Any:
-    """A metric whose family lives as long as the process.
+    """Create a metric whose family is never freed.
 
-    A family that is freed takes its metrics out of the server, where the model's next process, which may run already,
-    goes on counting in them. One that is freed at unload, with the model, does worse: the stub has given up its
-    connection to the server by then, and every unload ends in a segfault.
+    Freeing a family removes its metrics from the server, although the model's next process may already be counting in
+    them. Freeing it at unload, together with the model, is worse: by then the stub has closed its connection to the
+    server, and every unload ends in a segfault.
     """
     family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))  # leaked on purpose: not freed with the interpreter either
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))  # leaked on purpose: must survive interpreter shutdown, too
     return family.Metric(labels={"model": model})
 
 
 def log(message: str) -> None:
-    """One line into the server's log."""
+    """Write one info line to the server's log."""
     pb_utils.Logger.log_info(printable(message))
 
 
 def log_error(message: str) -> None:
-    """One error line into the server's log."""
+    """Write one error line to the server's log."""
     pb_utils.Logger.log_error(printable(message))
 
 
 def refuse_numpy_2() -> None:
-    """NumPy 2 returns empty outputs from this backend. Raises RuntimeError."""
+    """Raise RuntimeError under NumPy 2, with which the backend of the wheel's tritonserver returns empty outputs.
+
+    Not checked in NVIDIA's containers, which set TRITON_SERVER_VERSION.
+    """
     if int(np.__version__.split(".")[0]) >= 2 and os.environ.get("TRITON_SERVER_VERSION") is None:
         raise RuntimeError(f"NumPy {np.__version__} returns empty outputs in this tritonserver; install numpy<2")
