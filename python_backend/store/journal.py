@@ -70,7 +70,7 @@ class Journal(JournalState):
         try:
             return self._accept(file, step, sender)
         finally:
-            file.close()  # a failed check takes precedence over a StepConflict: its exception replaces that one
+            file.close()  # the exception of a failed check replaces a StepConflict
 
     def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
         known = self._known_step(file, step)

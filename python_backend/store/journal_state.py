@@ -38,7 +38,7 @@ class JournalState:
         return sorted(entries_in(self._entries))
 
     def changed_at(self) -> int | None:
-        """Return the mtime of entries/ in nanoseconds, which changes when entries are added or removed; None without it."""
+        """Return the mtime of entries/ in ns, which changes when entries come or go; None before the first entry."""
         try:
             return self._entries.stat().st_mtime_ns
         except FileNotFoundError:
@@ -83,14 +83,14 @@ class JournalState:
         """Return the result of `entry`: None while it is pending, an error if a rewind has removed the entry."""
         data = read_json(self._result_path(entry))
         if data is None and not (self._entries / entry.name).exists():
-            data = read_json(self._result_path(entry))  # read again: the entry may have been finished and removed between the two calls
+            data = read_json(self._result_path(entry))  # finished and removed between the two calls
             if data is None:
                 return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: set aside by a rewind")
         return None if data is None else Result(**data)
 
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
-        known = self._known_entries()  # a rewind's target counts: the results of the steps before it may be removed already
+        known = self._known_entries()  # rewinds count too: the results of earlier steps may be gone
         return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
     def heartbeat(self) -> Heartbeat | None:
@@ -123,7 +123,7 @@ class JournalState:
         return None if data is None else data["digest"] or DAMAGED
 
     def _rewound(self, step: int) -> str:
-        """Return a clause for an error message if a rewind explains why `step` no longer fits; otherwise an empty text."""
+        """Return the clause of an error message that names the rewind after which `step` no longer fits; or ""."""
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
