@@ -200,7 +200,7 @@ def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> s
     keys = {override: override.partition("=")[0] for override in overrides}
     if location:
         wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
-    else:
+    else:  # constraints between keys have no location; their text names the keys
         wrong = [o for o, key in keys.items() if re.search(rf"{re.escape(key)}(?![\w.]\w)", text)]
     return ", ".join(f"override {override!r}" for override in wrong) or str(path)
 

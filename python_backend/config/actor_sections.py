@@ -73,7 +73,7 @@ class ActorSection(Section):
     rollout_size: Count = 128
     """Responses per step."""
     responses_per_prompt: Count = 1
-    """Responses to each prompt, whose scores are compared with each other; `rloo` and `grpo` need at least 2."""
+    """Responses to each prompt; `rloo` and `grpo` compare their scores and need at least 2."""
     generation_batch: Count = 64
     """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot."""
     decoding: Literal["slots", "transformers"] = "slots"
@@ -83,7 +83,8 @@ class ActorSection(Section):
     max_prompt_tokens: Count = 512
     """Maximum prompt length."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """Handling of longer prompts: refuse to start, leave them out, or keep their last `max_prompt_tokens` tokens."""
+    """Handling of longer prompts. `error`: the run does not start; `skip`: they are left out; `truncate`: only their
+    last `max_prompt_tokens` tokens are kept."""
     max_new_tokens: Count = 128
     """Maximum response length."""
     min_new_tokens: CountOrZero = 0
@@ -168,7 +169,7 @@ class ActorSection(Section):
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Subtracted from the score of a response of `max_new_tokens` tokens, if `overlong_tokens` is set."""
     critic_warmup_steps: CountOrZero = 0
-    """First steps of the run, which train only the critic."""
+    """Number of steps at the start of the run that train only the critic."""
     mask_unfinished: bool = True
     """Exclude responses that did not end from the policy gradient."""
     max_staleness: CountOrZero = 1

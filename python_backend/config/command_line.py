@@ -28,7 +28,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = No
 def log_to_stderr() -> None:
     """Log INFO and above to stderr, one line each, in the format that `tools run` parses."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 
 def interrupt_on_signals() -> None:

@@ -124,7 +124,7 @@ def _of_function(file: Path, name: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"{file} is no Python code: {error}"
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name in names or "import *" in code:
+    if name in names or "import *" in code:  # a star import may define any name
         return None
     functions = sorted(symbol.get_name() for symbol in symbols if symbol.is_namespace())
     return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no function'}"

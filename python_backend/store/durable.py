@@ -60,7 +60,7 @@ def staged_file(
     first: Callable[[], bytes] | None = None,
     durable: bool = True,
 ) -> Iterator[Path]:
-    """Write `parts` to a temporary file in `folder` and yield its path; the block must link or rename it.
+    """Write `parts` to a temporary file in `folder` and yield its path; the block can link or rename it.
 
     The temporary file is deleted when the block ends. Until then it is locked (flock), so that `sweep_files` can tell
     the file of a live writer from one that a crash left behind.

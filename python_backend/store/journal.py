@@ -151,6 +151,7 @@ class Journal(JournalState):
         with self._accepting():
             owners = self.owners()
             refuse_superseded(sender, owners, self.run_id)
+            # Same session and same count as the newest rewind: a duplicate of it, since a new request counts one more.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = max(self._known_rewinds())
                 if newest.target == target and not self._has_failed(newest):
@@ -298,6 +299,7 @@ class Journal(JournalState):
             )
 
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
+        # Ranks start at 1, because the training entry of the step has rank 0 and is processed first.
         rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
         entry = Entry(step, rank, kind, target)
         durable.make_folder(self._entries)

@@ -27,6 +27,7 @@ class TrainingFile:
     def __init__(self, payload: TrainPayload, check: Callable[[], None] = lambda: None) -> None:
         """Start hashing and `check`, which raises if the content is invalid, in background threads."""
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
+        # The largest array takes longest to hash, so it starts first.
         largest_first = sorted(self._arrays.items(), key=lambda item: -item[1].nbytes)
         self._digests = {name: BESIDE.submit(field_digest, array) for name, array in largest_first}
         self._checked = BESIDE.submit(check)

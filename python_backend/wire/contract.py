@@ -271,6 +271,7 @@ def _decode(name: str, item: Any) -> str:
 
 
 def expect_integers(name: str, array: np.ndarray) -> None:
+    """Raise ContractError unless `array` is int64 or int32."""
     if array.dtype not in (np.int64, np.int32):
         raise ContractError(f"{name}: dtype {array.dtype}, must be int64 or int32")
 

@@ -181,7 +181,8 @@ def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) ->
 
 
 def _expect_targets(name: str, array: np.ndarray) -> None:
-    with np.errstate(all="ignore"):  # a cheap pass; the search below runs only if it fails
+    # A cheap pass first: the sum is finite unless an element is not, or the sum overflows. Then the search decides.
+    with np.errstate(all="ignore"):
         if np.isfinite(array.sum()) and (name != MASK or array.min() >= 0):
             return
     finite = np.isfinite(array)
