@@ -1,10 +1,10 @@
-"""The base class of every error that the project raises for a person to read."""
+"""Base class of all user-facing errors, so that an entry point can catch one type."""
 
 from __future__ import annotations
 
 
 class RlhfError(Exception):
-    """Something that a person can put right; the message names what is wrong and what to do."""
+    """An error that the user can fix; the message names what is wrong and what to do."""
 
 
 class NotFinite(RlhfError, FloatingPointError):
@@ -12,4 +12,4 @@ class NotFinite(RlhfError, FloatingPointError):
 
 
 REPORTED = (RlhfError, OSError)
-"""What an entry point reports in one sentence; anything else is a defect and keeps its traceback."""
+"""Errors that an entry point reports in one sentence. Anything else is a bug and keeps its traceback."""

@@ -1,4 +1,4 @@
-"""The former place of `python_backend.rewards.Sample`, which reward files may still import."""
+"""Alias module for `python_backend.rewards.Sample`: existing reward files may still import it from here."""
 
 from python_backend.rewards.function import Sample
 

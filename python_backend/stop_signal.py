@@ -1,4 +1,4 @@
-"""Signals and processes: an event that is set when a signal comes, and how a process ended."""
+"""Process signals: an event that is set when a signal arrives, and a description of how a process ended."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import threading
 
 
 def stop_event(*signals: signal.Signals) -> threading.Event:
-    """An event that the first of `signals` sets. Must be called from the main thread.
+    """Return an event that is set when one of `signals` arrives. Must be called from the main thread.
 
-    The interpreter's wake-up descriptor reports a signal at the moment it arrives. A Python handler would run between
-    two steps of the main thread: too late where that thread has just begun to wait, and, inside the event's own `wait`,
-    never able to take the lock that `set` needs.
+    Uses `signal.set_wakeup_fd`, which reports a signal immediately. A Python signal handler runs only between two
+    bytecodes of the main thread. That is too late if the thread has just started to block, and a handler that runs
+    inside `event.wait()` would deadlock on the lock that `event.set()` needs.
     """
     stop = threading.Event()
     reader, writer = socket.socketpair()
-    writer.setblocking(False)  # as `set_wakeup_fd` demands
+    writer.setblocking(False)  # required by `set_wakeup_fd`
 
     def pass_on() -> None:
-        with reader, writer:  # kept open for as long as signals may come
+        with reader, writer:  # stays open: signals may keep arriving until the process exits
             while reader.recv(1)[0] not in signals:
                 pass
             stop.set()
@@ -34,5 +34,5 @@ def stop_event(*signals: signal.Signals) -> threading.Event:
 
 
 def how_ended(code: int) -> str:
-    """Return the predicate for an exit code, which is negative for a signal."""
+    """Return "ended with exit code N" or "was killed by SIGNAL" for an exit code (negative: killed by a signal)."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

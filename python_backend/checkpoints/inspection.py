@@ -1,6 +1,6 @@
-"""Inspects a Hugging Face checkpoint folder through config.json and the safetensors headers alone.
+"""Inspects a Hugging Face checkpoint folder, reading only its JSON files and safetensors headers.
 
-Imports neither torch nor transformers and never opens a pickled file.
+Imports neither torch nor transformers, and never opens a pickled file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# Where a value head's weights are found, first match wins; `v_head.summary` is TRL's, its dropout stands beside it.
+# Tensor prefixes of value heads; the first match wins. `v_head.summary` is TRL's, whose v_head also holds a dropout.
 VALUE_HEADS = ("v_head.summary", "v_head", "value_head")
-# Final linear layers of Hugging Face's classification classes; the last two end a head of several layers.
+# Final linear layers of Hugging Face's classification classes. The last two end a head of several layers.
 CLASSIFIERS = ("score", "classifier", "classifier.out_proj", "logits_proj")
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
@@ -38,39 +38,39 @@ TOKENIZERS = {
     "vocab.json": "BPE (vocab.json)",
 }
 
-NUM_PIECES, PIECE_BYTES = 256, 4096  # of a weights file, looked at for its fingerprint
+NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
 
 HeadKind = Literal["sequence", "token", "value"]
 
 
 class CheckpointError(RlhfError, ValueError):
-    """A folder cannot be used as a checkpoint; the message names it and says why."""
+    """A folder cannot be used as a checkpoint; the message names the folder and the cause."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The trained head of a checkpoint: a final linear map to `num_labels` numbers."""
+    """The trained head of a checkpoint: a final linear layer with `num_labels` outputs."""
 
-    kind: HeadKind  # of the whole sequence, of each token, or a value head beside a language model
-    prefix: str  # of its tensors: `<prefix>.weight` [num_labels, hidden]
+    kind: HeadKind  # one output per sequence, one per token, or a value head on a language model
+    prefix: str  # tensor prefix: `<prefix>.weight` is [num_labels, hidden]
     num_labels: int
     has_bias: bool
-    is_plain: bool  # a linear map of the body's hidden states; else layers and a pooling of its own stand before it
+    is_plain: bool  # applied to the body's hidden states; False: after pooling or layers of its own
 
     @property
     def weight_name(self) -> str:
-        """Name of the weight in the file."""
+        """Tensor name of the weight."""
         return f"{self.prefix}.weight"
 
     @property
     def bias_name(self) -> str:
-        """Name the bias has in the file, where there is one."""
+        """Tensor name of the bias, which exists if `has_bias`."""
         return f"{self.prefix}.bias"
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Rewards leave the model as `(score - mean) / std`."""
+    """Constants of reward standardisation: the model returns `(score - mean) / std`."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -78,22 +78,22 @@ class Constants:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What `inspect_checkpoint` found."""
+    """Result of `inspect_checkpoint`."""
 
     folder: Path
     model_type: str
     architecture: str | None
     head: Head | None
-    labels: tuple[str, ...]  # of config.json's id2label; empty where it only numbers them
+    labels: tuple[str, ...]  # from config.json's id2label; empty if they are only LABEL_0, LABEL_1, ...
     tensors: Mapping[str, TensorInfo]
     vocab_size: int | None
     max_positions: int | None
-    tokenizer: str | None  # its kind; None: the folder has none
-    constants: Constants | None  # None: config.json has none
+    tokenizer: str | None  # kind of tokenizer; None: the folder has none
+    constants: Constants | None  # reward standardisation in config.json, if any
 
     @property
     def dtypes(self) -> dict[str, int]:
-        """Number of weights of each dtype, most frequent first."""
+        """Number of parameters by dtype, most frequent first."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors.values():
             counts[tensor.dtype] += math.prod(tensor.shape)
@@ -101,12 +101,12 @@ class CheckpointInfo:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all tensors."""
+        """Total number of elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of all tensors in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
@@ -116,7 +116,7 @@ class CheckpointInfo:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, with the way out, unless `folder` holds a Hugging Face checkpoint in safetensors."""
+    """Raise CheckpointError, with what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist or is no folder; give the folder of a Hugging Face checkpoint")
     if (folder / ADAPTER_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
@@ -135,10 +135,10 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:
-    """What the checkpoint in `folder` is, from its JSON files and headers; milliseconds, whatever its size.
+    """Describe the checkpoint in `folder` from its JSON files and headers. Takes milliseconds for any model size.
 
     Raises:
-        CheckpointError: no checkpoint, pickled weights only, a damaged file, or a head of several layers.
+        CheckpointError: no checkpoint, pickled weights only, a damaged file, or a head with several layers.
     """
     check_checkpoint(folder)
     config = _read_object(folder / CONFIG_FILE)
@@ -162,7 +162,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
 
 
 def reward_head(info: CheckpointInfo) -> Head:
-    """The head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
+    """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
     if info.head is None:
         raise CheckpointError(
             f"{info.folder} is no trained reward model: its weights lack score.weight, or another head's; use a "
@@ -172,10 +172,10 @@ def reward_head(info: CheckpointInfo) -> Head:
 
 
 def fingerprint_weights(folder: Path) -> str:
-    """Hash of pieces all over the weights files and of their sizes: milliseconds, whatever the size.
+    """Return a hash of the weights files' sizes and of evenly spaced pieces of them. Takes milliseconds for any size.
 
-    Training changes every piece, so it tells a model from any other, and from itself in another dtype. It does not
-    prove that a copy is whole.
+    Training changes every piece, so the hash distinguishes a model from any other, and from itself in another dtype.
+    It does not detect a damaged copy.
 
     Raises:
         CheckpointError: no checkpoint, pickled weights only, or a damaged file.
@@ -194,14 +194,14 @@ def fingerprint_weights(folder: Path) -> str:
 
 def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
     architecture = str(next(iter(config.get("architectures") or []), ""))
-    named = config.get("value_head_prefix")  # OpenRLHF's
+    named = config.get("value_head_prefix")  # written by OpenRLHF
     for prefix in [*([named] if named else []), *VALUE_HEADS, *CLASSIFIERS]:
         weight = tensors.get(f"{prefix}.weight")
         if weight is None or len(weight.shape) != 2:
             continue
         is_value = prefix == named or prefix in VALUE_HEADS
         kind: HeadKind = "value" if is_value else "token" if "TokenClassification" in architecture else "sequence"
-        # Decoders of Hugging Face call their sequence head `score`; any other one sits on a pooler.
+        # Hugging Face decoders name their sequence head `score`. Heads with other names follow a pooler.
         is_plain = kind != "sequence" or prefix == "score"
         return Head(kind, prefix, weight.shape[0], f"{prefix}.bias" in tensors, is_plain)
     stacked = re.compile(rf"({'|'.join(map(re.escape, (*VALUE_HEADS, *CLASSIFIERS)))})\.\d+\.weight")
@@ -216,7 +216,7 @@ def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
     found = config.get("reward_standardization")
-    if found is None and config.get("normalize_reward") is True and "mean" in config:  # OpenRLHF's
+    if found is None and config.get("normalize_reward") is True and "mean" in config:  # written by OpenRLHF
         found = {"mean": config["mean"], "std": config.get("std", 1.0)}
     if not found:
         return None

@@ -1,8 +1,9 @@
-"""Limits on row lengths, and rotary positions that do not depend on the other rows of a forward.
+"""Limits on row lengths, and rotary embeddings that do not depend on the other rows of a forward pass.
 
-transformers makes two rotary tables by the longest row of a forward, for all of its rows: `longrope` (Phi-3 128k) has
-another one beyond `original_max_position_embeddings`, `dynamic` beyond `max_position_embeddings`, which it also keeps
-for the forwards that follow. The table is written into the module, so threads that share it would race.
+For two rope types, transformers selects the rotary table of all rows by the longest row of the forward pass. `longrope`
+(Phi-3 128k) switches tables beyond `original_max_position_embeddings`. `dynamic` recomputes its table beyond
+`max_position_embeddings` and keeps it for later forward passes. The table is stored in the module, so threads that
+share the module would race.
 """
 
 from __future__ import annotations
@@ -10,27 +11,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-BY_LENGTH = ("dynamic", "longrope")  # the rope types that transformers' `dynamic_rope_update` looks for
-FIXED = "fixed"  # one that it does not
+BY_LENGTH = ("dynamic", "longrope")  # rope types that transformers' `dynamic_rope_update` updates
+FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Longest row that a model of this config.json takes: its positions, or the `rotary_limit` below them."""
+    """Return the maximum row length of a model: its number of positions, or `rotary_limit` if that is smaller."""
     text = config.get("text_config") or config
     limits = (text.get("max_position_embeddings") or text.get("n_positions"), rotary_limit(config))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
 def rotary_limit(config: Mapping[str, Any]) -> int | None:
-    """Longest row for which transformers leaves the rotary table as it is loaded; None: it does for every row.
+    """Return the longest row for which transformers uses the rotary table as loaded; None: there is no limit.
 
-    A `longrope` whose long factors are its short ones has one table only.
+    A `longrope` with equal long and short factors has only one table, and so no limit.
     """
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     positions = text.get("max_position_embeddings")
     limits = []
-    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):  # or one for each kind of layer
+    # `rope` has the parameters, or maps each layer type to its own.
+    for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         if "dynamic" in str(each.get("rope_type") or each.get("type")):
             limits.append(positions)
         elif any(each.get(f"long_{name}") != each.get(f"short_{name}") for name in ("factor", "mscale")):
@@ -40,9 +42,9 @@ def rotary_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def fix_rotary(model: Any) -> None:
-    """Have every forward of `model` use the table that it was loaded with, that of rows up to `rotary_limit`.
+    """Make every forward pass of `model` use the rotary table that it was loaded with.
 
-    What longer rows get from it is not what transformers would give them: they are for the caller to refuse.
+    The result equals that of transformers for rows up to `rotary_limit`. The caller must reject longer rows.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

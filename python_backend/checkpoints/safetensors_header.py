@@ -1,6 +1,6 @@
-"""Reads the header of a safetensors file: its tensors, without their data.
+"""Reads the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
 
-Format: https://huggingface.co/docs/safetensors (8 bytes, JSON, data).
+Format: https://huggingface.co/docs/safetensors (header length in 8 bytes, JSON header, data).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-_DTYPE_BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64}  # the others name theirs
+_DTYPE_BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "C64": 64}  # other names contain the bits
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as its file's header describes it."""
+    """Description of a tensor in a file's header."""
 
-    dtype: str  # safetensors' name: F32, BF16, ...
+    dtype: str  # name in the format: F32, BF16, ...
     shape: tuple[int, ...]
-    file: str  # name inside the folder
+    file: str  # file name, without the folder
     num_bytes: int
-    start: int  # where it begins in the file
+    start: int  # byte offset in the file
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of `file`.
+    """Return the tensors of `file` by name.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no safetensors file, or not whole.
+        OSError: the file cannot be read.
+        ValueError: it is not a safetensors file, or it is truncated.
     """
     try:
         size = file.stat().st_size

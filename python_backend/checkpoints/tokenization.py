@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints: loading and comparing them, special tokens, and texts as token ids."""
+"""Tokenizers of checkpoints: loading, comparison, special tokens, and encoding of texts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError
 
+# A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
+# as many while that yields too few tokens. The spare tokens absorb those next to the cut, which may be wrong.
 CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
-LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # a cut looks no further for the end of one
+LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # in characters: how far `_parts` searches for a word boundary
 
 
 def load_tokenizer(folder: Path | str) -> Any:
@@ -27,21 +29,25 @@ def load_tokenizer(folder: Path | str) -> Any:
 
 
 def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
-    """Return the ids of `tokenizer(text)`, at most `max_length`, special tokens included.
+    """Return the ids of `tokenizer(text)`, truncated to `max_length`, special tokens included.
 
-    Two differences from transformers. A special token that the text itself has at that end, as the output of a chat
-    template does, is not added twice; the ids are then those of `apply_chat_template(tokenize=True)`. And where cutting
-    removes such a token from the text, the tokenizer's own takes its place. Cutting keeps the special tokens that the
-    tokenizer adds, and takes from the tokenizer's `truncation_side`. Of a text that is much too long only the part that
-    can remain is tokenised.
+    Truncation keeps the special tokens that the tokenizer adds and follows its `truncation_side`. There are two
+    differences from transformers:
+
+    * A special token that the text already has at its start or end, such as in the output of a chat template, is not
+      added again. The ids are then those of `apply_chat_template(tokenize=True)`.
+    * If truncation removes such a token from the text, the tokenizer's own takes its place.
+
+    Only the part of a very long text that can remain after truncation is tokenised.
     """
     encoded: Any = {}
     for part in _parts(text, max_length, tokenizer.truncation_side):
         encoded = tokenizer(part, return_special_tokens_mask=True)
         if len(encoded["input_ids"]) - sum(encoded["special_tokens_mask"]) >= max_length + SPARE_TOKENS:
             break
-    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # in a text's own special tokens the mask is 0
-    if 0 not in added or len(added) != len(ids):  # nothing of the text is left; T5, which adds no second </s> itself
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]  # the mask is 0 for special tokens in the text
+    # Nothing of the text is left, or the mask has another length (T5's tokenizer does not add a second </s>).
+    if 0 not in added or len(added) != len(ids):
         return ids[:max_length]
     start, end = added.index(0), len(ids) - added[::-1].index(0)
     before, content, after = ids[:start], ids[start:end], ids[end:]
@@ -57,7 +63,7 @@ def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
 
 
 def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
-    """Return the first `max_length` ids of the text, no special tokens added."""
+    """Return the first `max_length` ids of the text, without special tokens."""
     return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
 
 
@@ -71,10 +77,10 @@ def _first_ids(encode: Callable[[str], list[int]], text: str, max_length: int) -
 
 
 def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
-    """Yield longer and longer parts of the text, the text itself last; each begins or ends with it.
+    """Yield prefixes (or suffixes, if `truncation_side` is left) of doubling length, and finally the whole text.
 
-    A part is cut between two words where it has any, so that its tokens are those of the whole text; only of one that
-    is cut within a word the tokens next to the cut may differ, and those are not used (`SPARE_TOKENS`).
+    A part is cut at the end of a word if one is near, so that its tokens equal those of the whole text. A cut within a
+    word can change the tokens next to it; the callers discard those (`SPARE_TOKENS`).
     """
     size = CHARACTERS_PER_TOKEN * (max_length + SPARE_TOKENS)
     while size < len(text):
@@ -87,7 +93,7 @@ def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
 
 
 def _word_end(text: str, positions: range) -> int:
-    """The first of the positions where a word ends and white space begins; the first of all if there is none."""
+    """Return the first of `positions` at which a word ends and white space begins, or `positions[0]` without one."""
     ends = (i for i in positions if text[i].isspace() and not text[i - 1].isspace())
     return next(ends, positions[0])
 
@@ -97,30 +103,30 @@ def _literal(tokenizer: Any, special_ids: list[int]) -> str:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Hash of the vocabulary (token -> id, added tokens included): equal means that token ids mean the same."""
+    """Return a hash of the vocabulary (token -> id, added tokens included). Equal hashes: ids have the same meaning."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids with a role in generation."""
+    """Special token ids used in generation."""
 
     eos_ids: list[int]  # ascending; each ends a response
     pad_id: int
-    banned_ids: list[int]  # ascending; never sampled: padding and begin of sequence, where they do not end one
+    banned_ids: list[int]  # ascending; never sampled: padding and BOS, unless they are among `eos_ids`
 
 
 def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: int | None = None) -> SpecialTokens:
-    """The special tokens of a language model.
+    """Return the special tokens of a language model.
 
     Args:
-        eos: what its generation config says of the end of sequence.
-        vocab_size: rows of its embedding table. A tokenizer may name tokens beyond them, which the model can neither
-            write nor read: those are not banned, and another id takes the place of such a padding token.
+        eos: `eos_token_id` of its generation config.
+        vocab_size: number of rows of its embedding table. A tokenizer may define ids beyond it, which the model can
+            neither generate nor embed. Those are not banned, and a padding token among them is replaced by another id.
 
     Raises:
-        CheckpointError: neither names an end-of-sequence token.
+        CheckpointError: neither the tokenizer nor `eos` has an end-of-sequence token.
     """
     ids = eos if isinstance(eos, list) else [eos]
     eos_ids = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
@@ -136,10 +142,10 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
 
 
 def end_of_sequence(folder: Path) -> int | list[int] | None:
-    """What the generation config of the language model in `folder` says of the end of sequence.
+    """Return `eos_token_id` of the generation config of the language model in `folder`.
 
     Raises:
-        CheckpointError: the folder holds no model configuration.
+        CheckpointError: the folder has no model configuration.
     """
     from transformers import AutoConfig, GenerationConfig
 
@@ -153,28 +159,32 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
 
 
 class TextCodec:
-    """Text of token ids and back; by the bare `tokenizers` where it can: transformers costs seconds to import."""
+    """Encodes and decodes text.
+
+    Uses the `tokenizers` library directly if the folder has a tokenizer.json, because importing transformers takes
+    seconds.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if the folder has no tokenizer."""
+        """Load the tokenizer in `folder`. Raises CheckpointError if there is none."""
         file = folder / "tokenizer.json"
         self._fast: Any = None
         if file.is_file():
             from tokenizers import Tokenizer
 
             self._fast = Tokenizer.from_file(str(file))
-            self._fast.no_truncation()  # either may have been saved with the tokenizer
+            self._fast.no_truncation()  # tokenizer.json may have truncation and padding enabled
             self._fast.no_padding()
         else:
             self._slow = load_tokenizer(folder)
 
     def decode(self, ids: list[int]) -> str:
-        """The text, special tokens left out; ids that the vocabulary has not are left out too."""
+        """Return the text of `ids`, without special tokens and ids outside the vocabulary."""
         codec = self._slow if self._fast is None else self._fast
         return codec.decode(ids, skip_special_tokens=True)
 
     def encode(self, text: str, max_length: int) -> list[int]:
-        """The first `max_length` ids, no special tokens added."""
+        """Return the first `max_length` ids of the text, without special tokens."""
         if self._fast is None:
             return encode_bare_text(self._slow, text, max_length)
         # Unlike `encode`, `encode_batch` releases the GIL.

@@ -1,6 +1,7 @@
-"""The one YAML, typed: a section per process, unknown keys rejected, dotted overrides from the command line.
+"""The YAML configuration as typed sections. Unknown keys are rejected; the command line can override values.
 
-A process reads `run` and its own section; nothing inside tritonserver reads this file.
+A process uses `run` and its own section. Models inside tritonserver do not read the YAML: their settings are rendered
+into config.pbtxt.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 ]
 
 
-OTHER_NAMES = {  # what TRL and others call a key, by the section of ours
+OTHER_NAMES = {  # section -> {name of a key in TRL and other trainers: ours}, for the hint at an unknown key
     "actor": {
         "learning_rate": "lr", "max_grad_norm": "grad_clip", "num_generations": "responses_per_prompt",
         "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens", "beta": "kl_coef",
@@ -60,30 +61,30 @@ OTHER_NAMES = {  # what TRL and others call a key, by the section of ours
 
 
 class ConfigError(RlhfError, ValueError):
-    """The YAML or an override is wrong; the message names the key, the value and the way out."""
+    """The YAML or an override is invalid; the message names the key, the value and what to do."""
 
 
 class RunConfig(Section):
-    """The whole file."""
+    """The whole configuration file."""
 
     run: RunSection = RunSection()
-    """Shared by every room."""
+    """Settings shared by all processes."""
     server: ServerSection = ServerSection()
-    """The tritonserver process."""
+    """The tritonserver process. A port of 0 selects a free one (`tools run` only)."""
     reward: RewardSection = RewardSection()
-    """The reward model; needs a checkpoint unless `rewards` holds functions alone."""
+    """The reward model; its checkpoint is not needed if `rewards` has only functions."""
     rewards: Terms | None = None
-    """Names and terms of a weighted sum of rewards; default: the reward model alone."""
+    """Terms of a weighted sum of rewards, by name; default: only the reward model."""
     critic: CriticSection = CriticSection()
-    """The critic model; needs a checkpoint where `actor.algorithm` is `ppo`, otherwise no critic is served."""
+    """The critic model; needs a checkpoint if `actor.algorithm` is `ppo`, otherwise no critic is served."""
     reference: ReferenceSection = ReferenceSection()
-    """The reference model, where `actor.reference` is `triton`."""
+    """The reference model, served if `actor.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()
     """The critic sidecar."""
     actor: ActorSection = ActorSection()
-    """The PPO loop."""
+    """The training loop of the policy."""
     demo: DemoSection | None = None
-    """Set only in the demo's own configuration."""
+    """Used only by the demo's configuration."""
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -104,17 +105,17 @@ class RunConfig(Section):
 
     @property
     def functions(self) -> dict[str, RewardTerm]:
-        """The rewards that are Python functions."""
+        """The reward terms that are Python functions, by name."""
         return function_terms(self.rewards or {})
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether the reward checkpoint is served; `rewards` of functions alone do without it."""
+        """Whether the reward checkpoint is served: not if `rewards` has only functions."""
         return self.rewards is None or MODEL_TERM in self.rewards
 
     @property
     def served_sections(self) -> dict[str, ModelSection]:
-        """Sections of the models that tritonserver loads from checkpoints, by their names in the YAML."""
+        """Sections of the models that tritonserver loads from checkpoints, by section name."""
         sections: dict[str, tuple[bool, ModelSection]] = {
             "reward": (self.uses_reward_model, self.reward),
             "critic": (self.actor.uses_critic, self.critic),
@@ -127,8 +128,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.
 
     Raises:
-        ConfigError: with one line per problem, naming the file or the override, key, value and, for an unknown key, the
-            nearest valid one.
+        ConfigError: has one line per problem, with the file or override, the key, the value and, for an unknown key,
+            the nearest valid one.
     """
     path = Path(path)
     try:
@@ -155,7 +156,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
-    """The configuration with the policy's checkpoint and precision for the reference, unless that has its own."""
+    """Default the reference's checkpoint and dtype to the policy's. Raises ValueError if the dtypes differ."""
     given, actor = config.reference.model_fields_set, config.actor
     defaults = {"checkpoint": actor.checkpoint, "dtype": actor.precision}
     update = {name: value for name, value in defaults.items() if name not in given}
@@ -188,18 +189,18 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _unshared(data: Any) -> Any:
-    """The same values, each an object of its own: an override of one section would change a YAML alias of it, too."""
+    """Copy the data without shared objects: an override of one section would also change its YAML aliases."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> str:
-    """The override that is wrong, or the file; a problem between several keys may have several overrides."""
+    """Return the overrides that cause a problem, or else the file; a problem may involve several keys."""
     keys = {override: override.partition("=")[0] for override in overrides}
     if location:
         wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
-    else:
+    else:  # constraints between keys have no location; their text names the keys
         wrong = [o for o, key in keys.items() if re.search(rf"{re.escape(key)}(?![\w.]\w)", text)]
     return ", ".join(f"override {override!r}" for override in wrong) or str(path)
 
@@ -211,21 +212,21 @@ def _describe(item: Any) -> str:
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
     near = _by_other_names(location) or difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
-    if not near:  # the right key in the wrong section
+    if not near:  # perhaps a valid key in the wrong section
         near = [key for key in valid if key.rsplit(".", 1)[-1] == str(item["loc"][-1])][:1]
     hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_siblings(item['loc'], valid))}"
     return f"unknown key {location}{hint}"
 
 
 def _by_other_names(location: str) -> list[str]:
-    """The key of `actor` or `trainer` that other trainers call by the name of `location`, or nearly so."""
+    """Return the `actor` or `trainer` key whose name in other trainers is (nearly) that of `location`; [] if none."""
     section, _, name = location.rpartition(".")
     near = difflib.get_close_matches(name, OTHER_NAMES.get(section, {}), n=1, cutoff=0.85)
     return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
-    """The keys of the reward term that `location` lies in; terms have names of their own."""
+    """Return the valid keys of the reward term at `location`. Users name the terms, so `_keys_of` cannot list them."""
     if location[0] != "rewards" or len(location) < 3:
         return []
     return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
@@ -235,7 +236,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> list[str]:
     keys = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
-        for part in (field.annotation, *get_args(field.annotation)):  # one of several types, as in `Section | None`
+        for part in (field.annotation, *get_args(field.annotation)):  # union members, as in `Section | None`
             if isinstance(part, type) and issubclass(part, BaseModel):
                 keys += _keys_of(part, f"{prefix}{name}.")
     return keys

@@ -1,4 +1,4 @@
-"""The actor's sections of the YAML: algorithm, generation, update, and how it talks to the server."""
+"""The actor's sections of the YAML: algorithm, generation, update, and requests to the servers."""
 
 from __future__ import annotations
 
@@ -14,205 +14,210 @@ from python_backend.models.lr_schedule import scheduled_lr
 
 
 class ClientSection(Section):
-    """How the actor talks to the server, or the servers."""
+    """Requests of the actor to the servers."""
 
     servers: tuple[Address, ...] = ()
-    """HTTP addresses of all servers, `host:port`, or `dns:name:port` for every address that the name has, looked up
-    again when one fails; default: the one of `server`. Each serves all models, from one weights store and journal."""
+    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name, which is resolved
+    again when a server fails; default: that of `server`. All servers serve all models and share one weights store and
+    one journal."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for a server where none answers, except at the start; 0: requests fail as if it were busy."""
+    """How long to wait for a healthy server once the run has started; 0: only retry, as after a 503."""
     deadline_s: Seconds = 60.0
-    """Longest wait for one scoring attempt."""
+    """Timeout of one scoring attempt."""
     train_deadline_s: Seconds = 600.0
-    """Longest wait for one critic_train or critic_save attempt."""
+    """Timeout of one critic_train or critic_save attempt."""
     retries: CountOrZero = 6
-    """Further attempts after 503, a time-out or a broken connection."""
+    """Maximum retries of a request after a 503, a timeout or a lost connection."""
     train_retries: CountOrZero = 3
-    """The same for critic_train and critic_save, which wait 3 s for a missing sidecar each time; at most `retries`."""
+    """Maximum retries of critic_train and critic_save, at most `retries`; without a sidecar each attempt takes 3 s."""
     backoff_s: Seconds = 0.25
-    """First pause between attempts, and before a lost server is asked again; doubles up to 8 s, with jitter."""
+    """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
     retry_budget: Fraction = 0.2
-    """Further attempts that each request earns for all of them: where every request fails, few are repeated."""
+    """Retries that each request adds to a budget shared by all requests: if every request fails, few are retried."""
     retry_reserve: CountOrZero = 100
-    """Further attempts that all requests together begin with, and the most that they can save up; critic_train and
-    critic_save have the same once more, apart from scoring."""
+    """Initial size and maximum of the shared retry budget. critic_train and critic_save have a second budget of the
+    same size."""
     max_in_flight: Count = 256
-    """Most requests under way at once, at all servers together."""
+    """Maximum requests in flight, over all servers."""
     rows_per_request: Count = 1
-    """Most rows in one scoring request: responses that end at the same time share one, which costs less per row; but a
-    request that fails masks all its rows."""
+    """Maximum rows in one scoring request. Responses that end at the same time share a request, which costs less per
+    row, but if the request fails, all its rows are masked."""
 
 
 class ActorSection(Section):
-    """The PPO loop."""
+    """The training loop of the policy."""
 
     checkpoint: Path = Path("checkpoints/policy")
-    """Hugging Face causal LM folder; also the frozen reference."""
+    """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
     reference: Literal["actor", "triton"] = "actor"
-    """Who gives the log-probs of the frozen start: the actor, from a second copy of the policy (under LoRA from the
-    policy without its adapters), or the model of the `reference` section in tritonserver, without a copy here."""
+    """Where reference log-probs are computed. `actor`: in the actor, by a second copy of the policy (with LoRA: by the
+    policy without its adapters); `triton`: in tritonserver, by the model of the `reference` section."""
     prompts: Path = Path("data/prompts.jsonl")
-    """JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder that `datasets` wrote with `save_to_disk`. Each row
-    has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of them; other columns
-    are metadata for reward functions, plain JSON types only."""
+    """Training prompts: JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder written by `save_to_disk` of
+    `datasets`. Each row has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of
+    them. Other columns are metadata for reward functions and must have plain JSON types."""
     validation_prompts: Path | None = None
-    """Held-out prompts in one of the same formats, sampled and scored before and after."""
+    """Held-out prompts in the same formats, used for validation before the first step and after the last."""
     validation_size: CountOrZero = 256
-    """Prompts taken from `validation_prompts`."""
+    """Number of prompts to use from `validation_prompts`."""
     validate_every: CountOrZero = 0
-    """Steps between validations; 0: before the first step and after the last only."""
+    """Steps between validations; 0: only before the first step and after the last."""
     validation_greedy: bool = False
-    """Take the likeliest token in validations, instead of sampling."""
+    """Greedy decoding in validations, instead of sampling."""
     algorithm: Literal["ppo", "reinforce++", "rloo", "grpo"] = "ppo"
-    """How advantages are made, see docs/algorithms.md; all but `ppo` do without the critic."""
+    """Advantage function and loss, see docs/algorithms.md. Only `ppo` uses the critic."""
     steps: Count = 100
-    """Steps: a rollout and its update each."""
+    """Number of steps; each is a rollout and its update."""
     max_minutes: Annotated[float, Field(gt=0)] | None = None
-    """End after the step in which so much time has passed, with a checkpoint; the next start goes on from there."""
+    """Time limit: the run ends with a checkpoint after the step that exceeds it; the next start resumes from there."""
     rollout_size: Count = 128
-    """Responses of one step."""
+    """Responses per step."""
     responses_per_prompt: Count = 1
-    """Responses to each prompt, which are compared with each other; `rloo` and `grpo` need two or more."""
+    """Responses to each prompt; `rloo` and `grpo` compare their scores and need at least 2."""
     generation_batch: Count = 64
-    """Responses written at the same time; when one ends the next prompt takes its place, and its scoring begins."""
+    """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot."""
     decoding: Literal["slots", "transformers"] = "slots"
-    """Who writes them: our own loop over slots, or plain `generate()` for `generation_batch` prompts at a time, which
-    is slower. Models that keep more than keys and values (recurrent ones) are always written by the latter."""
+    """How responses are generated. `slots`: continuous batching over `generation_batch` slots; `transformers`: plain
+    `generate()` for `generation_batch` prompts at a time, which is slower. Models with other state than keys and values
+    (recurrent ones) always use `transformers`."""
     max_prompt_tokens: Count = 512
-    """Longest prompt."""
+    """Maximum prompt length."""
     long_prompts: Literal["error", "skip", "truncate"] = "error"
-    """What becomes of a longer one: the run does not start, it is left out, or cut to its last tokens."""
+    """Handling of longer prompts. `error`: the run does not start; `skip`: they are left out; `truncate`: only their
+    last `max_prompt_tokens` tokens are kept."""
     max_new_tokens: Count = 128
-    """Longest response."""
+    """Maximum response length."""
     min_new_tokens: CountOrZero = 0
-    """Responses do not end before so many tokens; a stop string within them is text like any other."""
+    """Minimum response length; a stop string within these tokens does not end the response."""
     stop_strings: tuple[str, ...] = ()
-    """A response ends with the first of these that it contains, as with an end-of-sequence token."""
+    """Strings that end a response, like an end-of-sequence token."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Logits of tokens that were there already are divided by it (multiplied where negative); no part of log-probs."""
+    """Divisor of the logits of tokens that already occurred (factor of negative ones); does not affect log-probs."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; log-probs are taken under it."""
+    """Sampling temperature; also applied to log-probs."""
     top_k: CountOrZero = 0
-    """Sample among the k likeliest tokens; 0: all."""
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
     ppo_epochs: Count = 1
     """Passes over one rollout."""
     max_update_kl: Annotated[float, Field(gt=0)] | None = None
-    """End the update of a step when a minibatch has moved further than this from the policy that sampled, nats per
-    token."""
+    """Stop the update of a step before the first minibatch whose KL from the policy that sampled exceeds this, in nats
+    per token; default: no limit."""
     minibatch_size: Count = Field(default_factory=lambda given: min(32, given.get("rollout_size", 32)))
-    """Rows per policy optimizer step; default: 32, or all of a smaller `rollout_size`."""
+    """Rows per optimizer step of the policy; default: 32, or `rollout_size` if that is smaller."""
     token_budget: Count = 4096
-    """Most tokens, padding included, in one forward of an update; never changes the result."""
+    """Maximum tokens in one forward pass of an update, padding included; does not change the result."""
     lr: Annotated[float, Field(gt=0)] = 9e-7
     """Peak learning rate of the policy."""
     min_lr: Annotated[float, Field(ge=0)] | None = None
-    """Learning rate at the end of the cosine; default: `lr`, which stays constant after the warm-up."""
+    """Learning rate at the end of the cosine; default: `lr`, so that it is constant after the warm-up."""
     warmup_steps: CountOrZero = 0
-    """Optimizer steps of linear warm-up; a step of the run makes `ppo_epochs` * `rollout_size` / `minibatch_size`."""
+    """Optimizer steps of linear warm-up; a step of the run takes `ppo_epochs` * `rollout_size` / `minibatch_size`."""
     constant_steps: CountOrZero = 0
     """Optimizer steps at `min_lr` after the cosine."""
     max_steps: Count | None = None
-    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: those of all `steps`."""
+    """Optimizer steps of the whole schedule (warm-up, cosine, constant end); default: those of all `steps`."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """AdamW's weight decay, on matrices only."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest gradient norm."""
+    """Maximum gradient norm."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """PPO's clip range."""
     clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
-    """Its upper end, where that is another one: clip-higher."""
+    """Upper clip range (clip-higher); default: `clip_ratio`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Most that a probability ratio counts where the advantage is negative: dual clip."""
+    """Dual clip: upper bound on the ratio for negative advantages; default: none."""
     loss_mean: Literal["auto", "token", "sequence"] = "auto"
-    """Of all tokens of a minibatch, or of its sequences' means; `auto`: `sequence` for grpo, `token` otherwise."""
+    """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `auto`: `sequence` for grpo,
+    otherwise `token`."""
     whiten_advantages: bool | None = None
-    """Shift and scale the rollout's advantages to mean 0 and variance 1; default: for ppo and reinforce++."""
+    """Normalise the rollout's advantages to mean 0 and variance 1; default: for ppo and reinforce++ only."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the entropy in the loss."""
+    """Coefficient of the entropy bonus in the loss."""
     kl_coef: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of the KL penalty. With 0 there is no reference: no copy of the policy and no forward."""
+    """Coefficient of the KL penalty. With 0 there is no reference: no copy of the policy and no forward pass."""
     kl_every: CountOrZero = 0
-    """With `kl_coef: 0`: measure the KL to the reference at every n-th step and in validations; 0: never."""
+    """With `kl_coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
-    """Where the penalty is: in the rewards, or in the policy's loss; `auto`: `loss` for grpo, `reward` otherwise."""
+    """Where the KL penalty applies: in the rewards or in the loss; `auto`: `loss` for grpo, otherwise `reward`."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Nats per sequence that `kl_coef` is adapted to hold; default: it stays as it is."""
+    """Target KL for adapting `kl_coef`, in nats per sequence; default: `kl_coef` is fixed."""
     kl_horizon: Count = 10_000
-    """Responses over which an adapted `kl_coef` follows; fewer: faster."""
+    """Horizon of the adaptive `kl_coef`, in responses; a smaller one adapts faster."""
     kl_estimator: Literal["auto", "k1", "abs", "k2", "k3"] = "auto"
-    """Per-token KL estimate; `auto`: `k3` where the penalty is in the loss, `abs` (NeMo-Aligner's) in the rewards."""
+    """Estimator of the per-token KL; `auto`: `k3` for a penalty in the loss, `abs` (NeMo-Aligner's) in the rewards."""
     gamma: Fraction = 1.0
-    """Discount."""
+    """Discount factor."""
     lam: Fraction = 0.95
     """GAE's lambda."""
     reward_normalization: Literal["none", "static", "running", "batch"] = "none"
-    """Of the scores: by `reward_mean` and `reward_std`, by those of all scores so far, or by those of the rollout."""
+    """Normalisation of the scores: `static`, by `reward_mean` and `reward_std`; `running`, by the statistics of all
+    scores so far; `batch`, by those of the rollout."""
     reward_mean: float = 0.0
-    """Mean of the scores, for `static`."""
+    """Mean of the scores, for `reward_normalization: static`."""
     reward_std: Annotated[float, Field(gt=0)] = 1.0
-    """Their standard deviation, for `static`."""
+    """Standard deviation of the scores, for `reward_normalization: static`."""
     reward_clip: Annotated[float, Field(gt=0)] | None = None
-    """Largest size of a score, after normalisation."""
+    """Maximum absolute value of a score after normalisation; larger ones are clipped."""
     missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
-    """Taken from the score of a response that did not end by itself; without a critic only if not `mask_unfinished`."""
+    """Subtracted from the score of a response that did not end; without a critic it needs `mask_unfinished: false`."""
     overlong_tokens: CountOrZero = 0
-    """Over the last so many tokens before `max_new_tokens` a response loses up to `overlong_penalty`, linearly."""
+    """Number of tokens before `max_new_tokens` over which the penalty rises linearly to `overlong_penalty`; 0: none."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
-    """Taken from the score of a response of `max_new_tokens`, where `overlong_tokens` is set."""
+    """Subtracted from the score of a response of `max_new_tokens` tokens, if `overlong_tokens` is set."""
     critic_warmup_steps: CountOrZero = 0
-    """First steps, which train the critic alone."""
+    """Number of steps at the start of the run that train only the critic."""
     mask_unfinished: bool = True
-    """Give responses that did not end no policy gradient."""
+    """Exclude responses that did not end from the policy gradient."""
     max_staleness: CountOrZero = 1
-    """Most critic updates that were sent before a row is scored and are not in the weights that score it; 0 where
-    `run.deterministic` is set."""
+    """Maximum critic updates that were sent before a row is scored but are not in the weights that score it; 0 with
+    `run.deterministic`."""
     one_step_off_policy: bool = False
-    """Write the responses of the next step while the policy is updated: they come from the policy before that update,
-    never from an older one. Takes a second copy of the policy."""
+    """Generate the responses of the next step while the policy is updated. They come from the policy before that
+    update, never from an older one. Needs a second copy of the policy."""
     max_failed_fraction: Fraction = 0.1
-    """Largest share of a rollout whose reward or reference log-probs may be missing (masked) before the run stops."""
+    """Maximum share of rows without reward or reference log-probs (masked) in a rollout; above it the run stops."""
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     stop_grace_s: Seconds = 25.0
-    """After SIGTERM or Ctrl-C: longest time to finish the update that has begun and to write a checkpoint of the last
-    whole step, policy and critic; then the actor ends without. Kubernetes kills after 30 s by default: raise its
-    `terminationGracePeriodSeconds` with this, to more than one update of the policy takes."""
+    """Time limit after SIGTERM or Ctrl-C to finish the current update and write a checkpoint of the last whole step,
+    policy and critic; after it the actor exits without that checkpoint. Kubernetes kills after 30 s by default: raise
+    its `terminationGracePeriodSeconds` together with this, and both above the duration of a policy update."""
     keep_checkpoints: Count = 2
-    """Newest policy checkpoints kept."""
+    """Newest policy checkpoints to keep."""
     threads: Count = 1
     """Torch threads."""
     device: Device = "cpu"
-    """Where the policy runs."""
+    """Device of the policy."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """What forwards compute in (autocast); weights, log-probs and the optimizer stay in float32."""
+    """Compute type of forward passes (autocast); weights, log-probs and the optimizer stay in float32."""
     lora_rank: CountOrZero = 0
-    """Train adapters of this rank on `lora_targets`, and nothing else."""
+    """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
     lora_alpha: Count = 16
-    """What adapters add is multiplied by `lora_alpha / lora_rank`."""
+    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
     lora_targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Linear layers that get adapters: all but the output, or those of these names, such as [q_proj, v_proj]; a name is
-    the last part of a layer's path, or more of it."""
+    """Linear layers with adapters: all except the output layer, or those with these names, such as [q_proj, v_proj]. A
+    name matches the last part or parts of a layer's path."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout on the adapters' input, in the forwards of an update alone: generation, log-probs and validations have
-    none. Unless a rollout is one minibatch used once, ratios then hold the dropout's noise, which counts against
-    `clip_ratio`."""
+    """Dropout on the adapters' input, only in the forward passes of an update, not in generation, log-probs or
+    validations. Unless a rollout is a single minibatch used once, the probability ratios contain the dropout noise,
+    which counts against `clip_ratio`."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, more time, the same result."""
+    """Recompute activations in the backward pass: less memory, more time, the same result."""
     logged_texts: CountOrZero = 1
-    """Responses of each step in rollouts.jsonl and in the trackers' table of (step, prompt, response, reward)."""
+    """Responses per step logged to rollouts.jsonl and to the trackers' table of (step, prompt, response, reward)."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
-    """Where metrics go besides metrics.jsonl and TensorBoard; each must be installed, and is set up by its own
-    environment variables."""
+    """Experiment trackers that get the metrics in addition to metrics.jsonl and TensorBoard. Each must be installed and
+    is configured by its own environment variables."""
     client: ClientSection = ClientSection()
-    """Requests to the server."""
+    """Requests to the servers."""
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the KL to the initial policy is charged or measured."""
+        """Whether the KL to the reference is penalised or measured."""
         return self.kl_coef > 0 or self.kl_every > 0
 
     @property
@@ -222,16 +227,16 @@ class ActorSection(Section):
 
     @property
     def is_one_update(self) -> bool:
-        """Whether each rollout is one minibatch, used once, of the policy that sampled it: probability ratios are 1."""
+        """Whether each rollout is one minibatch, used once by the policy that sampled it: probability ratios are 1."""
         return self.ppo_epochs == 1 and self.minibatch_size == self.rollout_size and not self.one_step_off_policy
 
     def measures_kl(self, step: int) -> bool:
-        """Whether the rollout of `step` needs the reference's log-probs."""
+        """Return whether the rollout of `step` needs reference log-probs."""
         return self.kl_coef > 0 or (self.kl_every > 0 and step % self.kl_every == 0)
 
     @property
     def uses_critic(self) -> bool:
-        """Whether the algorithm needs the critic's values, and so the sidecar."""
+        """Whether the algorithm needs the critic's values and therefore the sidecar."""
         return self.algorithm == "ppo"
 
     def learning_rate(self, optimizer_step: int) -> float:
@@ -248,7 +253,7 @@ NEEDS_GROUPS = ("rloo", "grpo")
 
 
 def check_actor(actor: ActorSection) -> None:
-    """What one field cannot know of another. Raises ValueError naming fields and values."""
+    """Check constraints between fields. Raises ValueError with the fields and their values."""
     each, size = actor.responses_per_prompt, actor.rollout_size
     if actor.minibatch_size > size:
         raise ValueError(
@@ -293,7 +298,7 @@ def check_actor(actor: ActorSection) -> None:
 
 
 def _check_update(actor: ActorSection) -> None:
-    """What the fields of the learning rate and of LoRA cannot know of each other."""
+    """Check constraints between the learning-rate and LoRA fields."""
     if not actor.lora_rank and (actor.lora_targets != "all-linear" or actor.lora_dropout):
         raise ValueError(
             f"actor.lora_targets ({actor.lora_targets}) and actor.lora_dropout ({actor.lora_dropout:g}) need "
@@ -309,7 +314,7 @@ def _check_update(actor: ActorSection) -> None:
 
 
 def _check_rewards(actor: ActorSection) -> None:
-    """What a penalty needs to have an effect."""
+    """Reject penalties that would have no effect."""
     if actor.missing_eos_penalty and actor.mask_unfinished and not actor.uses_critic:
         raise ValueError(
             f"actor.missing_eos_penalty ({actor.missing_eos_penalty:g}) changes nothing under {actor.algorithm} with "
@@ -324,7 +329,7 @@ def _check_rewards(actor: ActorSection) -> None:
 
 
 def _check_on_policy(actor: ActorSection) -> None:
-    """What an algorithm without probability ratios asks for."""
+    """Reject off-policy settings for an algorithm without probability ratios."""
     law = "rloo's loss is that of samples from the policy itself"
     way_out = "or take another algorithm"
     if actor.ppo_epochs > 1:

@@ -1,4 +1,4 @@
-"""Server addresses in the YAML: `host:port`, or `dns:name:port` for every address of the name."""
+"""Server addresses in the YAML: `host:port`, or `dns:name:port` for every address that the name resolves to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Address = Annotated[str, Field(pattern=r"^(dns:)?[^\s/]+:\d+$")]
 
 
 def resolve(address: str) -> list[str]:
-    """`host:port` of each server, sorted; a `host:port` is returned as it is, a name is looked up.
+    """Return the `host:port` of each server, sorted. A plain `host:port` is returned unchanged.
 
     Raises:
         OSError: the name cannot be resolved.
-        ValueError: it cannot be a name.
+        ValueError: the name is malformed.
     """
     if not address.startswith(DNS_PREFIX):
         return [address]

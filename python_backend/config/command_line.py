@@ -1,4 +1,4 @@
-"""What all commands on a run share: the YAML, overrides, logging, signals, and how an error is reported."""
+"""Shared parts of the command-line entry points: arguments, logging, signals and error reporting."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def run_parser(prog: str, description: str, *, default: Path | None = None) -> argparse.ArgumentParser:
-    """Return a parser of `--config` and overrides; without `default` the option is required."""
+    """Return a parser for `--config` and overrides; without `default` the option is required."""
     return add_run_arguments(argparse.ArgumentParser(prog=prog, description=description), default)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = None) -> argparse.ArgumentParser:
-    """Add `--config` and overrides; return the parser."""
+    """Add `--config` and the overrides to `parser` and return it."""
     about_default = f"; default: {default.parent.name}/{default.name}" if default else ""
     parser.add_argument(
         "--config", type=Path, default=default, required=default is None, help=f"the YAML of the run{about_default}"
@@ -26,19 +26,19 @@ def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = No
 
 
 def log_to_stderr() -> None:
-    """Log from INFO on, a line each, as `tools run` reads it in the processes' logs."""
+    """Log INFO and above to stderr, one line each, in the format that `tools run` parses."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 
 def interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt for SIGTERM too, and for a SIGINT that the shell of a background job has ignored."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGINT, even if a background job inherited SIGINT as ignored."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
 
 def report(error: BaseException, code: int) -> int:
     """Print the error as one sentence and return the exit code."""
-    with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+    with contextlib.suppress(OSError):  # stderr may be a log on a full disk
         sys.stderr.write(f"error: {error}\n")
     return code

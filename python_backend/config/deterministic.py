@@ -1,6 +1,6 @@
-"""The settings that `run.deterministic` fixes: all that could make two runs differ in one bit.
+"""Fixed settings of `run.deterministic`, under which two runs produce the same bits.
 
-Not covered: reward functions that return something else the second time, another processor or torch.
+Not covered: nondeterministic reward functions, another processor, another torch version.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ AnySection = TypeVar("AnySection", bound=BaseModel)
 
 MODELS = ("reward", "critic", "reference")
 FIXED: dict[str, Any] = {
-    "actor.max_staleness": 0,  # otherwise the server's speed decides which version scores a row
-    "actor.max_failed_fraction": 0.0,  # a row that is left out changes what is learnt
-    "actor.one_step_off_policy": False,  # a run that resumes has no rollout of the policy before
-    "trainer.publish.every": 1,  # without it there is no staleness 0
+    "actor.max_staleness": 0,  # otherwise timing decides which critic version scores a row
+    "actor.max_failed_fraction": 0.0,  # a masked row changes the update
+    "actor.one_step_off_policy": False,  # a resumed run has no rollout of the previous policy
+    "trainer.publish.every": 1,  # staleness 0 requires it
     **{
         f"{role}.{name}": value
         for role in MODELS
         for name, value in {
-            "micro_batch_rows": 1,  # a row's last bits depend on the rows beside it
-            "compile": False,  # compiled for the shapes that happen to come first
+            "micro_batch_rows": 1,  # a row's last bits depend on the other rows of its forward pass
+            "compile": False,  # torch.compile specialises on the shapes that arrive first
         }.items()
     },
     **{f"{room}.device": "cpu" for room in (*MODELS, "trainer", "actor")},
@@ -32,10 +32,10 @@ FIXED: dict[str, Any] = {
 
 
 def with_fixed_values(config: AnySection) -> AnySection:
-    """The configuration with every value in `FIXED`, and with a number wherever `auto` would measure the machine.
+    """Return the configuration with the values in `FIXED`, and with fixed numbers for the `auto` settings.
 
     Raises:
-        ValueError: another value was given for one of them; the message names key, value and the way out.
+        ValueError: a key in `FIXED` was set to another value; the message names key, value and what to do.
     """
     for key, value in FIXED.items():
         config = _put(config, key.split("."), value, key)

@@ -1,4 +1,4 @@
-"""The files that a run needs, looked for before anything slow starts: only what its configuration uses is demanded."""
+"""Checks that the files which a configuration uses exist, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAYS_OUT = {
 
 
 def check_files(config: RunConfig, *, server: bool = False, actor: bool = False) -> None:
-    """Check the checkpoints, prompts and reward functions that the server, the actor, or both, read.
+    """Check the checkpoints, prompts and reward functions that the server, the actor, or both read.
 
     Raises:
-        ConfigError: a line for each that is missing: key, value, and what to do.
+        ConfigError: has one line per missing or unusable file, with key, value and what to do.
     """
     problems = _of_actor(config) if actor else {}
     if server:
@@ -32,14 +32,14 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in `folder` renders conversations."""
+    """Return whether the tokenizer in `folder` has a chat template."""
     files = ("chat_template.jinja", "additional_chat_templates")
     settings = read_json(folder / "tokenizer_config.json") or {}
     return any((folder / name).exists() for name in files) or bool(settings.get("chat_template"))
 
 
 def check_critic(config: RunConfig) -> None:
-    """Check that the sidecar has a critic to train, and its checkpoint if there is no version. Raises ConfigError."""
+    """Check that the sidecar has a critic to train, from a published version or a checkpoint. Raises ConfigError."""
     if not config.actor.uses_critic:
         raise ConfigError(
             f"actor.algorithm: {config.actor.algorithm} has no critic, so there is nothing to train; leave the sidecar "
@@ -52,10 +52,10 @@ def check_critic(config: RunConfig) -> None:
 
 
 def tokenizer_folder(config: RunConfig) -> Path:
-    """Whose tokenizer decodes the text for reward functions: beside a reward model its own, otherwise the policy's.
+    """Return the folder of the tokenizer that decodes tokens for reward functions.
 
-    Where the policy is another trainer's and unknown here: the critic's, which shares its vocabulary, or the one that
-    `reward.checkpoint` names.
+    With a reward model it is the reward model's, otherwise the policy's. If the policy's folder has none, because
+    another trainer owns the policy, it is the critic's, which shares the vocabulary, or that of `reward.checkpoint`.
     """
     if config.uses_reward_model:
         return config.reward.checkpoint
@@ -115,7 +115,7 @@ def _of_reward(folder: Path, *, whole_run: bool) -> str | None:
 
 
 def _of_function(file: Path, name: str) -> str | None:
-    """What is wrong with a function in a file, as far as that can be told without running the file."""
+    """Return what is wrong with a reward function, judged from the symbol table without running the file; or None."""
     if not file.is_file():
         return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
     try:
@@ -124,7 +124,7 @@ def _of_function(file: Path, name: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         return f"{file} is no Python code: {error}"
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name in names or "import *" in code:
+    if name in names or "import *" in code:  # a star import may define any name
         return None
     functions = sorted(symbol.get_name() for symbol in symbols if symbol.is_namespace())
     return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no function'}"

@@ -15,18 +15,18 @@ TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class RewardTerm(Section):
-    """One reward of the sum: the term `model` is the checkpoint of the section `reward`, any other a function."""
+    """One reward of the sum: the term `model` is the checkpoint of the `reward` section, any other term a function."""
 
     weight: float = 1.0
-    """What its score is multiplied by; 0: logged only, though a sample on which it fails still has no reward."""
+    """Factor of the score; with 0 the score is only logged, but a sample on which it fails still has no reward."""
     function: str | None = None
-    """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not for `model`."""
+    """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     timeout_s: Seconds = 2.0
-    """Longest run for one sample; the worker process is killed then, and the sample has no reward."""
+    """Timeout for one sample; on expiry the worker process is killed and the sample has no reward."""
     workers: Count = 2
-    """Worker processes."""
+    """Number of worker processes."""
     memory_mib: Count = 4096
-    """Most memory of a worker; beyond it the function gets a MemoryError."""
+    """Memory limit of a worker; the function gets a MemoryError beyond it."""
 
     @field_validator("function")
     @classmethod
@@ -38,7 +38,7 @@ Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
 
 
 def check_terms(terms: dict[str, RewardTerm]) -> None:
-    """Raise ValueError, naming the term, if a name or the presence of `function` is wrong."""
+    """Raise ValueError if a term's name is invalid, `model` sets more than a weight, or another has no function."""
     for name, term in terms.items():
         if not TERM_NAME.fullmatch(name):
             raise ValueError(f"rewards.{name}: a name is 1 to 40 of a-z, 0-9 and _, beginning with a letter")
@@ -56,5 +56,5 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
 
 
 def function_terms(terms: dict[str, RewardTerm]) -> dict[str, RewardTerm]:
-    """Those that are functions."""
+    """Return the terms that are functions."""
     return {name: term for name, term in terms.items() if name != MODEL_TERM}

@@ -1,6 +1,6 @@
-"""The sections of the one YAML: every field with its type, default and meaning; `config.py` reads the file.
+"""Sections of the YAML configuration, except the actor's: type, default and meaning of each field.
 
-A field's docstring is its documentation: `docs/configuration.md` is generated from it.
+`docs/configuration.md` is generated from the field docstrings.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # torch's generator on a CPU takes no more
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration; field docstrings are their documentation."""
+    """Base class of the sections: frozen, unknown keys rejected, field docstrings become descriptions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
-    """What every room knows: where the run lies and which run it is."""
+    """Settings shared by all processes: the folder and the identity of the run."""
 
     dir: Path = Path("runs/default")
-    """Folder of everything the run writes; relative paths start at the working directory."""
+    """Output folder of the run; relative paths start at the working directory."""
     run_id: str | None = None
-    """Identity of the run in the journal; default: the name of `dir`."""
+    """Name of the run in the journal; default: the name of `dir`."""
     seed: Seed = 0
-    """Seed of prompts, sampling and initial weights."""
+    """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
-    """The same run gives the same bits, on a CPU, whichever process is killed and started again meanwhile: each row is
-    scored in a forward of its own (slower), by the critic of the step before (`actor.max_staleness` 0), nothing is
-    measured (`auto` takes fixed values), and a row without a score stops the run. `deterministic.py` has the list."""
+    """Make the run reproducible to the bit on a CPU, even if processes are killed and restarted. Each row is scored in
+    its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), `auto` takes fixed
+    values instead of measured ones, and a row without a score stops the run. `python_backend/config/deterministic.py`
+    has the full list."""
 
     @field_validator("run_id")
     @classmethod
@@ -52,7 +53,7 @@ class RunSection(Section):
 
     @property
     def identity(self) -> str:
-        """`run_id`, or the folder's name, cleaned to what a run id may contain."""
+        """`run_id`, or the folder's name with the characters replaced that a run id cannot contain."""
         return self.run_id or re.sub(r"[^A-Za-z0-9._-]", "-", self.dir.resolve().name).lstrip("._-")[:64] or "run"
 
     @property
@@ -62,12 +63,12 @@ class RunSection(Section):
 
     @property
     def weights_dir(self) -> Path:
-        """Folder of the critic's weights versions."""
+        """Folder of the critic's weights store."""
         return self.dir / "weights" / "critic"
 
     @property
     def repository_dir(self) -> Path:
-        """Model repository rendered for this run."""
+        """Folder of the model repository rendered for this run."""
         return self.dir / "model_repository"
 
     @property
@@ -77,44 +78,44 @@ class RunSection(Section):
 
 
 class ServerSection(Section):
-    """The tritonserver process. Ports of 0 mean: take a free one (`tools run` only)."""
+    """The tritonserver process. A port of 0 selects a free one (`tools run` only)."""
 
     host: str = "127.0.0.1"
-    """Address to bind; keep it on loopback unless a proxy with TLS and auth stands in front."""
+    """Address to bind. Keep it on loopback unless the server is behind a proxy with TLS and authentication."""
     http_port: Port = 8000
-    """Port of inference over HTTP."""
+    """HTTP port, for inference."""
     grpc_port: Port = 8001
-    """Port of model control over gRPC."""
+    """gRPC port, for model control."""
     metrics_port: Port = 8002
-    """Port of the Prometheus metrics."""
+    """Port for Prometheus metrics."""
     tritonserver: Path | None = None
-    """The executable; default: the one inside the nvidia-pytriton wheel, then PATH."""
+    """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0
-    """Longest wait until every model answers a real request."""
+    """Timeout for every model to answer an inference request after the start."""
     load_timeout_s: Seconds = 120.0
-    """Longest wait for one model load."""
+    """Timeout for loading one model."""
     exit_timeout_s: CountOrZero = 5
-    """How long tritonserver waits for open connections when it stops."""
+    """How long tritonserver waits for open connections when it shuts down."""
     log_limit_mb: Count = 64
-    """A log of a process that `tools` started is set aside as `.previous.log` when it grows beyond this."""
+    """Size at which the log of a process that `tools` started is renamed to `.previous.log` and a new one begins."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
-    """Type of `tokens` on the wire. Triton holds a request to the declared type, so all clients send the same."""
+    """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
     training_key_env: str | None = None
-    """Environment variable that holds the key which critic_train and critic_save demand; none: no key."""
+    """Environment variable with the key that critic_train and critic_save require; default: no key is required."""
 
     @property
     def http_url(self) -> str:
-        """`host:port` of inference."""
+        """`host:port` for inference over HTTP."""
         return f"{self.host}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        """`host:port` of model control."""
+        """`host:port` for model control over gRPC."""
         return f"{self.host}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        """`host:port` of the metrics."""
+        """`host:port` of the metrics endpoint."""
         return f"{self.host}:{self.metrics_port}"
 
 
@@ -122,61 +123,61 @@ Auto = Literal["auto"]
 
 
 class ModelSection(Section):
-    """How one model is loaded and batched inside tritonserver.
+    """Settings for loading and batching one model inside tritonserver.
 
-    `auto`: measured when the server first starts with this model on this machine, and remembered.
+    `auto` settings are measured the first time that the server starts with this model on this machine, and cached.
     """
 
     checkpoint: Path
     """Hugging Face checkpoint folder (safetensors)."""
     device: Device = "cpu"
-    """`cpu`, `cuda` or `cuda:N`."""
+    """Device of the model: `cpu`, `cuda` or `cuda:N`."""
     instances: Count = 1
-    """Processes that serve the model; on a CPU they share the memory of the weights, but not the rows that wait."""
+    """Number of processes that serve the model. On a CPU they share the weights' memory; each has its own row queue."""
     workers: Count | Auto = "auto"
-    """Forwards that run at the same time in one instance, fed from one line of rows."""
+    """Concurrent forward passes in one instance; they take rows from one shared queue."""
     threads: Count | Auto = "auto"
-    """Torch threads of each worker."""
+    """Torch threads per worker."""
     token_budget: Count | Auto = "auto"
-    """Most tokens, padding included, in one forward; a longer row runs alone."""
+    """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
-    """What a forward costs beyond its tokens, in tokens: rows share one while that saves more than their padding."""
+    """Fixed cost of a forward pass, in tokens: rows share a pass while that saves more than their padding costs."""
     allocator: Literal["default", "retain"] | Auto = "auto"
-    """Freed memory of a forward: back to the system (glibc's default), or kept for the next forward."""
+    """Memory freed by a forward pass: `default` returns it to the system as glibc does, `retain` keeps it for reuse."""
     micro_batch_rows: Count = 64
-    """Most rows in one forward."""
+    """Maximum rows in one forward pass."""
     strip_sequence_length_to_multiple: Count = 1
-    """A forward is as wide as its longest row, rounded up to a multiple of this."""
+    """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
     queue_delay_us: CountOrZero = 2000
-    """How long the dynamic batcher waits for more requests."""
+    """How long Triton's dynamic batcher waits for more requests."""
     preferred_batch_size: Count | list[Count] = []
-    """Triton's preferred batch sizes; no upper bound."""
+    """Batch sizes that Triton's dynamic batcher prefers; not an upper bound."""
     max_batch_size: Count = 8192
-    """Most rows of one request, and of those that Triton merges; a request of more is an error."""
+    """Maximum rows of one request, and of the requests that Triton merges; a larger request is rejected."""
     max_queue_size: CountOrZero = 0
-    """Requests that may wait in Triton's queue; one more is answered with 503. 0: any number."""
+    """Maximum requests in Triton's queue; further ones get a 503. 0: no limit."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
-    """Longest wait for the first forward; then 503. A request's own `timeout` counts instead. 0: no limit."""
+    """Longest wait for the first forward pass, then a 503. A request's own `timeout` takes precedence. 0: no limit."""
     max_length: Count | None = None
-    """Longest sequence, in tokens; default: the checkpoint's own limit, 32768 where it names none."""
+    """Maximum sequence length in tokens; default: the checkpoint's limit, or 32768 if it has none."""
     max_sentence_bytes: Count = 1_000_000
-    """Longest sentence, and longest metadata of a row, in bytes of UTF-8; longer ones are an error, not cut."""
+    """Maximum size of a sentence, and of a row's metadata, in UTF-8 bytes; larger ones are rejected, not truncated."""
     max_request_tokens: Count = 4_000_000
-    """Most tokens of one request, padding included; more are an error. The answer of a critic is as large."""
+    """Maximum tokens of one request, padding included; a larger one is rejected. It also bounds a critic's response."""
     max_request_bytes: Count = 4_000_000
-    """Most bytes of the sentences and metadata of one request; more are an error."""
+    """Maximum bytes of the sentences and metadata of one request; a larger one is rejected."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the body's weights in the forward; the head computes in fp32, from the checkpoint's own fp32 values."""
+    """Data type of the body in the forward pass. The head computes in fp32, from the checkpoint's own fp32 values."""
     compile: bool = False
-    """torch.compile the body: seconds to minutes at every load, and it needs a C++ compiler."""
+    """Compile the body with torch.compile. Adds seconds to minutes to every load and needs a C++ compiler."""
 
     def settled(self, name: str) -> Any:
-        """The setting `name`, or what stands for it where it is `auto` and nothing was measured."""
+        """Return the setting `name`, or its default in `UNMEASURED` if it is `auto`."""
         value = getattr(self, name)
         return UNMEASURED[name] if value == "auto" else value
 
 
-UNMEASURED = {
+UNMEASURED = {  # values of `auto` settings that were not measured
     "workers": 1,
     "threads": 1,
     "token_budget": 1024,
@@ -186,7 +187,7 @@ UNMEASURED = {
 
 
 class Standardization(Section):
-    """Rewards and values leave the model as `(x - mean) / std`."""
+    """Constants of standardisation: the model returns `(x - mean) / std`."""
 
     mean: float = 0.0
     """Mean of the raw scores."""
@@ -195,61 +196,62 @@ class Standardization(Section):
 
 
 def constants_of(setting: str | Standardization) -> Any:
-    """A standardisation setting as the models take it: `checkpoint`, `off` or (mean, std)."""
+    """Convert a standardisation setting to the form that the models take: `checkpoint`, `off` or (mean, std)."""
     return (setting.mean, setting.std) if isinstance(setting, Standardization) else setting
 
 
 class RewardSection(ModelSection):
-    """The reward model: a checkpoint with a trained classification or value head of one label or more."""
+    """The reward model: a checkpoint with a trained classification or value head of one or more labels."""
 
     checkpoint: Path = Path("checkpoints/reward")
     """Hugging Face checkpoint folder (safetensors)."""
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
-    """`checkpoint`: `reward_standardization` of its config.json when there; `off`; or {mean, std}."""
+    """Constants of `(score - mean) / std`: `checkpoint` (`reward_standardization` in its config.json, if any), `off`,
+    or {mean, std}."""
     pooling: Literal["auto", "last", "mean"] = "auto"
-    """Of a linear head: `last` (index length-1), `mean`, or `auto`: `last`, and of `sentences` the last token that is
-    not the padding token, as transformers pools. Encoders' pooled heads take `auto` alone."""
+    """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`, which is `last`, but for `sentences` the
+    last token that is not the padding token, as in transformers. Encoders with a pooled head support only `auto`."""
     attribute_weights: list[float] | None = None
-    """Weights of the merged sum, one for each label; default: 1/A each."""
+    """Weights of the A labels in the merged sum; default: 1/A each."""
     merge_attributes: bool = True
-    """Give the weighted sum [B, 1]; otherwise all A labels [B, A]."""
+    """Return the weighted sum of the labels, [B, 1]; otherwise all A labels, [B, A]."""
     add_special_tokens: bool = True
-    """Tokenise `sentences` as transformers' pipelines do, with the [CLS], [SEP], BOS or EOS that the checkpoint's
-    tokenizer adds and a chat template does not have already. `false`: add none, as NeMo-Aligner's server did."""
+    """Tokenise `sentences` as transformers' pipelines do: add the tokenizer's [CLS], [SEP], BOS or EOS unless the text,
+    such as the output of a chat template, already has them. `false`: add none, as NeMo-Aligner's server did."""
 
 
 class CriticSection(ModelSection):
-    """The critic: version 0 is made from this checkpoint, later versions come from the sidecar."""
+    """The critic. Version 0 is made from its checkpoint; the sidecar publishes later versions."""
 
     checkpoint: Path = Path("checkpoints/critic")
-    """Token classification checkpoint with one label, or any checkpoint whose body it starts from."""
+    """Token classification checkpoint with one label, or any other checkpoint to take the body from."""
     attribute_weights: list[float] | None = None
-    """Where `checkpoint` has a head of several outputs: their weights in the one value; default: 1/A each."""
+    """If the head of `checkpoint` has A > 1 outputs: their weights in the value; default: 1/A each."""
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
-    """Of the values, as `reward.standardization`; it is written into version 0, later versions inherit it."""
+    """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
-    """How a published version comes into service: in place in milliseconds, or by Triton's load API."""
+    """How instances take up a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
     poll_interval_ms: Count = 5
-    """How often an instance looks whether CURRENT has moved."""
+    """Interval at which an instance checks whether CURRENT has changed."""
 
 
 class ReferenceSection(ModelSection):
-    """The frozen policy that the KL is measured against; served only where `actor.reference` is `triton`."""
+    """The frozen policy that the KL is measured against; served only if `actor.reference` is `triton`."""
 
     checkpoint: Path = Path("checkpoints/policy")
     """Hugging Face causal LM folder; default: `actor.checkpoint`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What forwards compute in; default: `actor.precision`, from which it may not differ. Log-probs are made in
-    float32."""
+    """Compute type of forward passes; default: `actor.precision`, from which it must not differ. Log-probs are computed
+    in float32."""
 
 
 class PublishSection(Section):
     """When and how weights versions are written."""
 
     every: Count = 1
-    """Publish after every n-th critic_train; scores are then up to n-1 updates stale, whatever `max_staleness` is."""
+    """Publish after every n-th critic_train. Scores are then up to n-1 updates stale, whatever `max_staleness` is."""
     keep: Count = 3
-    """Newest versions kept, beside those in service and version 0."""
+    """Newest versions to keep, in addition to version 0 and those in service."""
 
 
 class TrainerSection(Section):
@@ -272,47 +274,49 @@ class TrainerSection(Section):
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest gradient norm."""
     clip_value: float = 0.2
-    """Clip range of the value loss around the rollout's values; <= 0: plain squared error."""
+    """Clip range of the value loss around the rollout's values; <= 0: unclipped squared error."""
     global_batch_size: Count = 64
-    """Rows per optimizer step; N rows make ceil(N / this) steps."""
+    """Rows per optimizer step; a payload of N rows takes ceil(N / this) steps."""
     epochs: Count = 1
     """Passes over one payload."""
     token_budget: Count = 4096
-    """Most tokens, padding included, in one forward; never changes the result. A CPU is faster with 1024 to 2048."""
+    """Maximum tokens in one forward pass, padding included; does not change the result. CPUs are faster with 1024 to
+    2048."""
     threads: Count = 1
     """Torch threads."""
     device: Device = "cpu"
-    """Where the critic trains."""
+    """Device that the critic trains on."""
     checkpoint_every: Count = 20
-    """Write a checkpoint after so many steps, beside those that critic_save asks for."""
+    """Steps between checkpoints, in addition to those that critic_save requests."""
     keep_checkpoints: Count = 3
-    """Checkpoints kept of those that critic_save asked for, where it does not say which ones are needed still."""
+    """Newest requested checkpoints to keep if critic_save does not send the list of those still needed."""
     keep_entries: CountOrZero = 200
-    """Trained steps kept in the journal, so that each step since the last critic_save can still be gone back to."""
+    """Maximum trained steps kept in the journal after the last critic_save; a rewind can return to any of them."""
     keep_set_aside: Count = 3
-    """Newest folders kept of what rewinds took out of the journal, and of what was found damaged."""
+    """Newest folders to keep of journal entries that a rewind removed, and of damaged entries and checkpoints."""
     reload_on_save: Literal["triton", "none"] = "triton"
-    """Also reload through Triton's load API at every critic_save, unless such a reload is still under way."""
+    """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress."""
     servers: list[Address] = []
-    """gRPC addresses of all servers of the critic, `host:port`, or `dns:name:port` for every address that the name has;
-    default: the one of `server`."""
+    """gRPC addresses of all servers of the critic: `host:port`, or `dns:name:port` for every address of the name;
+    default: that of `server`."""
     serve_timeout_s: Seconds = 60.0
-    """Longest wait until every instance serves a published version."""
+    """How long to wait for every instance to serve a published version before the model is reloaded through Triton;
+    also the timeout of such a reload."""
     nice: Annotated[int, Field(ge=0, le=19)] = 10
-    """Added to the sidecar's niceness: where it shares cores with tritonserver, the server's forwards come first."""
+    """Increment of the sidecar's niceness, so that the server's forward passes take priority on shared cores."""
     heartbeat_timeout_s: Seconds = 15.0
-    """Silence of the sidecar after which waiting critic_train callers get UNAVAILABLE."""
+    """Time without progress of the sidecar after which pending critic_train callers get UNAVAILABLE."""
     publish: PublishSection = PublishSection()
-    """Weights versions."""
+    """Publishing of weights versions."""
 
 
 class DemoSection(Section):
-    """Only for the demo: what `tools run` prepares before it starts the rooms."""
+    """Models and prompts that `tools run` prepares for the demo before it starts the processes."""
 
     recipe: Literal["sentences", "chat", "reasoning"] = "sentences"
-    """What is prepared: `sentences`, all models trained on those of the standard library; `chat`, pretrained SmolLM2
-    and MiniLM with chat prompts, downloaded through pip; `reasoning`, SmolLM2 with tasks of reasoning-gym."""
+    """What to prepare. `sentences`: all models, trained on sentences of the standard library; `chat`: pretrained
+    SmolLM2 and MiniLM with chat prompts, downloaded through pip; `reasoning`: SmolLM2 with tasks of reasoning-gym."""
     cache_dir: Path = Path("runs/prepared")
-    """Where the prepared checkpoints are kept between runs."""
+    """Folder in which prepared checkpoints are cached between runs."""
     quick: bool = False
-    """A small version of the preparation, for tests."""
+    """Prepare a small version, for tests."""

@@ -1,6 +1,6 @@
-"""The key of tritonserver's model control: whoever has it can run code in the server.
+"""The key that protects tritonserver's model-control API, through which a client can run code in the server.
 
-It lies beside the critic's weights, because the sidecar and all servers of one critic share that folder.
+It is stored beside the critic's weights, because the sidecar and all servers of one critic share that folder.
 """
 
 from __future__ import annotations
@@ -13,33 +13,34 @@ from pathlib import Path
 VARIABLE = "TRITON_CONTROL_KEY"
 FILE = "control.key"
 HEADER = "rlhf-control-key"
-GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver expects this prefix
-CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that it locks
+GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver matches gRPC headers with this prefix
+CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require the key
 
 
 def control_key(weights_dir: Path) -> str:
-    """Return the key: the environment variable's, or the one in the folder beside `weights_dir`, made by who is first.
+    """Return the key from the environment variable or from the file beside `weights_dir`, which is created if missing.
 
-    Raises OSError if the file cannot be read or written: only its owner may.
+    Raises OSError if the file cannot be read or written; only its owner has access.
     """
     return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
 
 
 def key_in(path: Path) -> str:
-    """Return the key in a file that only its owner may read; who comes first makes it. Raises OSError."""
+    """Return the key in a file with mode 0600; the first caller creates it. Raises OSError."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        # link(2) is atomic: of several processes that start together, all read the key of the one that links first.
+        with contextlib.suppress(FileExistsError):
             os.link(fresh, path)
         fresh.unlink()
     return path.read_text().strip()
 
 
 def closing_arguments(key: str) -> list[str]:
-    """Arguments of tritonserver that lock what can run code or read memory, over HTTP and over gRPC."""
+    """Return the tritonserver arguments that restrict the APIs in `CLOSED` to clients with the key (HTTP and gRPC)."""
     return [
         f"--http-restricted-api={CLOSED}:{HEADER}={key}",
         f"--grpc-restricted-protocol={CLOSED}:{HEADER}={key}",

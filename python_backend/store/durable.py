@@ -1,4 +1,4 @@
-"""Files that survive a crash: written completely or not at all, and on disk when the call returns."""
+"""Crash-safe file writes: a file or folder is complete or absent, and on disk when the call returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-MOST_PARTS = os.sysconf("SC_IOV_MAX")  # of one call of writev
+MOST_PARTS = os.sysconf("SC_IOV_MAX")  # buffers per writev call
 TEMPORARY_SUFFIX = ".tmp"
 INT64_MAX = (1 << 63) - 1
 LOCK_POLL_S = 0.005
@@ -34,7 +34,7 @@ def sync_directory(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = True) -> None:
-    """Put `data`, or its parts one after the other, at `path`, replacing what was there in one step."""
+    """Write `data` (bytes, or parts to concatenate) to `path`, atomically replacing an existing file."""
     with staged_file(path.parent, [data] if isinstance(data, bytes) else data, durable=durable) as staged:
         staged.replace(path)
     if durable:
@@ -42,13 +42,13 @@ def replace_file(path: Path, data: bytes | Iterable[bytes], *, durable: bool = T
 
 
 def create_file(path: Path, *parts: bytes | memoryview) -> None:
-    """Put `parts` at `path`, one after the other.
+    """Write the concatenated `parts` to `path`, which must not exist.
 
     Raises:
-        FileExistsError: something is there already (also in a race of two writers).
+        FileExistsError: `path` exists, or another writer created it first.
     """
     with staged_file(path.parent, parts) as staged:
-        os.link(staged, path)  # the one call that both publishes and refuses an existing name
+        os.link(staged, path)  # unlike rename, link(2) fails if the name exists
     sync_directory(path.parent)
 
 
@@ -60,19 +60,20 @@ def staged_file(
     first: Callable[[], bytes] | None = None,
     durable: bool = True,
 ) -> Iterator[Path]:
-    """Write `parts` to a temporary file in `folder`, to be linked or renamed within the block; gone at its end.
+    """Write `parts` to a temporary file in `folder` and yield its path; the block can link or rename it.
 
-    The file is locked (flock) until then: `sweep` removes temporary files that no live process is writing.
+    The temporary file is deleted when the block ends. Until then it is locked (flock), so that `sweep_files` can tell
+    the file of a live writer from one that a crash left behind.
 
     Args:
-        first: called when the parts are on the disk; what it returns replaces the first of them, and is as long.
-        durable: force the content onto the disk.
+        first: called after `parts` are synced. Its result replaces the first part and must have the same length.
+        durable: fsync the content.
     """
     path, descriptor = _locked_temporary(folder)
     try:
         _write_all(descriptor, parts)
         if first is not None:
-            os.fsync(descriptor)  # what takes long; the one below has a single block left
+            os.fsync(descriptor)  # the slow sync runs before `first`; the one below then flushes a single block
             os.lseek(descriptor, 0, os.SEEK_SET)
             _write_all(descriptor, [first()])
         if durable:
@@ -84,13 +85,13 @@ def staged_file(
 
 
 def sync_file(path: Path) -> None:
-    """Force what was written to `path` by others onto the disk."""
+    """fsync a file that other code has written."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_tree(folder: Path) -> None:
-    """Force everything below `folder`, its subfolders included, onto the disk."""
+    """fsync every file and folder below `folder`, and `folder` itself."""
     for root, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync_file(Path(root, name))
@@ -98,7 +99,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and the parents it lacks, durably."""
+    """Create `folder` and its missing parents durably."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -107,7 +108,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in `parent`, to be filled and renamed within the block; otherwise it is gone at its end."""
+    """Yield a new folder in `parent`. The block fills and renames it; a folder that was not renamed is deleted."""
     make_folder(parent)
     staging = parent / f".staging-{uuid.uuid4().hex}"
     staging.mkdir()
@@ -118,7 +119,7 @@ def staged_folder(parent: Path) -> Iterator[Path]:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Put a folder with what `fill` writes at `folder`, replacing what was there: whole and on the disk, or not at all.
+    """Let `fill` write a temporary folder, sync it, and rename it to `folder`, replacing an existing folder.
 
     A crash between the two renames leaves the old content under a `.removed-` name.
     """
@@ -135,7 +136,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder`: at once out of sight, so that a crash leaves no half of it under its name."""
+    """Delete `folder`. It is renamed first, so that a crash cannot leave a partial folder under its name."""
     aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
     folder.rename(aside)
     sync_directory(folder.parent)
@@ -143,9 +144,10 @@ def remove_folder(folder: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Delete what a crash left in `root`: folders of unfinished writes and removals. For the only writer of folders.
+    """Delete what a crash left in `root`: folders of unfinished writes and removals, and temporary files.
 
-    Temporary files go as well, unless a live process is writing them.
+    Folders carry no lock, so only the single writer of folders in `root` may call this. Temporary files of live writers
+    are kept.
     """
     for pattern in (".staging-*", ".removed-*"):
         for folder in root.glob(pattern):
@@ -155,14 +157,14 @@ def sweep(root: Path) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
-    """Hold the lock (flock) of the file `path`, which is made.
+    """Hold an exclusive lock (flock) on the file `path`, which is created if missing.
 
     Raises:
-        TimeoutError: another process has held it all of `patience_s`.
+        TimeoutError: another process held the lock for all of `patience_s`.
     """
     deadline = time.monotonic() + patience_s
     with path.open("a") as file:
-        while True:
+        while True:  # polls, because a blocking flock has no timeout
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -176,7 +178,7 @@ def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
 
 
 def sweep_files(folder: Path) -> None:
-    """Delete temporary files that a killed writer left in `folder`; safe beside live writers."""
+    """Delete temporary files that a killed writer left in `folder`; files of live writers are locked and stay."""
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +186,7 @@ def sweep_files(folder: Path) -> None:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """The numbers among the names in `folder`, ascending; names that int64 cannot hold, or as `007`, are not ours."""
+    """Return the file names in `folder` that pass `is_number`, as ascending integers; other names are ignored."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
@@ -193,17 +195,17 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def is_number(text: str) -> bool:
-    """Whether `text` is a non-negative int64 as we write it."""
+    """Return whether `text` is a non-negative int64 in canonical form (no sign, no leading zeros)."""
     return re.fullmatch(r"0|[1-9][0-9]{0,18}", text) is not None and int(text) <= INT64_MAX
 
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Replace `path` by a JSON object."""
+    """Write a JSON object to `path`, atomically replacing an existing file."""
     replace_file(path, json.dumps(value).encode(), durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object at `path`; None if there is no such file."""
+    """Return the JSON object in `path`, or None if there is no such file."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -212,11 +214,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError that safetensors hides in an error of its own while it writes `path`."""
+    """Convert the SafetensorError of a failed write to `path` into the OSError that caused it."""
     try:
         yield
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
+        found = re.search(r"os error (\d+)", str(error))  # the errno is only in the text of Rust's I/O error
         if found is None:
             raise
         number = int(found[1])
@@ -224,7 +226,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def refusal(folder: Path) -> OSError | None:
-    """Why nothing can be written in `folder`; None if something can. Tries it, with a file that is gone afterwards."""
+    """Try to write a 4 KiB temporary file in `folder`; return the error, or None if it succeeded."""
     try:
         with staged_file(folder, [b"0" * 4096]):
             return None
@@ -233,13 +235,13 @@ def refusal(folder: Path) -> OSError | None:
 
 
 def _locked_temporary(folder: Path) -> tuple[Path, int]:
-    """A new file in `folder` and its descriptor, locked by this process."""
+    """Create a temporary file in `folder`, lock it, and return its path and descriptor."""
     while True:
         path = folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:  # otherwise swept before it was locked
+            if os.fstat(descriptor).st_nlink:  # 0: another process swept it between open and flock, so try again
                 return path, descriptor
         except BaseException:
             path.unlink(missing_ok=True)
@@ -249,7 +251,7 @@ def _locked_temporary(folder: Path) -> tuple[Path, int]:
 
 
 def _write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
-    """Write `parts` at the file's position, many at a time and without copying them into one piece."""
+    """Write `parts` at the current file position with writev, without concatenating them in memory."""
     not_empty = filter(len, parts)
     while left := [memoryview(part).cast("B") for part in itertools.islice(not_empty, MOST_PARTS)]:
         while left:
@@ -259,5 +261,5 @@ def _write_all(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:
                 written -= len(left[done])
                 done += 1
             left = left[done:]
-            if written:  # the disk took a part of one
+            if written:  # writev stopped within a part
                 left[0] = left[0][written:]

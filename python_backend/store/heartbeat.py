@@ -1,4 +1,4 @@
-"""The sidecar's heartbeat: what it is doing, and how long it has been silent, whatever the clocks say."""
+"""The sidecar's heartbeat file, and a watch that measures its silence independently of wall clocks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from python_backend.store.durable import read_json, write_json
 
 FILE = "heartbeat.json"
-LOOK_EVERY_S = 0.1
+LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What the sidecar is doing; renewed at every micro-batch."""
+    """Progress of the sidecar, written at every micro-batch."""
 
     epoch: int
     step: int
     micro_batch: int
     state: str
     time: float  # unix seconds
-    trouble: str | None = None  # why it cannot go on: what the disk refuses, which process is in its way
+    trouble: str | None = None  # what blocks it, such as a full disk or a process that holds a lock
 
 
 def read_heartbeat(root: Path) -> Heartbeat | None:
-    """The last one written in `root`; None without one, or where a crash of the machine has emptied the file."""
+    """Return the newest heartbeat in `root`; None if there is none or a machine crash has truncated the file."""
     try:
         data = read_json(root / FILE)
         return None if data is None else Heartbeat(**data)
@@ -35,22 +35,25 @@ def read_heartbeat(root: Path) -> Heartbeat | None:
 
 
 def write_heartbeat(root: Path, heartbeat: Heartbeat) -> None:
-    """Replace the one in `root`; it is not made to survive a crash."""
+    """Write the heartbeat in `root`, without fsync: a lost heartbeat is replaced by the next one."""
     write_json(root / FILE, asdict(heartbeat), durable=False)
 
 
 class HeartbeatWatch:
-    """Measures silence by when a new heartbeat was seen: a clock that was set, here or there, changes nothing."""
+    """Measures the silence of a sidecar with the local monotonic clock.
+
+    Wall-clock changes on either machine do not affect it: `Heartbeat.time` is compared for equality only.
+    """
 
     def __init__(self, read: Callable[[], Heartbeat | None]) -> None:
         self._read = read
         self.last: Heartbeat | None = None
-        """The heartbeat seen last."""
+        """The most recent heartbeat."""
         self._since = time.monotonic()
         self._look_at = 0.0
 
     def silence_s(self) -> float:
-        """Seconds since a heartbeat was seen that was not `last`; looks at most every LOOK_EVERY_S."""
+        """Return the seconds since the heartbeat last changed; reads the file at most every LOOK_EVERY_S."""
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S

@@ -1,15 +1,15 @@
-"""The training journal: what critic_train and critic_save accepted, in order, until the sidecar has done it.
+"""The training journal: accepted critic_train and critic_save requests, in order, until the sidecar has processed them.
 
-Imports numpy and the standard library (and safetensors' numpy side): tritonserver uses it without torch.
+Imports numpy and safetensors but not torch, because tritonserver's processes use it without torch.
 
     <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
-    <root>/<run_id>/results/<entry>.json          written once the entry's outcome is served
-    <root>/<run_id>/set_aside/<n>/                what a rewind took out, or a damaged entry
-    <root>/<run_id>/ACCEPT                        locked while an entry is linked
+    <root>/<run_id>/results/<entry>.json          outcome, written once the resulting weights are served
+    <root>/<run_id>/set_aside/<n>/                entries and results that a rewind removed, or a damaged entry
+    <root>/<run_id>/ACCEPT                        flock held while an entry is linked
     <root>/{LOCK, EPOCH, heartbeat.json}
 
-An entry's life: accepted (link(2) of a synced file) -> trained -> published -> served -> answered (result) -> covered
-by a checkpoint -> removed; docs/live-critic.md has it state by state. Steps begin at 1 and have no gaps.
+States of an entry: accepted (link(2) of a synced file) -> trained -> published -> served -> answered (result) ->
+covered by a checkpoint -> removed; docs/live-critic.md describes each of them. Steps start at 1 and have no gaps.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from python_backend.store.ownership import Sender, owners_after, refuse_supersed
 from python_backend.wire.contract import STEP_AHEAD, StepConflict
 from python_backend.wire.training_payload import TrainPayload
 
-KEPT_RESULTS = 1000
-ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds: a process that holds it longer was stopped
+KEPT_RESULTS = 1000  # steps whose result outlives the entry, so that a late repeat of a request gets its answer
+ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer has been stopped
 
 
 class JournalLocked(RlhfError):
-    """Another sidecar holds the journal."""
+    """Another sidecar holds the journal's lock."""
 
 
 class Journal(JournalState):
-    """The journal of one run: what writers and the sidecar change."""
+    """The journal of one run, with the operations that modify it."""
 
     # ---- writers: inside tritonserver ----
 
@@ -55,21 +55,22 @@ class Journal(JournalState):
         sender: Sender | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Entry:
-        """Write a training step durably and return its entry (the existing one if it was sent before).
+        """Write a training step durably and return its entry (the existing one if the step was sent before).
 
-        `check` runs while the file is written; what it raises goes to the caller, and nothing was accepted.
+        `check` runs in another thread while the file is written. If it raises, the step is not accepted and the
+        exception propagates.
 
         Raises:
-            StepConflict: other run, other content under a known step, a gap, a rewind under way, or another actor has
-                rewound the run since.
-            OSError: the disk refuses; nothing was accepted.
+            StepConflict: wrong run, different content under a known step, a gap, a rewind in progress, or another actor
+                has rewound the run since.
+            OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
         file = TrainingFile(payload, check)
         try:
             return self._accept(file, step, sender)
         finally:
-            file.close()  # what the check says counts more than a step that does not fit
+            file.close()  # the exception of a failed check replaces a StepConflict
 
     def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
         known = self._known_step(file, step)
@@ -78,7 +79,8 @@ class Journal(JournalState):
         durable.make_folder(self._entries)
         with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
             refuse_superseded(sender, self.owners(), self.run_id)
-            known = self._known_step(file, step)  # a large payload takes long: there may have been a rewind meanwhile
+            # Checked again under the lock: another request or a rewind may have come in while the payload was written.
+            known = self._known_step(file, step)
             if known is not None:
                 return known
             entry = Entry(self.last_step() + 1, 0, "train")
@@ -87,7 +89,7 @@ class Journal(JournalState):
         return entry
 
     def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
-        """The entry of a step sent before; None where it is the next one. Raises StepConflict."""
+        """Return the existing entry of a repeated step, or None for the next step. Raises StepConflict."""
         last = self.last_step()
         if step is not None and step <= last:
             return self._known(step, file.digest, last)
@@ -107,14 +109,14 @@ class Journal(JournalState):
         keep_steps: Sequence[int] | None = None,
         sender: Sender | None = None,
     ) -> Entry:
-        """Ask for a checkpoint of `step`, which may be on its way still; without it, of everything accepted so far.
+        """Request a checkpoint of `step`, by default of the last accepted step.
 
-        `keep_steps`: of the checkpoints up to that step, only these are needed still.
-        Asked again for the same step while it is under way, the entry is the same: each costs a reload, and a caller
-        that lost patience with a slow one must not make the queue longer.
+        `step` may be the next one, whose critic_train is still in flight. `keep_steps` lists the checkpoints up to
+        `step` that the caller still needs. A repeated request for a step whose save is pending returns the same entry:
+        each save costs a reload, and a caller that retries after a timeout must not lengthen the queue.
 
-        Raises StepConflict if `step` is further ahead than the next one, a rewind is under way, or another actor has
-        rewound the run since.
+        Raises StepConflict if `step` is beyond the next one, a rewind is in progress, or another actor has rewound the
+        run since.
         """
         self._check_run(run_id)
         wanted = None if keep_steps is None else list(keep_steps)
@@ -131,23 +133,25 @@ class Journal(JournalState):
     def _pending_save(self, step: int, keep_steps: list[int] | None) -> Entry | None:
         asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
         for entry in asked:
-            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # the latter: done just now
+            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # FileNotFoundError: it was finished meanwhile
                 if self.result(entry) is None and self.keep_steps(entry) == keep_steps:
                     return entry
         return None
 
     def accept_rewind(self, *, run_id: str | None, target: int, sender: Sender | None = None) -> Entry:
-        """Ask that step `target` become the last one; asked again while it is under way, the entry is the same.
+        """Request a rewind that makes step `target` the last one. A repeat while it is pending returns the same entry.
 
-        The same request may arrive once more when it is done, and `sender` has trained on: it changes nothing then.
+        A delayed duplicate may also arrive after the rewind is done and `sender` has trained further. It returns the
+        old entry and changes nothing.
 
-        Raises StepConflict if `target` lies ahead, a rewind to another step is under way, or another actor has rewound
-        the run since.
+        Raises StepConflict if `target` is beyond the last step, a rewind to another step is in progress, or another
+        actor has rewound the run since.
         """
         self._check_run(run_id)
         with self._accepting():
             owners = self.owners()
             refuse_superseded(sender, owners, self.run_id)
+            # Same session and same count as the newest rewind: a duplicate of it, since a new request counts one more.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = max(self._known_rewinds())
                 if newest.target == target and not self._has_failed(newest):
@@ -169,10 +173,10 @@ class Journal(JournalState):
 
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
-        """Be the journal's only sidecar; yields the epoch, one higher than any before. Raises JournalLocked."""
+        """Hold the journal's exclusive lock; yield the new epoch, one above the last. Raises JournalLocked."""
         durable.make_folder(self.root)
         with contextlib.ExitStack() as held:
-            try:  # for a moment it may be only a server's glance (is_followed)
+            try:  # waits `patience_s`, because `is_followed` in a server takes the lock for an instant
                 held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
             except TimeoutError:
                 raise JournalLocked(
@@ -184,14 +188,15 @@ class Journal(JournalState):
             yield epoch
 
     def finish(self, entry: Entry, result: Result) -> None:
-        """Record the outcome, which answers the caller."""
+        """Write the entry's result durably; the server that waits for it then answers the caller."""
         durable.make_folder(self._results)
         durable.write_json(self._result_path(entry), asdict(result))
 
     def forget_covered(self, step: int, *, base: int | None = None) -> None:
-        """Remove what a checkpoint at `step` covers, and results beyond the last 1,000 steps of entries that are gone.
+        """Remove answered entries up to `step`, which has a checkpoint, and results older than `KEPT_RESULTS` steps.
 
-        Trainings after `base`, an older checkpoint, stay: from there they lead to every step up to `step`.
+        With `base`, the step of an older checkpoint, training entries after it are kept: replaying them from that
+        checkpoint reaches every step up to `step`.
         """
         for entry in self.entries():
             leads_on = base is not None and entry.kind == "train" and entry.step > base
@@ -202,9 +207,9 @@ class Journal(JournalState):
                 self._result_path(entry).unlink()
 
     def set_aside_after(self, rewind: Entry) -> list[str]:
-        """Take every entry and result after `rewind.target` out of the way; return their names.
+        """Move every entry and result after `rewind.target` to a new folder below set_aside/; return their names.
 
-        The newest go first: whatever is left when a crash comes between has no gap.
+        The newest are moved first, so that the entries left by a crash halfway have no gap.
         """
         moved = []
         aside = self._next_aside()
@@ -214,13 +219,16 @@ class Journal(JournalState):
                     durable.make_folder(aside)
                     (folder / f"{entry.name}{suffix}").rename(aside / f"{entry.name}{suffix}")
                     moved.append(f"{entry.name}{suffix}")
-        for folder in (aside, self._entries, self._results):  # a power failure must not bring them back
+        for folder in (aside, self._entries, self._results):  # otherwise a power failure could undo the renames
             if folder.is_dir():
                 durable.sync_directory(folder)
         return moved
 
     def set_aside_damaged(self, entry: Entry) -> None:
-        """Keep a damaged file for whoever wants to see it; an empty one stays, so that its step is not missing."""
+        """Copy a damaged entry to set_aside/ for inspection and truncate the original.
+
+        The empty file stays as the entry of its step: steps must not have gaps.
+        """
         path = self._entries / entry.name
         if path.stat().st_size == 0:
             return
@@ -231,24 +239,24 @@ class Journal(JournalState):
         durable.replace_file(path, b"")
 
     def forget_aside(self, *, keep: int) -> None:
-        """Remove all but the newest `keep` folders of what was set aside."""
+        """Remove all but the newest `keep` folders below set_aside/."""
         for number in durable.numbers_in(self._set_aside)[:-keep]:
             durable.remove_folder(self._set_aside / str(number))
 
     def sweep(self) -> None:
-        """Delete what killed writers left half-written: payloads above all."""
+        """Delete the temporary files of killed writers, mostly payloads, and unfinished removals in set_aside/."""
         durable.sweep(self._set_aside)
         for folder in (self.root, self._entries, self._results):
             durable.sweep_files(folder)
 
     def drop(self, entry: Entry) -> None:
-        """Remove an entry that has been done and needs no replay (save, rewind)."""
+        """Remove a finished entry that needs no replay (save, rewind)."""
         (self._entries / entry.name).unlink(missing_ok=True)
 
     def restore_results(self, saved: list[dict[str, Any]]) -> None:
-        """Put back outcomes that a checkpoint remembers and the journal has lost.
+        """Write back results that are in a checkpoint but missing from the journal.
 
-        Not of a step that is in the journal (again): its content may be another.
+        Skips a step that has an entry in the journal, because it may have been sent again with other content.
         """
         present = {*self.answered(), *self.entries()}
         for data in saved:
@@ -257,10 +265,10 @@ class Journal(JournalState):
                 self.finish(entry, result)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Show progress."""
+        """Write the heartbeat."""
         write_heartbeat(self.root, heartbeat)
 
-    # ---- inner ----
+    # ---- internal ----
 
     def _check_run(self, run_id: str | None) -> None:
         if run_id is not None and run_id != self.run_id:
@@ -272,7 +280,7 @@ class Journal(JournalState):
     def _known(self, step: int, digest: str, last: int) -> Entry:
         entry = Entry(step, 0, "train")
         known = self._digest(entry)
-        if known in (digest, DAMAGED):  # the sidecar's answer says that it is damaged
+        if known in (digest, DAMAGED):  # the sidecar's answer reports the damage
             return entry
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise StepConflict(
@@ -291,6 +299,7 @@ class Journal(JournalState):
             )
 
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
+        # Ranks start at 1, because the training entry of the step has rank 0 and is processed first.
         rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
         entry = Entry(step, rank, kind, target)
         durable.make_folder(self._entries)
@@ -299,7 +308,7 @@ class Journal(JournalState):
 
     @contextlib.contextmanager
     def _accepting(self) -> Iterator[None]:
-        """Let no other writer accept anything meanwhile, so that what was just found still holds when it is linked."""
+        """Serialise writers: what is checked inside the block still holds when the entry is linked."""
         folder = self.root / self.run_id
         durable.make_folder(folder)
         with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):

@@ -1,4 +1,4 @@
-"""Journal entries by file name, their results, and training files on disk."""
+"""Journal entries and their file names, results, and the reader of training files."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LE
 from python_backend.wire.training_payload import TrainPayload
 
 Kind = Literal["train", "save", "rewind"]
-NUM_NUMBERS = {"train": 0, "save": 1, "rewind": 2}  # behind the kind in an entry's name: rank, target
-NUMBER = r"(0|[1-9][0-9]{0,18})"
+NUM_NUMBERS = {"train": 0, "save": 1, "rewind": 2}  # numbers after the kind in an entry's name: rank, target
+NUMBER = r"(0|[1-9][0-9]{0,18})"  # at most 19 digits: int64
 NAME = re.compile(rf"(0[0-9]{{7}}|[1-9][0-9]{{7,18}})\.(train|save|rewind)(?:\.{NUMBER})?(?:\.{NUMBER})?")
 DIGEST = "digest"
-RESULT_SUFFIX = ".json"  # of an entry's result, behind the entry's name
+RESULT_SUFFIX = ".json"  # appended to the entry's name
 
 
 class DamagedEntry(RlhfError):
-    """An entry's file does not hold what was accepted; the message names the file."""
+    """An entry's file does not have the content that was accepted; the message names the file."""
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One accepted request; entries are done in their order."""
+    """One accepted request. Entries are processed in ascending order of their fields."""
 
-    step: int  # train: its own; save: the one it is of; rewind: the last one accepted before
+    step: int  # train: its own; save: the step to checkpoint; rewind: the last step accepted before it
     rank: int  # 0 train, then 1, 2, … in order of acceptance
     kind: Kind
     target: int = -1  # rewind only: the step to go back to
 
     @property
     def name(self) -> str:
-        """The file's name."""
+        """Name of the entry's file."""
         suffix = "" if self.kind == "train" else f".{self.rank}"
         target = f".{self.target}" if self.kind == "rewind" else ""
         return f"{self.step:08d}.{self.kind}{suffix}{target}"
 
     @classmethod
     def parse(cls, name: str) -> Entry:
-        """The entry of a file name. Raises ValueError if it is not a name that an entry can have."""
+        """Return the entry for a file name. Raises ValueError if the name is not one that `name` can return."""
         found = NAME.fullmatch(name)
         if found:
             step, kind, rank, target = found.groups()
@@ -58,14 +58,14 @@ class Entry:
 
 
 def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[Entry]:
-    """The entries, all or of one kind, whose files, named with `suffix`, lie in `folder`; other names are not ours."""
+    """Return the entries (of `kind`) that have a file `<name><suffix>` in `folder`; other files are ignored."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
         return set()
     found = set()
     for name in names:
-        if name.endswith(suffix) and (kind or "") in name:  # parsing takes longer, and there may be a thousand
+        if name.endswith(suffix) and (kind or "") in name:  # a cheap filter before parsing: there may be 1,000 files
             with contextlib.suppress(ValueError):
                 found.add(Entry.parse(name.removesuffix(suffix)))
     return found
@@ -73,18 +73,18 @@ def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of an entry: what its caller is told."""
+    """Outcome of an entry, from which the caller's response is made."""
 
     entry: str
     weights_version: int
     loss_mean: float | None = None
     digest: str | None = None
     error: str | None = None
-    owners: list[str] | None = None  # a rewind's: who owns the run since then, and who did before
+    owners: list[str] | None = None  # rewind only: the owners of the run after it, newest first
 
 
 def read_training_file(path: Path) -> tuple[TrainPayload, str]:
-    """A training entry's payload and digest. Raises DamagedEntry unless the one is the other's."""
+    """Return a training entry's payload and digest. Raises DamagedEntry if they do not match."""
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -100,7 +100,7 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
 
 
 def digest_in(path: Path) -> str | None:
-    """The digest that a training file names; None where the file is too damaged to say. Raises FileNotFoundError."""
+    """Return the digest in a training file's metadata; None if its header is damaged. Raises FileNotFoundError."""
     try:
         with safe_open(path, framework="numpy") as file:
             return (file.metadata() or {}).get(DIGEST)

@@ -1,7 +1,7 @@
-"""Writes a training entry's file while its content is checked and its digest computed.
+"""Writes a training entry's file while other threads validate its content and compute its digest.
 
-The header with the digest replaces the first part at the end. A digest takes about as long as writing does; the arrays
-are never copied into one piece.
+Hashing takes about as long as writing, so the two overlap: the file starts with a placeholder header, and the header
+with the digest replaces it at the end. The arrays are written from their own buffers, without a copy.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ import numpy as np
 from python_backend.store.journal_entry import DIGEST
 from python_backend.wire.training_payload import TrainPayload, content_digest, field_digest
 
-DTYPES = {"float32": "F32", "int64": "I64"}
-UNKNOWN_DIGEST = "0" * 64
-BESIDE = ThreadPoolExecutor(3, "journal-file")  # the thread that writes mostly waits for the disk
+DTYPES = {"float32": "F32", "int64": "I64"}  # NumPy name -> safetensors name
+UNKNOWN_DIGEST = "0" * 64  # placeholder of the same length as a hex sha256
+BESIDE = ThreadPoolExecutor(3, "journal-file")  # hashing and checks; the writing thread mostly waits for the disk
 
 
 class TrainingFile:
     """The safetensors file of one payload, with `digest` in its metadata."""
 
     def __init__(self, payload: TrainPayload, check: Callable[[], None] = lambda: None) -> None:
-        """`check`: raises if the content is not to be accepted; runs while the file is written."""
+        """Start hashing and `check`, which raises if the content is invalid, in background threads."""
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
+        # The largest array takes longest to hash, so it starts first.
         largest_first = sorted(self._arrays.items(), key=lambda item: -item[1].nbytes)
         self._digests = {name: BESIDE.submit(field_digest, array) for name, array in largest_first}
         self._checked = BESIDE.submit(check)
 
     def check(self) -> None:
-        """Wait for the check; raises what it raised."""
+        """Wait for the check; re-raise its exception."""
         self._checked.result()
 
     def close(self) -> None:
-        """As `check`, and no thread reads the caller's arrays from now on."""
+        """Wait until no thread reads the caller's arrays any more, then do the same as `check`."""
         wait(self._digests.values())
         self.check()
 
     @property
     def digest(self) -> str:
-        """The content's digest; waits for it."""
+        """Digest of the content; blocks until it is computed."""
         return content_digest({name: digest.result() for name, digest in self._digests.items()})
 
     def parts(self) -> list[bytes | memoryview]:
-        """Header and arrays, in order; the header has no digest yet."""
+        """Return the header with a placeholder digest, followed by the arrays' buffers."""
         return [header(self._arrays, {DIGEST: UNKNOWN_DIGEST}), *(array.data for array in self._arrays.values())]
 
     def header(self) -> bytes:
-        """The header with the digest, as long as the first of `parts`. Raises what `check` raises."""
+        """Return the final header, as long as the placeholder in `parts`. Raises what `check` raises."""
         self.check()
         return header(self._arrays, {DIGEST: self.digest})
 
 
 def header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the tensors in a safetensors file that holds `arrays` one after the other."""
+    """Return the header (length prefix and JSON) of a safetensors file that stores `arrays` in order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for name, array in arrays.items():
@@ -64,5 +65,5 @@ def header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> byt
         entries[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8, as the format wants it
+    text += b" " * (-len(text) % 8)  # the format aligns the tensor data to 8 bytes
     return struct.pack("<Q", len(text)) + text

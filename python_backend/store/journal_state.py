@@ -1,4 +1,4 @@
-"""What a journal's folder says, for the writers inside tritonserver and for the sidecar alike; changes nothing."""
+"""Read-only view of a journal, shared by the writers inside tritonserver and the sidecar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from python_backend.store.journal_entry import (
 )
 from python_backend.wire.training_payload import TrainPayload
 
-DAMAGED = "damaged"  # in place of a digest that cannot be read
+DAMAGED = "damaged"  # stands in for a digest that cannot be read
 
 
 class JournalState:
@@ -34,22 +34,22 @@ class JournalState:
         self._set_aside = root / run_id / "set_aside"
 
     def entries(self) -> list[Entry]:
-        """Entries on disk, in order."""
+        """Return the entries on disk, in processing order."""
         return sorted(entries_in(self._entries))
 
     def changed_at(self) -> int | None:
-        """When entries came or went last, in the file system's own nanoseconds; None before the first."""
+        """Return the mtime of entries/ in ns, which changes when entries come or go; None before the first entry."""
         try:
             return self._entries.stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def load(self, entry: Entry) -> tuple[TrainPayload, str]:
-        """A training entry's payload and digest. Raises DamagedEntry if the file is not what was accepted."""
+        """Return a training entry's payload and digest. Raises DamagedEntry if they do not match."""
         return read_training_file(self._entries / entry.name)
 
     def keep_steps(self, entry: Entry) -> list[int] | None:
-        """The steps that a save entry says are needed still; None if it does not say. Raises DamagedEntry."""
+        """Return the checkpoints that a save entry asks to keep, or None if it has no list. Raises DamagedEntry."""
         path = self._entries / entry.name
         try:
             return json.loads(path.read_bytes()).get("keep_steps")
@@ -57,48 +57,48 @@ class JournalState:
             raise DamagedEntry(f"{path} is damaged: {error}") from error
 
     def owners(self, rewind: Entry | None = None) -> list[str]:
-        """Who owns the run after `rewind`, by default the newest one, and who did before; newest first."""
+        """Return the owners of the run after `rewind` (default: the newest rewind), newest first."""
         newest = rewind or max(self._known_rewinds(), default=None)
         if newest is None:
             return []
         result = read_json(self._result_path(newest))
-        with contextlib.suppress(FileNotFoundError, ValueError):  # done just now; damaged
+        with contextlib.suppress(FileNotFoundError, ValueError):  # finished meanwhile; damaged
             result = result or json.loads((self._entries / newest.name).read_bytes())
         return (result or {}).get("owners") or []
 
     def is_answered(self, entry: Entry) -> bool:
-        """Whether `entry` has an outcome."""
+        """Return whether `entry` has a result."""
         return self._result_path(entry).exists()
 
     def answered(self) -> set[Entry]:
-        """Entries with an outcome, removed ones included."""
+        """Return the entries that have a result, including removed ones."""
         return entries_in(self._results, RESULT_SUFFIX)
 
     def results(self) -> list[Result]:
-        """Outcomes on disk, in order of their entries."""
+        """Return the results on disk, in order of their entries."""
         found = [self.result(entry) for entry in sorted(self.answered())]
         return [result for result in found if result is not None]
 
     def result(self, entry: Entry) -> Result | None:
-        """The outcome of `entry`; None while it is not done, an error if a rewind took it out."""
+        """Return the result of `entry`: None while it is pending, an error if a rewind has removed the entry."""
         data = read_json(self._result_path(entry))
         if data is None and not (self._entries / entry.name).exists():
-            data = read_json(self._result_path(entry))  # it may have been done just now
+            data = read_json(self._result_path(entry))  # finished and removed between the two calls
             if data is None:
                 return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: set aside by a rewind")
         return None if data is None else Result(**data)
 
     def last_step(self) -> int:
-        """The last accepted step; 0 before the first."""
-        known = self._known_entries()  # a rewind outlives the results of the steps before it
+        """Return the last accepted step; 0 before the first."""
+        known = self._known_entries()  # rewinds count too: the results of earlier steps may be gone
         return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
     def heartbeat(self) -> Heartbeat | None:
-        """The sidecar's last sign of life."""
+        """Return the sidecar's newest heartbeat."""
         return read_heartbeat(self.root)
 
     def is_followed(self) -> bool:
-        """Whether a sidecar holds the journal (on this host)."""
+        """Return whether a sidecar on this host holds the journal's lock."""
         try:
             with (self.root / "LOCK").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -113,17 +113,17 @@ class JournalState:
         return next((entry for entry in rewinds if self.result(entry) is None), None)
 
     def _digest(self, entry: Entry) -> str | None:
-        """Of the content of a step; None: too long ago."""
+        """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it is too old to be known."""
         data = read_json(self._result_path(entry))
         if data is None:
             try:
                 return digest_in(self._entries / entry.name) or DAMAGED
-            except FileNotFoundError:  # done just now
+            except FileNotFoundError:  # finished and removed meanwhile
                 data = read_json(self._result_path(entry))
         return None if data is None else data["digest"] or DAMAGED
 
     def _rewound(self, step: int) -> str:
-        """Why a step that once fitted fits no more, where a rewind is the reason."""
+        """Return the clause of an error message that names the rewind after which `step` no longer fits; or ""."""
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (

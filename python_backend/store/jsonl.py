@@ -1,6 +1,6 @@
-"""JSONL files: written whole or line by line, read line by line, followed while another process writes.
+"""JSONL files: write, append, read, and follow a file while another process appends to it.
 
-A run of months writes more than memory should hold, so every reader yields one object at a time.
+Readers yield one object at a time, because the files of a run of months do not fit in memory.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from python_backend.store.durable import replace_file
 
 
 def each_line(path: Path, *, required: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file, without a last line that a crash has cut short.
+    """Yield the objects of a file. A last line that a crash has truncated is skipped.
 
     Args:
-        required: raise FileNotFoundError for a missing file, which otherwise counts as empty.
+        required: raise FileNotFoundError if the file is missing; otherwise a missing file counts as empty.
 
     Raises:
-        ValueError: another line holds no JSON object; the message names the file and the line.
+        ValueError: any other line is not a JSON object; the message names the file and the line.
     """
     for line, _ in _parsed_lines(path, required=required):
         yield line
 
 
 def read_jsonl(path: Path, *, required: bool = False) -> list[dict[str, Any]]:
-    """Return the objects of a small file; otherwise as `each_line`."""
+    """Return the objects of a small file as a list; see `each_line`."""
     return list(each_line(path, required=required))
 
 
 def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = True) -> None:
-    """Replace `path` by one JSON object per line."""
+    """Write one JSON object per line to `path`, atomically replacing an existing file."""
     replace_file(path, map(_encoded, lines), durable=durable)
 
 
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON object per line: all of them or none, because half a line would spoil the next one too.
+    """Append one JSON object per line: all lines or none, because the next append would continue a partial line.
 
-    Raises OSError if the disk has no space for all of them.
+    Raises OSError if the disk is full.
     """
     data = b"".join(map(_encoded, lines))
     with path.open("ab", buffering=0) as file:
@@ -52,12 +52,12 @@ def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def drop_steps_from(first_step: int, path: Path) -> None:
-    """Remove the lines of the steps that a resumed run repeats; create the file if there is none."""
+    """Remove the lines with `step` >= `first_step`, which a resumed run repeats. Creates a missing file."""
     replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
 
 
 class JsonlTail:
-    """Follows a file that another process writes, which may be missing at first and replaced later."""
+    """Follows a file that another process appends to. The file may not exist yet, and may be replaced later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,9 +65,10 @@ class JsonlTail:
         self._offset = 0
 
     def read_new(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects added since the last call. A line without its end waits; one torn by a crash is skipped.
+        """Yield the objects added since the last call.
 
-        A file that was replaced or cut is read from its start again.
+        An unterminated last line is left for the next call; a line that is not JSON is skipped. A file that was
+        replaced or truncated is read from the start again.
         """
         try:
             file = self._path.open("rb")
@@ -96,7 +97,7 @@ def _encoded(content: Mapping[str, Any]) -> bytes:
 
 
 def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield each object with its line as it stands in the file."""
+    """Yield each object with its raw line, newline included."""
     if not path.is_file():
         if required:
             raise FileNotFoundError(f"{path} is missing: did the run get as far as writing it?")
@@ -107,7 +108,7 @@ def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[
                 continue
             try:
                 row = json.loads(raw)
-            except ValueError as error:  # cut short, perhaps within a letter
+            except ValueError as error:  # truncated, possibly within a UTF-8 character
                 if file.read().strip():
                     raise ValueError(f"{path} line {number} is not JSON: {error}") from error
                 return

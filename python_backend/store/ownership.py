@@ -1,7 +1,8 @@
-"""Which actor owns a run: the one that rewound it last. What an earlier owner sent is refused, however late it arrives.
+"""Run ownership: the actor that rewound a run last owns it, and requests of earlier owners are rejected.
 
-A client names itself in a header as `<session>/<n>`, where n counts the rewinds that it has asked for. Requests without
-that header are taken as they come.
+A client identifies itself in a header as `<session>/<n>`, where n counts the rewinds that it has requested: a request
+that was sent before the client's own last rewind, and arrives after it, is rejected too. Requests without the header
+are not checked.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from dataclasses import dataclass
 from python_backend.store.durable import is_number
 from python_backend.wire.contract import StepConflict
 
-KEPT_OWNERS = 8
+KEPT_OWNERS = 8  # bounds the rewind entry; requests of owners further back are no longer recognised
 
 
 @dataclass(frozen=True)
 class Sender:
-    """Who sent a request."""
+    """The client that sent a request."""
 
     session: str
     rewinds: int = 0
 
     @classmethod
     def parse(cls, text: str | None) -> Sender | None:
-        """The sender that a header names; None without one."""
+        """Parse `<session>/<n>`; return None if the header is missing or malformed."""
         session, _, rewinds = str(text or "").rpartition("/")
         return cls(session, int(rewinds)) if session and is_number(rewinds) else None
 
@@ -33,12 +34,12 @@ class Sender:
 
 
 def owners_after(sender: Sender | None, owners: Sequence[str]) -> list[str]:
-    """The owners, newest first, once `sender` has rewound the run."""
+    """Return the owners, newest first, after a rewind by `sender`."""
     return [str(sender or ""), *owners][:KEPT_OWNERS]
 
 
 def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str) -> None:
-    """Raise StepConflict if `sender` owned the run and does no longer."""
+    """Raise StepConflict if `sender` is an earlier owner, or the owner before its own last rewind."""
     if sender is None or not owners:
         return
     newest, *before = (Sender.parse(owner) for owner in owners)

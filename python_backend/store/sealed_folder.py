@@ -1,4 +1,4 @@
-"""Folders whose state.json names the sha256 of every file in them and of its own content, so that damage is found."""
+"""Folders whose state.json has the sha256 of every file and of its own content, so that damage is detected."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ STATE_FILE = "state.json"
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was written; the message names the file."""
+    """A checkpoint's content does not match its checksums; the message names the file."""
 
 
 def seal(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the content of state.json for `folder` as it is now, subfolders included."""
+    """Hash every file below `folder` and return the content of its state.json."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return sealed(state, {str(path.relative_to(folder)): sha256_of(path) for path in paths})
 
 
 def sealed(state: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of state.json for files whose sha256 is known."""
+    """Return the content of state.json, given the sha256 of each file by relative path."""
     data = {**state, "files": dict(files)}
     return {**data, "sha256": _digest_of(data)}
 
@@ -44,7 +44,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def verify_folder(folder: Path) -> dict[str, Any]:
-    """Compare each file with its sha256; return the content of state.json. Raises DamagedCheckpoint."""
+    """Verify the sha256 of each file and return the content of state.json. Raises DamagedCheckpoint."""
     state = read_state(folder)
     for name, expected in state["files"].items():
         path = folder / name

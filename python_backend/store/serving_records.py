@@ -1,6 +1,7 @@
 """Records of the critic's instances: which version each serves, and whether it is alive.
 
-One small file per instance in a folder that servers and sidecar share; readers need no connection to any server.
+Each instance writes one small file in a folder that servers and sidecar share, so readers need no connection to the
+servers.
 """
 
 from __future__ import annotations
@@ -15,42 +16,42 @@ from pathlib import Path
 
 from python_backend.store.durable import make_folder, read_json, write_json
 
-REMOTE_SILENCE_S = 15.0  # an instance that is stopped, or cannot be looked at, counts as gone after this silence
-STOPPED = ("T", "t")  # by a signal, by a debugger
+REMOTE_SILENCE_S = 15.0  # an instance that is stopped, or whose process is not visible here, counts as dead after this
+STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
 
 
 @dataclass(frozen=True)
 class ServingRecord:
-    """What one critic instance says of itself."""
+    """State of one critic instance, written by the instance."""
 
     instance: str
     host: str
-    place: str  # where the process id means something: one boot of one machine, one container
+    place: str  # `this_place` of the instance: the scope in which `pid` is valid
     pid: int
-    born: int  # start of the process in clock ticks since boot: process ids are used again
-    version: int | None  # served; None until the first is loaded
+    born: int  # process start in clock ticks since boot; detects reused process ids
+    version: int | None  # being served; None until the first is loaded
     time: float  # unix seconds of the last change
     previous: int | None = None
     swap_ms: float | None = None  # from seeing CURRENT move to serving it
-    loading: int | None = None  # version whose files it reads now
-    rejected: int | None = None  # version that it refused
-    error: str | None = None  # and why
+    loading: int | None = None  # version whose files it is reading
+    rejected: int | None = None  # version that it refused to serve
+    error: str | None = None  # why it was rejected
 
     @classmethod
     def of_this_process(cls, instance: str, version: int | None, **more: object) -> ServingRecord:
-        """A record of an instance in this process, as of now."""
+        """Return a record of an instance in this process, with the current time."""
         pid = os.getpid()
         born = _process(pid)[1]
         return cls(instance, socket.gethostname(), this_place(), pid, born, version, time.time(), **more)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Instance and host, for people."""
+        """Instance, host and pid, for messages."""
         return f"{self.instance} on {self.host} (pid {self.pid})"
 
     @property
     def file_name(self) -> str:
-        """No two processes share it, whatever machine or container they run in."""
+        """File name, unique across processes, machines and containers."""
         return f"{self.host}.{self.instance}.{self.pid}.{self.place}.json"
 
 
@@ -59,36 +60,36 @@ class ServingRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._touched: dict[str, tuple[int, float]] = {}  # file name -> mtime, and when (monotonic) it was seen first
+        self._touched: dict[str, tuple[int, float]] = {}  # file name -> mtime (ns), when first seen (monotonic)
 
     def put(self, record: ServingRecord) -> None:
-        """Say what an instance serves (called by the instance). Raises OSError if the disk refuses."""
+        """Write the record (called by the instance). Raises OSError if the write fails."""
         make_folder(self._folder)
         write_json(self._folder / record.file_name, asdict(record), durable=False)
 
     def touch(self, record: ServingRecord) -> None:
-        """Say that the instance is still there; its record is written again where it was lost."""
+        """Renew the record's mtime as a sign of life; write the record again if it was removed."""
         try:
             os.utime(self._folder / record.file_name)
-        except FileNotFoundError:  # taken for dead, after a silence
+        except FileNotFoundError:  # another instance took this one for dead and removed it
             self.put(record)
 
     def withdraw(self, record: ServingRecord) -> None:
-        """The instance serves no more."""
+        """Remove the record: the instance has stopped serving."""
         (self._folder / record.file_name).unlink(missing_ok=True)
 
     def alive(self) -> list[ServingRecord]:
-        """Records of the instances that are alive, those that still load their first version among them."""
+        """Return the records of live instances, including those that are loading their first version."""
         return [record for record, path in self._all() if self._is_alive(record, path)]
 
     def died(self) -> list[ServingRecord]:
-        """Records of instances of this place whose process ended without withdrawing: killed, or crashed."""
+        """Return the records left by processes of this place that were killed or crashed."""
         return [
             record for record, path in self._all() if record.place == this_place() and not self._is_alive(record, path)
         ]
 
     def forget_died(self) -> None:
-        """Remove the records of instances that are not alive (called by an instance that takes their place)."""
+        """Remove the records of dead instances (called by an instance that replaces them)."""
         for record, path in self._all():
             if not self._is_alive(record, path):
                 path.unlink(missing_ok=True)
@@ -99,7 +100,7 @@ class ServingRecords:
                 state, born = _process(record.pid)
             except (FileNotFoundError, ProcessLookupError):
                 return False
-            if state == "Z" or born != record.born:  # tritonserver does not reap a stub that was killed
+            if state == "Z" or born != record.born:  # zombie: tritonserver does not reap a killed stub
                 return False
             if state not in STOPPED:
                 return True
@@ -109,7 +110,10 @@ class ServingRecords:
             return False
 
     def _silence_s(self, path: Path) -> float:
-        """Seconds since a record was touched; one that says it was touched in the future, since this was seen first."""
+        """Return the seconds since a record was touched.
+
+        If clock skew between hosts puts its mtime in the future, count from when this process first saw that mtime.
+        """
         stamp, now = path.stat().st_mtime_ns, time.monotonic()
         if self._touched.get(path.name, (None, 0.0))[0] != stamp:
             self._touched[path.name] = (stamp, now)
@@ -123,20 +127,20 @@ class ServingRecords:
                 data = read_json(path)
                 if data is not None:
                     found.append((ServingRecord(**data), path))
-            except (ValueError, TypeError):  # another release's, or cut short by a crash: its owner writes it again
+            except (ValueError, TypeError):  # of another release, or truncated by a crash: its owner writes it again
                 continue
         return found
 
 
 @functools.cache
 def this_place() -> str:
-    """Eight digits that processes share if and only if they can look at each other's process ids."""
+    """Return eight hex digits that are equal exactly for processes that share a boot and a pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = str(Path("/proc/self/ns/pid").readlink())  # containers of one pod share the host's name, not this
+    namespace = str(Path("/proc/self/ns/pid").readlink())  # containers of one pod share the host name but not this
     return hashlib.sha256(f"{boot} {namespace}".encode()).hexdigest()[:8]
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """State and start of a process."""
+    """Return the state letter and the start time (clock ticks since boot) of a process, from /proc/<pid>/stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])

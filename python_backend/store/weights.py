@@ -1,11 +1,11 @@
-"""The weights store: numbered, immutable versions of the critic; CURRENT names the one that is served.
+"""The weights store: numbered, immutable versions of the critic's weights; CURRENT names the version to serve.
 
-Imports no torch: servers, the sidecar and the tools all read it.
+Does not import torch, because servers, the sidecar and the tools all use it.
 
     <root>/<version>/{model.safetensors, config.json, manifest.json}
-    <root>/CURRENT    one line, replaced by rename: the only truth about what is served
-    <root>/NEXT       one line: the version that is being verified; instances load it meanwhile
-    <root>/serving/   a record of each instance (serving_records.py)
+    <root>/CURRENT    version number, replaced by rename: the single source of truth for what is served
+    <root>/NEXT       number of the version being verified; instances load it meanwhile
+    <root>/serving/   one record per instance (serving_records.py)
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from python_backend.store import durable
 from python_backend.store.serving_records import ServingRecord, ServingRecords
 
 MANIFEST_FILE = "manifest.json"
-HASHED_AT_ONCE = 1 << 24  # bytes: a thread that hashes asks for Python's lock only between two blocks
-WRITER_PATIENCE_S = 10.0
+HASHED_AT_ONCE = 1 << 24  # bytes; large blocks, because the hashing thread takes the GIL between two of them
+WRITER_PATIENCE_S = 10.0  # how long to wait for another writer
 READ_ONLY = stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH
 FIRST_VERSION = "make version 0 with `python -m trainer --config YAML --init-only`"
 
 
 class WeightsError(RlhfError):
-    """A version cannot be used; the message says which and why."""
+    """A version cannot be used; the message names the version and the cause."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a version is: written last, so a folder with a manifest is complete."""
+    """Description of a version. It is written last, so a folder with a manifest is complete."""
 
     version: int
     run_id: str
-    step: int  # critic updates that made these weights
+    step: int  # number of critic updates in these weights
     sha256: str  # of model.safetensors
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
-    parent: int | None  # version these weights were made from, or are a copy of
-    epoch: int  # of the sidecar that wrote it
+    parent: int | None  # version that these weights were trained or copied from
+    epoch: int  # journal epoch of the sidecar that wrote it
 
 
 class WeightsStore:
-    """Versions under one folder. Version numbers only rise; a version is never overwritten."""
+    """Versions under one folder. Version numbers only increase, and a version is never overwritten."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -60,22 +60,25 @@ class WeightsStore:
         self._next = root / "NEXT"
 
     def folder(self, version: int) -> Path:
-        """Where `version` lies."""
+        """Return the folder of `version`."""
         return self.root / str(version)
 
     def versions(self) -> list[int]:
-        """Complete versions, ascending."""
+        """Return the numbers of the complete versions, ascending."""
         return [number for number in durable.numbers_in(self.root) if (self.folder(number) / MANIFEST_FILE).is_file()]
 
     def current(self) -> int | None:
-        """The version that is served; None in an empty store. Raises WeightsError if CURRENT is unreadable."""
+        """Return the version in CURRENT; None in an empty store. Raises WeightsError if CURRENT is malformed."""
         return _read_number(self._current)
 
     def set_current(self, version: int, *, back: bool = False) -> None:
-        """Make every instance serve `version`; numbers only rise, but `back` returns to one that was served before.
+        """Set CURRENT to `version`; every instance then switches to it.
+
+        Args:
+            back: allow a version below the current one (rollback).
 
         Raises:
-            WeightsError: the version is not there, or not above the one served.
+            WeightsError: the version does not exist, or is below the current one without `back`.
         """
         self.manifest(version)
         current = self.current()
@@ -84,18 +87,18 @@ class WeightsStore:
         durable.replace_file(self._current, f"{version}\n".encode())
 
     def announce(self, version: int) -> None:
-        """Let the instances load `version` while it is verified, so that they have it when CURRENT moves."""
+        """Set NEXT to `version`: instances load it during verification and can swap as soon as CURRENT names it."""
         durable.replace_file(self._next, f"{version}\n".encode(), durable=False)
 
     def announced(self) -> int | None:
-        """The version announced last."""
+        """Return the version in NEXT, or None if there is none or the file is malformed."""
         try:
             return _read_number(self._next)
-        except WeightsError:  # only a hint, and not made to survive a crash
+        except WeightsError:  # only a hint, written without fsync, so a crash may truncate it
             return None
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of `version`. Raises WeightsError if the version is not there or incomplete."""
+        """Return the manifest of `version`. Raises WeightsError if the version is missing or incomplete."""
         try:
             data = durable.read_json(self.folder(version) / MANIFEST_FILE)
             if data is None:
@@ -105,10 +108,10 @@ class WeightsStore:
             raise WeightsError(f"version {version}: unreadable manifest: {error}") from error
 
     def manifests(self) -> list[Manifest]:
-        """The manifests that can be read, ascending."""
+        """Return the readable manifests, ascending by version."""
         found = []
         for version in self.versions():
-            with contextlib.suppress(WeightsError):  # a damaged one hides no other
+            with contextlib.suppress(WeightsError):  # a damaged manifest must not hide the others
                 found.append(self.manifest(version))
         return found
 
@@ -122,17 +125,16 @@ class WeightsStore:
         epoch: int,
         reuse: bool = True,
     ) -> Manifest:
-        """Write a new version; CURRENT stays where it is.
-
-        With `reuse`, the newest version is returned instead of being written again if it is the same run's, step's
-        and content: a replay after a crash. An older one is not: numbers must rise when steps are trained again after
-        a rewind.
+        """Write a new version and return its manifest; CURRENT does not change.
 
         Args:
-            write: puts model.safetensors and config.json into the folder it is given.
+            write: writes model.safetensors and config.json into the given folder.
+            reuse: return the newest version instead of adding one if it has the same run, step and content, as it has
+                when a step is replayed after a crash. An older version is never reused: numbers must increase when
+                steps are trained again after a rewind.
 
         Raises:
-            OSError: the disk refuses; nothing is left behind.
+            OSError: the write failed; nothing is left behind.
         """
         with self._writing(), durable.staged_folder(self.root) as staging:
             write(staging)
@@ -144,18 +146,18 @@ class WeightsStore:
             manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch)
             (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
             for path in staging.iterdir():
-                path.chmod(READ_ONLY)  # instances map the file: who cuts it short in place kills them
+                path.chmod(READ_ONLY)  # instances mmap the file: truncating it in place would kill them (SIGBUS)
             durable.sync_tree(staging)
             staging.rename(self.folder(manifest.version))
             durable.sync_directory(self.root)
             return manifest
 
     def next_version(self) -> int:
-        """The number that the next version gets."""
+        """Return the number of the next version; numbers of incomplete folders are not reused."""
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int) -> Manifest:
-        """Compare hash, names, dtypes and shapes on disk with the manifest. Raises WeightsError."""
+        """Check the sha256, names, dtypes and shapes of the weights file against the manifest. Raises WeightsError."""
         manifest = self.manifest(version)
         path = self.folder(version) / WEIGHTS_FILE
         try:
@@ -173,13 +175,13 @@ class WeightsStore:
         return manifest
 
     def serving(self) -> list[ServingRecord]:
-        """Records of the live instances that serve a version."""
+        """Return the records of live instances that serve a version."""
         return [record for record in self.records.alive() if record.version is not None]
 
     def prune(self, *, keep: int) -> list[int]:
         """Delete old versions; return their numbers.
 
-        Kept: version 0, CURRENT, the newest `keep`, and whatever a live instance serves or loads.
+        Keeps version 0, CURRENT, the newest `keep`, and every version that a live instance serves or loads.
         """
         with self._writing():
             records = self.records.alive()
@@ -193,9 +195,9 @@ class WeightsStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """One writer at a time: the sidecar, or a person's rollback beside it.
+        """Hold the writer lock, which excludes the sidecar and a manual rollback from writing at the same time.
 
-        Raises TimeoutError, an OSError, where the other one does not end: it may have been stopped.
+        Raises TimeoutError (an OSError) if the other writer holds it for `WRITER_PATIENCE_S`: it may have been stopped.
         """
         durable.make_folder(self.root)
         with durable.exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
@@ -208,7 +210,7 @@ class WeightsStore:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex sha256 of a file."""
+    """Return the hex sha256 of a file."""
     state = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         block = memoryview(bytearray(max(1, min(os.fstat(file.fileno()).st_size, HASHED_AT_ONCE))))

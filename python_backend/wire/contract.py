@@ -1,8 +1,8 @@
 """The wire contract: model names, tensors, dtypes and shapes, and the validation of every request.
 
-Imports numpy alone, because every process imports it; training payloads are in `training_payload`.
+Imports only numpy, because every process imports it. Training payloads are in `training_payload`.
 
-`B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed one.
+Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training payload, `T` tokens of a packed payload.
 """
 
 from __future__ import annotations
@@ -21,73 +21,73 @@ CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
-REFERENCE = "reference"  # only where `actor.reference` is `triton`
-# Only where the YAML has `rewards`: reward_model is then an ensemble of these.
+REFERENCE = "reference"  # served only if `actor.reference` is `triton`
+# Served only if the YAML has `rewards`: reward_model is then an ensemble of these models.
 REWARD_CHECKPOINT = "reward_checkpoint"
 REWARD_MIXTURE = "reward_mixture"
 REWARD_FUNCTION_PREFIX = "reward_function_"
 
 TOKENS = "tokens"  # INT64 or INT32 [B, S]; packed training: [1, T]
 SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
-# BYTES [B, 1], UTF-8; wins over tokens. The reward's tokenizer adds its special tokens unless
-# `reward.add_special_tokens` is false; the critic's adds none: values are of the tokens that the policy has.
+# BYTES [B, 1], UTF-8; takes precedence over tokens. The reward model's tokenizer adds its special tokens unless
+# `reward.add_special_tokens` is false. The critic's adds none: its values must belong to the policy's tokens.
 SENTENCES = "sentences"
-METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; `messages` in it: the chat that the sentence replies to
-PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: the first tokens of each row are its prompt
-REWARDS = "rewards"  # FP32 [B, 1]; attributes that are not merged: [B, A]
-AFTER_CRITIC = "after_critic"  # INT64 [B, 1], from critic to reward_model within critic_infer: one after the other
-AFTER_COMPONENT = "after_component"  # FP32 [B, 1], between the parts of a mixture: one after the other
-REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where one failed; also the parameter that names them
+METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; its `messages`: the chat that the sentence replies to
+PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
+REWARDS = "rewards"  # FP32 [B, 1]; [B, A] if the attributes are not merged
+AFTER_CRITIC = "after_critic"  # INT64 [B, 1]; makes Triton run reward_model after critic in critic_infer
+AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the parts of a mixture in order
+REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN: failed; also the parameter with their names
 REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 VALUES = "values"  # FP32 [B, S]
-RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; values of the states that its tokens follow
-# FP32 [B, S]: index t is of token t+1, -inf where that token is never sampled; 0 at a row's last token and behind it.
+RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; index t is the value before response token t
+# FP32 [B, S]: index t is the log-prob of token t+1, -inf for a banned token; 0 from each row's last token on.
 LOGPROBS = "logprobs"
-TEMPERATURE = "temperature"  # parameter: log-probs are taken under it
-BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON: ids that sampling never draws
-CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: of the weights that log-probs are taken under
-WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; of critic_train and critic_save: [1]
+TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
+BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON list: ids that are never sampled
+CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: fingerprint of the reference weights
+WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; [1] for critic_train and critic_save
 
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
-PREV_VALUES = "prev_values"  # as returns
-MASK = "mask"  # as returns
+PREV_VALUES = "prev_values"  # same as returns
+MASK = "mask"  # same as returns
 RUN_ID = "run_id"  # BYTES [1], optional
-STEP = "step"  # INT64 [1], optional; of critic_save: the step that the checkpoint is of
+STEP = "step"  # INT64 [1], optional; in critic_save: the step to checkpoint
 LOSS_MEAN = "loss_mean"  # FP32 [1]
 
-DUMMY_VAR = "dummy_var"  # INT64 [1]; critic_save asks for a checkpoint
-KEEP_STEPS = "keep_steps"  # INT64 [K], optional; critic_save: of checkpoints up to its step only these are needed still
-REWIND_TO = "rewind_to"  # INT64 [1], optional; critic_save: make this step the critic's last
-STATUS = "status"  # INT64 [1], 0: done
+DUMMY_VAR = "dummy_var"  # INT64 [1], in critic_save: placeholder input, any value >= 0
+KEEP_STEPS = "keep_steps"  # INT64 [K], optional, in critic_save: the checkpoints up to its step to keep
+REWIND_TO = "rewind_to"  # INT64 [1], optional, in critic_save: roll the critic back to this step
+STATUS = "status"  # INT64 [1], 0: success
 
 # Between the parts of a mixture.
-REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN: no score
+REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN: failed
 REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
 
 TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
-"""Names the client, `<session>/<n>`, n counting the rewinds that it asked for (python_backend/store/ownership.py)."""
+"""Identifies the client as `<session>/<n>`, n counting its rewind requests (python_backend/store/ownership.py)."""
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class ContractError(RlhfError, ValueError):
-    """A request breaks the contract; the message names the field and the value."""
+    """A request violates the contract; the message names the field and the value."""
 
 
-STEP_AHEAD = "but the last step of run"  # in the refusal of a rewind to a step that was never received
+STEP_AHEAD = "but the last step of run"  # the actor recognises the error of a rewind to an unknown step by this text
 
 
 class StepConflict(ContractError):
-    """A training step that cannot follow the last one; the message names the last one and the way out."""
+    """A training step or rewind that conflicts with the journal; the message names the last step and what to do."""
 
 
 @dataclass(frozen=True)
 class ScoringRows:
     """Rows to score.
 
-    `tokens[i]` is int64 `[length_i]`, unpadded; `width` is the S that the answer is padded to; `prompt_lengths` int64
-    `[B]`, each in [1, length_i], or None.
+    `tokens[i]` is int64 `[length_i]`, unpadded. `width` is S, the padded length of the response. `prompt_lengths` is
+    int64 `[B]` with values in [1, length_i], or None.
     """
 
     tokens: list[np.ndarray]
@@ -97,10 +97,10 @@ class ScoringRows:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model accepts: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, limited sentences.
+    """Request limits of a model: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, bounded texts.
 
-    `max_request_tokens` bounds B times S of a request and of its answer, `max_request_bytes` its sentences and metadata
-    together: one request cannot occupy the server for long, nor fill its memory.
+    `max_request_tokens` bounds B * S of a request and of its response; `max_request_bytes` bounds its sentences and
+    metadata together. They keep one request from occupying the server or exhausting its memory.
     """
 
     vocab_size: int
@@ -117,13 +117,13 @@ def scoring_rows(
     *,
     limits: Limits,
 ) -> ScoringRows:
-    """Check one scoring request and cut its rows to their lengths.
+    """Validate one scoring request and strip the padding of its rows.
 
     Args:
         tokens: INT64 or INT32 `[B, S]`.
         lengths: INT64 `[B, 1]` (or `[B]`); None: every row has S tokens.
         prompt_lengths: INT64 `[B, 1]` (or `[B]`), or None.
-        limits: of the model that serves.
+        limits: of the served model.
 
     Raises:
         ContractError: wrong dtype or shape, an empty or too long row, a token outside the vocabulary.
@@ -131,12 +131,12 @@ def scoring_rows(
     if tokens is None:
         raise ContractError(f"{TOKENS}: missing; send {TOKENS} or {SENTENCES}")
     expect_integers(TOKENS, tokens)
-    if tokens.ndim == 3 and tokens.shape[1] == 1:  # reshaped by the model's configuration, see scoring.pbtxt.j2
+    if tokens.ndim == 3 and tokens.shape[1] == 1:  # [B, 1, S]: Triton reshaped it, see scoring.pbtxt.j2
         tokens = tokens[:, 0]
     if tokens.ndim != 2:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
     rows, width = tokens.shape
-    if rows == 0:  # an answer without rows would never be sent
+    if rows == 0:  # an empty response would never be sent
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
     check_size(TOKENS, rows, width, limits)
     sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
@@ -148,7 +148,7 @@ def scoring_rows(
 
 
 def check_size(name: str, rows: int, width: int, limits: Limits) -> None:
-    """Raise ContractError if `rows` rows of `width` tokens are more than one request may have."""
+    """Raise ContractError if `rows` * `width` tokens exceed the limit of one request."""
     if rows * width > limits.max_request_tokens:
         raise ContractError(
             f"{name}: {rows} rows of {width} tokens, padding included, are more than {limits.max_request_tokens} "
@@ -171,12 +171,12 @@ def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
 
 
 def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
-    """`(run_id, step)` of a training request; either may be absent. Raises ContractError."""
+    """Return `(run_id, step)` of a training request, None for an absent one. Raises ContractError."""
     return optional_text(RUN_ID, run_id), optional_count(STEP, step, minimum=1)
 
 
 def optional_text(name: str, array: np.ndarray | None) -> str | None:
-    """The run id in a BYTES `[1]` tensor, or None."""
+    """Return the run id in a BYTES `[1]` tensor, or None if it is absent. Raises ContractError."""
     if array is None or array.size == 0:
         return None
     _expect_one(name, array)
@@ -189,7 +189,7 @@ def optional_text(name: str, array: np.ndarray | None) -> str | None:
 
 
 def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int | None:
-    """The number in an integer `[1]` tensor, or None. Raises ContractError below `minimum`."""
+    """Return the number in an integer `[1]` tensor; None if absent. Raises ContractError below `minimum`."""
     if array is None or array.size == 0:
         return None
     expect_integers(name, array)
@@ -201,7 +201,7 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
 
 
 def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
-    """The numbers in an integer `[K]` tensor, ascending, each once; None if absent. Raises ContractError below 0."""
+    """Return the distinct numbers of an integer `[K]` tensor, sorted; None if absent. Raises ContractError below 0."""
     if array is None:
         return None
     expect_integers(name, array)
@@ -214,7 +214,7 @@ def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
 
 
 def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits) -> int:
-    """Bytes in the sentences and metadata of a request. Raises ContractError if they exceed a limit."""
+    """Return the bytes of a request's sentences and metadata. Raises ContractError if they exceed a limit."""
     total = 0
     for name, array in ((SENTENCES, sentences), (METADATA, metadata)):
         for i, item in enumerate(() if array is None else array.flat):
@@ -232,14 +232,14 @@ def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limit
 
 
 def sentence_texts(sentences: np.ndarray) -> list[str]:
-    """The texts of a BYTES `[B, 1]` tensor. Raises ContractError: no UTF-8, or of another shape."""
+    """Decode a BYTES `[B, 1]` tensor. Raises ContractError for another shape or text that is not UTF-8."""
     if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
         raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
     return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
 
 
 def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:
-    """The JSON object of each row, `{}` where none was sent. Raises ContractError."""
+    """Return the JSON object of each row, `{}` if no metadata was sent. Raises ContractError."""
     if metadata is None:
         return [{} for _ in range(rows)]
     if metadata.shape != (rows, 1):
@@ -251,7 +251,7 @@ def _metadata_object(index: int, item: Any) -> dict[str, Any]:
     text = _decode(f"{METADATA}[{index}]", item)
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the latter: nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ContractError(f"{METADATA}[{index}]: {text[:80]!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be a JSON object")
@@ -259,7 +259,7 @@ def _metadata_object(index: int, item: Any) -> dict[str, Any]:
 
 
 def texts_array(texts: list[str]) -> np.ndarray:
-    """BYTES `[B, 1]` of B texts; what no UTF-8 can hold (lone surrogates) becomes '?'."""
+    """Encode B texts as BYTES `[B, 1]`; lone surrogates, which UTF-8 cannot encode, become '?'."""
     return np.asarray([[text.encode("utf-8", "replace")] for text in texts], dtype=np.object_)
 
 
@@ -271,6 +271,7 @@ def _decode(name: str, item: Any) -> str:
 
 
 def expect_integers(name: str, array: np.ndarray) -> None:
+    """Raise ContractError unless `array` is int64 or int32."""
     if array.dtype not in (np.int64, np.int32):
         raise ContractError(f"{name}: dtype {array.dtype}, must be int64 or int32")
 
@@ -281,8 +282,12 @@ def _expect_one(name: str, array: np.ndarray) -> None:
 
 
 def expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> None:
-    """Of the first `sizes[i]` tokens of each row i: what lies behind them may be anything."""
-    if int(tokens.view(f"u{tokens.itemsize}").max()) < limits.vocab_size:  # nearly always, padding included; below 0
+    """Raise ContractError if one of the first `sizes[i]` tokens of row i is outside the vocabulary.
+
+    Later tokens are padding and may have any value.
+    """
+    # Fast path, usually taken. Viewed as unsigned, a negative id is a large number and exceeds the limit too.
+    if int(tokens.view(f"u{tokens.itemsize}").max()) < limits.vocab_size:
         return
     inside = np.arange(tokens.shape[1])[None] < sizes[:, None]
     bad = np.flatnonzero(((tokens < 0) | (tokens >= limits.vocab_size)) & inside)
@@ -294,7 +299,7 @@ def expect_vocabulary(tokens: np.ndarray, sizes: np.ndarray, limits: Limits) -> 
 
 
 def row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarray) -> np.ndarray:
-    """Lengths int64 `[rows]`, each between 1 and `most` (one number, or one for each row)."""
+    """Return lengths as int64 `[rows]`. Raises ContractError unless each is in [1, `most`] (scalar or per row)."""
     expect_integers(name, lengths)
     if lengths.shape not in ((rows, 1), (rows,)):
         raise ContractError(f"{name}: shape {list(lengths.shape)}, must be [{rows}, 1]")

@@ -1,8 +1,11 @@
-"""Text that may leave a model: no lone surrogates, which Triton cannot encode, and no terminal control sequences."""
+"""Sanitises text before it leaves a model.
+
+Triton cannot encode lone surrogates, and control sequences in a log or an error message would reach a terminal.
+"""
 
 from __future__ import annotations
 
-LONGEST_TEXT = 2000  # gRPC carries an error in a header, and its clients take 8 kB of headers
+LONGEST_TEXT = 2000  # gRPC sends an error in a header, and its clients accept 8 kB of headers
 
 
 def printable(text: str, limit: int = LONGEST_TEXT) -> str:

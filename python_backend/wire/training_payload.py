@@ -1,6 +1,6 @@
 """The payload of critic_train: validation, packing, and the digest that identifies its content.
 
-Imports numpy alone, as the contract does.
+Imports only numpy, like `contract`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from python_backend.wire.contract import (
 
 @dataclass(frozen=True)
 class TrainPayload:
-    """One training payload, unpadded and packed row after row.
+    """One training payload, packed: the rows are concatenated without padding.
 
-    `tokens` int64 `[T]`; `lengths` int64 `[N]`, summing to T; `returns`, `prev_values`, `mask` float32 `[T-N]`:
-    entry t of a row belongs to the value at its token t, for all tokens of the row but the last.
+    `tokens` is int64 `[T]`; `lengths` is int64 `[N]` and sums to T; `returns`, `prev_values` and `mask` are float32
+    `[T-N]`. Entry t of a row belongs to the value at its token t; the last token of a row has no entry.
     """
 
     tokens: np.ndarray
@@ -40,7 +40,7 @@ class TrainPayload:
     mask: np.ndarray
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The fields by their wire names (`sequence_lengths` for `lengths`)."""
+        """Return the fields by wire name (`lengths` is `sequence_lengths`)."""
         return {
             TOKENS: self.tokens,
             SEQUENCE_LENGTHS: self.lengths,
@@ -50,14 +50,15 @@ class TrainPayload:
         }
 
     def digest(self) -> str:
-        """As `content_digest`."""
+        """Return the `content_digest` of the fields."""
         return content_digest({name: field_digest(array) for name, array in self.arrays().items()})
 
 
 @dataclass(frozen=True)
 class SentPayload:
-    """A training payload where it came in, padded `[N, S]` or packed `[1, T]`: shapes, dtypes and lengths are right,
-    `check` looks at the numbers, and nothing has been copied.
+    """A training payload as received, padded `[N, S]` or packed `[1, T]`, not copied.
+
+    Shapes, dtypes and lengths are validated; `check` validates the values.
     """
 
     tokens: np.ndarray
@@ -67,12 +68,16 @@ class SentPayload:
 
     @property
     def _ends(self) -> np.ndarray:
-        """Of each row of `tokens`, how many belong to it."""
+        """Number of valid tokens in each row of `tokens`: int64 `[N]`, or `[1]` if packed."""
         return self.lengths if len(self.lengths) == len(self.tokens) else self.lengths.sum(keepdims=True)
 
     def check(self) -> None:
-        """Raises ContractError: NaN, infinity, a negative mask or one behind the end, a token outside the vocabulary,
-        or nothing to train."""
+        """Validate the values.
+
+        Raises:
+            ContractError: NaN or infinity, a negative mask, a mask beyond the end of a row, a token outside the
+                vocabulary, or a mask that is all 0.
+        """
         for name, array in self.targets.items():
             _expect_targets(name, array)
         mask = self.targets[MASK]
@@ -88,25 +93,27 @@ class SentPayload:
             raise ContractError(f"{MASK}: all 0, there is nothing to train")
 
     def packed(self) -> TrainPayload:
-        """The rows without padding, which are views of what was sent where there was none; not checked."""
-        dropped = len(self.lengths) // len(self.tokens)  # targets that a row has less than tokens
+        """Return the rows without padding, as views of the received arrays where there is none. Does not validate."""
+        # Each sequence has one target less than tokens: N less in the single packed row, 1 less in each padded row.
+        dropped = len(self.lengths) // len(self.tokens)
         targets = [_without_padding(self.targets[name], self._ends - dropped) for name in (RETURNS, PREV_VALUES, MASK)]
         tokens = _without_padding(self.tokens, self._ends).astype(np.int64, copy=False)
         return TrainPayload(tokens, self.lengths, *targets)
 
 
 def train_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> TrainPayload:
-    """Check a training payload, as `sent_payload` and `SentPayload.check` do, and pack it."""
+    """Validate a training payload with `sent_payload` and `SentPayload.check`, and pack it."""
     sent = sent_payload(arrays, limits)
     sent.check()
     return sent.packed()
 
 
 def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> SentPayload:
-    """Check the form of a training payload, padded `[N, S]` or packed `[1, T]`; `SentPayload.check` does the rest.
+    """Validate shapes, dtypes and lengths of a payload, padded `[N, S]` or packed `[1, T]`.
 
-    Padded rows without `sequence_lengths` end at the token after their last masked position: what lies behind it
-    cannot reach a causal critic's loss. A row whose mask is all 0 keeps one position and trains nothing.
+    `SentPayload.check` validates the values. Padded rows without `sequence_lengths` end at the token after the last
+    position with a nonzero mask, because later tokens cannot affect the loss of a causal critic. A row whose mask is
+    all 0 keeps one position and does not contribute to the loss.
 
     Raises:
         ContractError: a field is missing, or has the wrong dtype or shape.
@@ -118,7 +125,7 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [N, S], or [1, T] with {SEQUENCE_LENGTHS}")
     rows, width = tokens.shape
-    if rows == 1 and lengths is not None and lengths.size > 1:  # packed
+    if rows == 1 and lengths is not None and lengths.size > 1:  # packed; one row alone is the same in both forms
         sizes = row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, width)
         if sizes.sum() != width:
             raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {width}")
@@ -129,6 +136,7 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
         targets = _targets(arrays, (rows, width - 1))
         if lengths is None:
             mask = targets[MASK] != 0
+            # The last nonzero position t has its value at token t, so the row ends at token t+1: length t+2.
             sizes = np.where(mask.any(axis=1), width - np.argmax(mask[:, ::-1], axis=1), 2).astype(np.int64)
         else:
             sizes = row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
@@ -139,14 +147,14 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
 
 
 def field_digest(array: np.ndarray) -> bytes:
-    """sha256 over dtype, shape and bytes of one field."""
+    """Return the sha256 of one field's dtype, shape and bytes."""
     state = hashlib.sha256(f"{array.dtype.str}:{array.shape};".encode())
-    state.update(np.ascontiguousarray(array).data)  # no copy, and other threads run meanwhile
+    state.update(np.ascontiguousarray(array).data)  # the buffer itself: no copy, and hashlib releases the GIL
     return state.digest()
 
 
 def content_digest(digests: Mapping[str, bytes]) -> str:
-    """sha256 over the fields' names and digests: the content's identity, however it was padded on the wire."""
+    """Return the hex sha256 of the fields' names and digests. It does not depend on the padding on the wire."""
     return hashlib.sha256(b"".join(name.encode() + digest for name, digest in sorted(digests.items()))).hexdigest()
 
 
@@ -173,7 +181,8 @@ def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) ->
 
 
 def _expect_targets(name: str, array: np.ndarray) -> None:
-    with np.errstate(all="ignore"):  # one pass for each; only where they are unusual it is worth asking which
+    # A cheap pass first: the sum is finite unless an element is not, or the sum overflows. Then the search decides.
+    with np.errstate(all="ignore"):
         if np.isfinite(array.sum()) and (name != MASK or array.min() >= 0):
             return
     finite = np.isfinite(array)
