@@ -19,7 +19,7 @@ GO = "go\n"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Turns:
+class ContenderTurns:
     """Waits on standard input for the driver, answers on what was standard output; prints go to the log instead."""
 
     def __init__(self) -> None:

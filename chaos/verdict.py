@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from chaos.reference import Reference
-from chaos.traffic import Record
+from chaos.traffic import RequestRecord
 from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Result
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
@@ -47,7 +47,7 @@ def verdict(promise: str, checked: int, violations: Sequence[str]) -> Verdict:
     return Verdict(promise, checked, list(violations) or ([] if checked else ["there was nothing to check"]))
 
 
-def check_steps(record: Record, results: Mapping[int, Result], reference: Reference) -> Verdict:
+def check_steps(record: RequestRecord, results: Mapping[int, Result], reference: Reference) -> Verdict:
     """Steps 1..n without a gap, each with one result, its loss the reference's bit for bit, its version told."""
     found = [f"refused: {refusal}" for refusal in record.refusals]
     answered = [step for step, _, _ in record.trained]
@@ -70,7 +70,7 @@ def check_steps(record: Record, results: Mapping[int, Result], reference: Refere
     return verdict("each accepted step was trained once, in order, with the loss of a run without faults", last, found)
 
 
-def check_repeats(record: Record) -> Verdict:
+def check_repeats(record: RequestRecord) -> Verdict:
     """A step sent again gets the answer that it had."""
     first = {step: answer for step, _, answer in record.trained}
     found = [
@@ -118,7 +118,7 @@ def check_whole(store: WeightsStore) -> Verdict:
     return verdict("no version is torn", len(folders), found)
 
 
-def check_scores(record: Record, steps: Mapping[int, int], reference: Reference) -> Verdict:
+def check_scores(record: RequestRecord, steps: Mapping[int, int], reference: Reference) -> Verdict:
     """Every value is that of the version it names, every reward the fixed one; one version in one answer.
 
     Args:
@@ -154,7 +154,7 @@ def check_checkpoint(last: Path, reference: Reference) -> Verdict:
     return verdict("the last checkpoint, optimizer included, is that of a run without faults", checked, found)
 
 
-def check_freshness(record: Record) -> Verdict:
+def check_freshness(record: RequestRecord) -> Verdict:
     """After an answer named a version, no row is scored by an older one."""
     found = [
         f"at {when:.1f} s a row was scored by version {version}, after version {promised} had been answered"

@@ -145,10 +145,10 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
 
 def ready(store: WeightsStore, url: str) -> int:
     """0 if the server at `url` answers with what CURRENT names, or a later version."""
-    from trainer.servers import Servers
+    from trainer.servers import CriticServers
 
     current = store.current()
-    outcome = Servers([url]).versions()[0]
+    outcome = CriticServers([url]).versions()[0]
     if outcome.version is not None and current is not None and outcome.version >= current:
         print(f"ready: {url} serves version {outcome.version}")
         return 0

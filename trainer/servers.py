@@ -25,7 +25,7 @@ class Loaded:
     error: ControlPlaneError | None = None
 
 
-class Servers:
+class CriticServers:
     """All servers of one critic. DNS names are resolved at each call, so that servers may be added and removed."""
 
     def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:

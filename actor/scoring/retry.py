@@ -26,7 +26,7 @@ class OverBudget(RequestFailed):
 
 
 @dataclass
-class Counters:
+class RequestCounters:
     """Client statistics; a request that succeeded after retries does not count as failed."""
 
     requests: int = 0

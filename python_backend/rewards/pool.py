@@ -35,7 +35,7 @@ LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the poo
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoreOutcome:
     """Result of scoring one sample: a score and an empty `error`, or NaN and the error."""
 
     score: float = float("nan")
@@ -88,7 +88,7 @@ class Worker:
             self.kill()
             raise FunctionError(answer["error"])
 
-    def run(self, sample: Sample, limit_s: float) -> Outcome:
+    def run(self, sample: Sample, limit_s: float) -> ScoreOutcome:
         """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied or PoolClosed; then kill the worker."""
         started = time.monotonic()
         self._channel.settimeout(limit_s)
@@ -98,7 +98,7 @@ class Worker:
             raise
         except OSError as error:
             raise WorkerDied(self._obituary()) from error
-        return Outcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
+        return ScoreOutcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
 
     def kill(self) -> None:
         """Kill the process and everything it started (its process group); return when it has ended."""
@@ -134,7 +134,7 @@ class Worker:
         return f"the worker process {'closed its channel' if code is None else how_ended(code)}"
 
 
-Pending = tuple[Sample, Callable[[Outcome], None]]
+Pending = tuple[Sample, Callable[[ScoreOutcome], None]]
 
 
 class FairQueue:
@@ -252,13 +252,13 @@ class WorkerPool:
                 except PoolClosed:
                     return
                 except Exception as error:  # thread edge: if the thread died, its samples would never be completed
-                    outcome = Outcome(error=str(error) or type(error).__name__)
+                    outcome = ScoreOutcome(error=str(error) or type(error).__name__)
                 done(outcome)
         finally:
             if worker is not None:
                 worker.kill()
 
-    def _run(self, worker: Worker, sample: Sample) -> tuple[Outcome, Worker | None]:
+    def _run(self, worker: Worker, sample: Sample) -> tuple[ScoreOutcome, Worker | None]:
         """Score one sample; return the outcome, and the worker if it can be used again (otherwise it is killed)."""
         healthy = False  # an exception of any kind, PoolClosed included, must not leave the worker running
         try:
@@ -266,9 +266,9 @@ class WorkerPool:
             healthy = True
             return outcome, worker
         except TimeoutError:
-            return Outcome(error=f"took longer than {self._timeout_s:g} s and was killed"), None
+            return ScoreOutcome(error=f"took longer than {self._timeout_s:g} s and was killed"), None
         except WorkerDied as error:
-            return Outcome(error=str(error)), None
+            return ScoreOutcome(error=str(error)), None
         finally:
             if not healthy:
                 worker.kill()

@@ -151,7 +151,7 @@ def _outgoing(array: np.ndarray) -> np.ndarray:
     return np.asarray([printable(text).encode() for text in texts], np.object_).reshape(array.shape)
 
 
-class Counters:
+class MetricCounters:
     """Counters in the server's Prometheus metrics; they keep their values when the model is reloaded."""
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:

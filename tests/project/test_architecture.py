@@ -130,6 +130,15 @@ def test_folders_are_small_and_have_no_catch_all():
     assert not (ROOT / "tests" / "__init__.py").exists()
 
 
+def test_public_classes_have_names_of_their_own():
+    found = collections.defaultdict(list)
+    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "TritonPythonModel":
+                found[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
 def test_every_module_says_what_it_is():
     for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
         tree = ast.parse(path.read_text())
