@@ -1,4 +1,4 @@
-"""What holds the rooms together: import rules, names, sizes, generated files, and what may never be imported."""
+"""Rules of the code base: imports, names, sizes, generated files, and what may never be imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from python_backend.config import load_config
 from tools import render_configs
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
+PACKAGES = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
 MOST_MODULES = 18  # in a folder
 HARD_LIMIT_LINES = 400
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
@@ -50,11 +50,11 @@ def tracked(*patterns: str) -> list[Path]:
     return [path for name in names if (path := ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_rooms_are_not_shadowed_by_an_installed_package(room: str):
-    file = importlib.import_module(room).__file__
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_are_not_shadowed_by_an_installed_package(package: str):
+    file = importlib.import_module(package).__file__
     assert file is not None
-    assert Path(file).resolve().parent == ROOT / room
+    assert Path(file).resolve().parent == ROOT / package
 
 
 def test_import_rules():
@@ -121,18 +121,18 @@ def test_no_file_is_over_the_limit():
 
 
 def test_folders_are_small_and_have_no_catch_all():
-    folders = collections.Counter(path.parent for path in tracked(*(f"{room}/*.py" for room in ROOMS)))
+    folders = collections.Counter(path.parent for path in tracked(*(f"{package}/*.py" for package in PACKAGES)))
     assert {
         str(folder): size for folder, size in folders.items() if size > MOST_MODULES and folder.name != "benchmarks"
     } == {}
-    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+    for path in tracked(*(f"{package}/*.py" for package in PACKAGES)):
         assert path.stem not in {"utils", "common", "helpers", "base"}, path
     assert not (ROOT / "tests" / "__init__.py").exists()
 
 
 def test_public_classes_have_names_of_their_own():
     found = collections.defaultdict(list)
-    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+    for path in tracked(*(f"{package}/*.py" for package in PACKAGES)):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name != "TritonPythonModel":
                 found[node.name].append(str(path.relative_to(ROOT)))
@@ -140,13 +140,13 @@ def test_public_classes_have_names_of_their_own():
 
 
 def test_every_module_says_what_it_is():
-    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+    for path in tracked(*(f"{package}/*.py" for package in PACKAGES)):
         tree = ast.parse(path.read_text())
         assert path.stem == "__init__" or ast.get_docstring(tree), path
 
 
 def test_nothing_is_pickled():
-    for path in tracked(*(f"{room}/*.py" for room in ROOMS)):
+    for path in tracked(*(f"{package}/*.py" for package in PACKAGES)):
         assert not re.search(r"\bpickle\b|torch\.(load|save)\(", path.read_text()), path
 
 
