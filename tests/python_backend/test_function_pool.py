@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -251,3 +252,7 @@ def test_numbers_are_scores(value: float) -> None:
 def test_what_is_no_function(spec: str) -> None:
     with pytest.raises(ValueError, match=re.escape("write path/to/file.py:name or package.module:name")):
         load_function(spec)
+
+
+def test_sample_is_found_where_it_was_before() -> None:
+    assert importlib.import_module("python_backend.function_rewards").Sample is Sample
