@@ -32,9 +32,8 @@ def main(argv: list[str]) -> int:
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     module = COMMANDS[name][0]
-    if (
-        importlib.util.find_spec(module.partition(".")[0]) is None
-    ):  # chaos and benchmarks are in neither the wheel nor the image
+    # Neither the wheel nor the image contains the packages `chaos` and `benchmarks`.
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         print(f"error: {name} needs a checkout of the project, with its root as the working directory", file=sys.stderr)
         return 2
     sys.argv = [f"python -m tools {name}", *argv[1:]]  # the command's `main` parses sys.argv
