@@ -33,7 +33,7 @@ ADDED = {"bert": ("[CLS]", "[SEP]"), "roberta": ("<s>", "</s>"), "deberta-v3": (
 def make_text_tokenizer(
     family: str, texts: Sequence[str] = TEXTS, *, added: tuple[str, str] | None = None, **settings: Any
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `family` (a key of `CHATS`) that puts `added` around a text; default: as its family does."""
+    """Return a tokenizer of `family` (a key of `CHATS`) that puts `added` around a text; default: the family's own."""
     special = [AddedToken(token, special=True) for token in SPECIAL[family].values()]
     tokenizer, trainer = _model(family, special)
     tokenizer.train_from_iterator(texts, trainer)
