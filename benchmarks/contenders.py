@@ -1,4 +1,4 @@
-"""Contenders of the scoring benchmark: ours in three variants, PyTriton in two, one forward per request, and `ideal`."""
+"""Contenders of the scoring benchmark: ours in three variants, PyTriton in two, `one_forward`, and `ideal`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def under_load(models: list[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """Core of each process; the trainer has the others. With two cores it shares the clients', with one all share it."""
+    """Core of each process; the trainer has the others. With two cores it shares the clients'; one is shared by all."""
 
     server: int
     clients: int

@@ -1,4 +1,4 @@
-"""Damaged actor checkpoints: a small run is killed, its newest checkpoint damaged, and resumed, again and again.
+"""Tests damaged actor checkpoints: a small run is repeatedly killed, its newest checkpoint damaged, and resumed.
 
 It must resume from the newest intact checkpoint, and end with the same policy as an undisturbed run.
 """

@@ -1,4 +1,4 @@
-"""Chat prompts of `make demo-llm`: everyday topics in a few phrasings; held-out prompts are about other topics."""
+"""Chat prompts of `make demo-llm`: everyday topics in a few phrasings, with other topics held out."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

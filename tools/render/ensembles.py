@@ -1,4 +1,4 @@
-"""The steps of the ensembles `critic_infer` and, where the YAML has `rewards`, `reward_model`.
+"""The steps of the ensembles `critic_infer` and, if the YAML has `rewards`, `reward_model`.
 
 Each step takes an output of the step before it, so that Triton runs them in sequence: tritonserver 2.51 can crash when
 two steps of one request fail at the same time.
