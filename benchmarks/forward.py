@@ -15,7 +15,7 @@ FIELDS = ("forward_tokens", "computed_tokens")
 """Tokens of the rows, and positions that were computed, padding included."""
 
 
-class Counters:
+class ForwardCounters:
     """Counters of one model instance, in a memory-mapped file that other processes can read at any time."""
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class CountedReward:
         self._reward = load_reward(Path(checkpoint))
         if not lean:
             self._reward.use_own_forward()
-        self._counters = Counters(Path(counters))
+        self._counters = ForwardCounters(Path(counters))
 
     def score(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Return rewards `[n, 1]` of token rows `[length_i]`, padded to the longest of them."""

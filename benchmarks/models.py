@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.forward import Counters
+from benchmarks.forward import ForwardCounters
 from python_backend.models.batching import plan_micro_batches
 from python_backend.serving import critic, reward
 from python_backend.serving.round_robin import run_to_end
@@ -21,7 +21,7 @@ class CountedModel(reward.TritonPythonModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
-        self._computed = Counters(Parameters(args).path("bench_counters"))
+        self._computed = ForwardCounters(Parameters(args).path("bench_counters"))
         super().initialize(args)
 
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:

@@ -6,12 +6,12 @@ import asyncio
 import sys
 from typing import Any
 
-from benchmarks.trl_turns import Turns
+from benchmarks.trl_turns import ContenderTurns
 
 
 def main() -> int:
     """Run the actor with the arguments of this process."""
-    turns = Turns()
+    turns = ContenderTurns()
 
     from actor import __main__ as actor
     from actor import loop

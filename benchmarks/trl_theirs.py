@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reward_functions import variety
-from benchmarks.trl_turns import Turns
+from benchmarks.trl_turns import ContenderTurns
 from python_backend.rewards.function import Sample
 
 ENDLESS = 1_000_000  # steps: the driver ends the run
@@ -20,7 +20,7 @@ ENDLESS = 1_000_000  # steps: the driver ends the run
 def main() -> None:
     """Train with the settings in `sys.argv[1]`, a JSON object of `trl_stage.prepare_cell`."""
     settings = json.loads(sys.argv[1])
-    turns = Turns()  # redirects standard output, so before the libraries print
+    turns = ContenderTurns()  # redirects standard output, so before the libraries print
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,7 +34,7 @@ def main() -> None:
     trainer.train()
 
 
-def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: Turns) -> Any:
+def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: ContenderTurns) -> Any:
     """Return TRL's trainer for `settings["algorithm"]`, whose steps wait for their turn."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -87,7 +87,7 @@ def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def time_phases(trainer: Any, turns: Turns, torch: Any) -> None:
+def time_phases(trainer: Any, turns: ContenderTurns, torch: Any) -> None:
     """Time the phases of a step; phases that do the same work as ours have the same names."""
     turns.timed(trainer, "_generate", lambda: "generate")
     turns.timed(trainer, "_calculate_rewards", lambda: "scoring")

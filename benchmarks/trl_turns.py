@@ -19,7 +19,7 @@ GO = "go\n"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class Turns:
+class ContenderTurns:
     """Reads turns from standard input and answers on the original standard output; prints go to the log instead."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from chaos.reference import Reference, run_reference
 from chaos.stopping import stop_accepting
 from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import ChaosSystem, shape_of, write_config
-from chaos.traffic import Record, Traffic
+from chaos.traffic import RequestRecord, Traffic
 from python_backend.config.command_line import report
 from python_backend.errors import RlhfError
 from python_backend.store.journal import Entry, Journal, Result
@@ -154,7 +154,9 @@ def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: thread
             system.troubles.append(f"the {name} broke off: {error!r}")
 
 
-def _verdicts(system: ChaosSystem, record: Record, reference: Reference, killer: Killer) -> list[verdict.Verdict]:
+def _verdicts(
+    system: ChaosSystem, record: RequestRecord, reference: Reference, killer: Killer
+) -> list[verdict.Verdict]:
     store, config = system.store, system.config
     manifests = [store.manifest(version) for version in store.versions()]
     last = config.run.dir / "checkpoints" / "critic" / str(len(reference.steps) - 1)
@@ -178,7 +180,7 @@ def _results(journal: Journal) -> dict[int, Result]:
 
 
 def _write(
-    out: Path, about: dict[str, Any], totals: dict[str, Any], kills: list[dict[str, Any]], record: Record,
+    out: Path, about: dict[str, Any], totals: dict[str, Any], kills: list[dict[str, Any]], record: RequestRecord,
     verdicts: Sequence[verdict.Verdict],
 ) -> None:  # fmt: skip
     failures = [{"time_s": when, "who": who, "why": why} for when, who, why in record.failures]

@@ -9,14 +9,14 @@ from typing import Any
 from benchmarks.pictures import STYLE
 from chaos.points import POINTS, VICTIMS
 from chaos.summary import outages
-from chaos.traffic import Record
+from chaos.traffic import RequestRecord
 
 Axes = Any  # matplotlib is imported late, and only where it draws
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#3C4043")
 
 
-def draw(path: Path, record: Record, kills: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> None:
     """Write the timeline to `path`."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def _draw_kills(axes: Axes, kills: Sequence[dict[str, Any]]) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), title="killed at")
 
 
-def _draw_latency(axes: Axes, record: Record, kills: Sequence[dict[str, Any]]) -> None:
+def _draw_latency(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> None:
     _lines(axes, kills)
     gaps = outages(record)
     for i, gap in enumerate(gaps):
@@ -60,7 +60,7 @@ def _draw_latency(axes: Axes, record: Record, kills: Sequence[dict[str, Any]]) -
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), markerscale=3)
 
 
-def _draw_steps(axes: Axes, record: Record, kills: Sequence[dict[str, Any]]) -> None:
+def _draw_steps(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> None:
     _lines(axes, kills)
     axes.plot(
         [when for _, when, _ in record.trained], [step for step, _, _ in record.trained],

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from chaos.traffic import Record
+from chaos.traffic import RequestRecord
 
 OUTAGE_S = 1.0
 
 
-def outages(record: Record) -> list[dict[str, float]]:
+def outages(record: RequestRecord) -> list[dict[str, float]]:
     """Return the gaps between scoring answers that are longer than OUTAGE_S."""
     times = sorted(when for when, _ in record.latencies)
     return [
@@ -24,7 +24,7 @@ def outages(record: Record) -> list[dict[str, float]]:
     ]
 
 
-def kills_with_recovery(kills: Sequence[dict[str, Any]], record: Record) -> list[dict[str, Any]]:
+def kills_with_recovery(kills: Sequence[dict[str, Any]], record: RequestRecord) -> list[dict[str, Any]]:
     """Return the kills with `scored_after_s` and `trained_after_s`: time to the next answer of that kind."""
     scored = sorted(when for when, _ in record.latencies)
     trained = [when for _, when, _ in record.trained]
@@ -34,7 +34,7 @@ def kills_with_recovery(kills: Sequence[dict[str, Any]], record: Record) -> list
     ]
 
 
-def summary(record: Record, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(record: RequestRecord, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a run."""
     latencies = [seconds for _, seconds in record.latencies]
     gaps = outages(record)

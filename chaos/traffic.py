@@ -59,7 +59,7 @@ class Served:
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """Record of requests and answers; times are seconds since the start."""
 
     start: float = field(default_factory=time.monotonic)
@@ -125,7 +125,7 @@ class Traffic:
 
     def __init__(self, url: str, run_id: str, seed: int, shape: Shape, stop_accepting: StopAccepting) -> None:
         """`stop_accepting`: see `StopAccepting`."""
-        self.record = Record()
+        self.record = RequestRecord()
         self.hold = threading.Event()
         """While set, the writer sends nothing new."""
         self.save_now = threading.Event()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from chaos.reference import Reference
-from chaos.traffic import Record
+from chaos.traffic import RequestRecord
 from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Result
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
@@ -47,7 +47,7 @@ def verdict(promise: str, checked: int, violations: Sequence[str]) -> Verdict:
     return Verdict(promise, checked, list(violations) or ([] if checked else ["there was nothing to check"]))
 
 
-def check_steps(record: Record, results: Mapping[int, Result], reference: Reference) -> Verdict:
+def check_steps(record: RequestRecord, results: Mapping[int, Result], reference: Reference) -> Verdict:
     """Check that steps 1..n were answered without a gap, each with its one result and the reference's exact loss."""
     found = [f"refused: {refusal}" for refusal in record.refusals]
     answered = [step for step, _, _ in record.trained]
@@ -70,7 +70,7 @@ def check_steps(record: Record, results: Mapping[int, Result], reference: Refere
     return verdict("each accepted step was trained once, in order, with the loss of a run without faults", last, found)
 
 
-def check_repeats(record: Record) -> Verdict:
+def check_repeats(record: RequestRecord) -> Verdict:
     """Check that a step that was sent again got its first answer again."""
     first = {step: answer for step, _, answer in record.trained}
     found = [
@@ -118,7 +118,7 @@ def check_whole(store: WeightsStore) -> Verdict:
     return verdict("no version is torn", len(folders), found)
 
 
-def check_scores(record: Record, steps: Mapping[int, int], reference: Reference) -> Verdict:
+def check_scores(record: RequestRecord, steps: Mapping[int, int], reference: Reference) -> Verdict:
     """Check that values are those of the version they name, rewards never change, and an answer has one version.
 
     Args:
@@ -154,7 +154,7 @@ def check_checkpoint(last: Path, reference: Reference) -> Verdict:
     return verdict("the last checkpoint, optimizer included, is that of a run without faults", checked, found)
 
 
-def check_freshness(record: Record) -> Verdict:
+def check_freshness(record: RequestRecord) -> Verdict:
     """Check that no row was scored by an older version than one that an answer had named before."""
     found = [
         f"at {when:.1f} s a row was scored by version {version}, after version {promised} had been answered"

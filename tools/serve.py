@@ -35,7 +35,7 @@ MADE_FOR_ACTOR = {
 SAFE_VERSION = (2, 69)  # of the 26.05 container; older releases have published vulnerabilities
 
 
-class Stopped(BaseException):
+class ServeStopped(BaseException):
     """SIGINT or SIGTERM was received; not an error."""
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while True:
             supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
-    except Stopped:
+    except ServeStopped:
         return 0
     except REPORTED as error:
         return report(error, 1)
@@ -188,7 +188,7 @@ def _say(line: str) -> None:
 def _stop_once(number: int, frame: FrameType | None) -> None:
     for again in (signal.SIGINT, signal.SIGTERM):
         signal.signal(again, signal.SIG_IGN)  # already stopping, within a bounded time
-    raise Stopped
+    raise ServeStopped
 
 
 if __name__ == "__main__":

@@ -145,10 +145,10 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
 
 def ready(store: WeightsStore, url: str) -> int:
     """Return 0 if the server at `url` serves CURRENT or a later version, else 1."""
-    from trainer.servers import Servers
+    from trainer.servers import CriticServers
 
     current = store.current()
-    outcome = Servers([url]).versions()[0]
+    outcome = CriticServers([url]).versions()[0]
     if outcome.version is not None and current is not None and outcome.version >= current:
         print(f"ready: {url} serves version {outcome.version}")
         return 0

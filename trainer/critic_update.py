@@ -26,7 +26,7 @@ MAX_ROWS = 1024  # the token budget bounds a micro-batch long before
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """A sequence of a payload: tokens `[L]`; returns, prev_values, mask `[L-1]`."""
 
     tokens: np.ndarray
@@ -111,12 +111,12 @@ class CriticUpdate:
             max_steps=s.max_steps,
         )  # fmt: skip
 
-    def _micro_batches(self, batch: list[Row]) -> Iterator[list[Row]]:
+    def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         lengths = [row.tokens.size for row in batch]
         for indices in plan_micro_batches(lengths, token_budget=self._settings.token_budget, max_rows=MAX_ROWS):
             yield [batch[i] for i in indices]
 
-    def _accumulate(self, rows: list[Row], num_tokens: float) -> float:
+    def _accumulate(self, rows: list[TrainingRow], num_tokens: float) -> float:
         ids, attention, _ = collate([row.tokens for row in rows], self.critic.model.device)
         values = self.critic.forward(ids, attention)[:, :-1]
         prev_values, returns, mask = (
@@ -141,11 +141,13 @@ class CriticUpdate:
         return float(norm) if finite else None
 
 
-def split_rows(payload: TrainPayload) -> Iterator[Row]:
+def split_rows(payload: TrainPayload) -> Iterator[TrainingRow]:
     """The payload's sequences, in order."""
     token = target = 0
     for length in payload.lengths.tolist():
         tokens = slice(token, token + length)
         targets = slice(target, target + length - 1)
-        yield Row(payload.tokens[tokens], payload.returns[targets], payload.prev_values[targets], payload.mask[targets])
+        yield TrainingRow(
+            payload.tokens[tokens], payload.returns[targets], payload.prev_values[targets], payload.mask[targets]
+        )
         token, target = token + length, target + length - 1

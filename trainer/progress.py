@@ -22,7 +22,7 @@ BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0
 
 
-class Progress:
+class SidecarProgress:
     """The heartbeat and the metrics of one sidecar."""
 
     def __init__(self, journal: Journal, metrics_path: Path, *, epoch: int, stop: threading.Event) -> None:

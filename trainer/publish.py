@@ -16,7 +16,7 @@ from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.control_key import control_key
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 from trainer.control_plane import ControlPlaneError, LoadRefused
-from trainer.servers import Loaded, Servers
+from trainer.servers import CriticServers, Loaded
 from trainer.verification import VersionRejected, canary_row, verify_version
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Publisher:
         self._store = store
         self._run_id = run_id
         self._epoch = epoch
-        self._servers = Servers(servers, control_key(store.root))
+        self._servers = CriticServers(servers, control_key(store.root))
         self._reload = reload
         self._timeout_s = timeout_s
         self._keep = keep

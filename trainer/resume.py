@@ -17,7 +17,7 @@ from python_backend.wire.training_payload import TrainPayload
 from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
 from trainer.critic_update import CriticUpdate
 from trainer.fingerprint import changes, fingerprint
-from trainer.progress import Progress
+from trainer.progress import SidecarProgress
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def warn_of_changes(state: CheckpointState, settings: dict[str, Any]) -> None:
         )
 
 
-def replay(update: CriticUpdate, journal: Journal, progress: Progress, *, start: int, end: int) -> int:
+def replay(update: CriticUpdate, journal: Journal, progress: SidecarProgress, *, start: int, end: int) -> int:
     """Train `update` on the journal's steps after `start`, up to `end`; returns the last one that was there.
 
     Raises DamagedEntry if one that changed the weights cannot be read.

@@ -25,7 +25,7 @@ class Loaded:
     error: ControlPlaneError | None = None
 
 
-class Servers:
+class CriticServers:
     """All servers of one critic; a DNS name is looked up anew at each call, so that servers may come and go."""
 
     def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:

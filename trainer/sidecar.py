@@ -22,7 +22,7 @@ from trainer.control_plane import ControlPlaneError
 from trainer.critic_update import CriticUpdate
 from trainer.fingerprint import deciding_settings, fingerprint
 from trainer.patience import Patience, StoppedWaiting
-from trainer.progress import Progress
+from trainer.progress import SidecarProgress
 from trainer.publish import Publisher, Reload, VersionRejected, initialise_store
 from trainer.resume import Origin, give_up, load_newest, replay, warn_of_changes
 from trainer.verification import holds_weights
@@ -53,7 +53,7 @@ class Sidecar:
             unseen = Patience(stop, lambda *_: None)  # before the lock, the heartbeat may be another sidecar's
             self._epoch = unseen.until_done("starting", lambda: held.enter_context(self._journal.lock()))
             metrics = self._config.run.dir / "critic_metrics.jsonl"
-            self._progress = Progress(self._journal, metrics, epoch=self._epoch, stop=stop)
+            self._progress = SidecarProgress(self._journal, metrics, epoch=self._epoch, stop=stop)
             self._patiently = Patience(stop, self._progress.show_trouble).until_done
             self._persist("tidying up the journal", self._journal.sweep)
             section = self._config.critic

@@ -25,7 +25,7 @@ class PromptError(RlhfError, ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """One row: its columns and where it stands."""
 
     number: int  # from 1; empty lines count
@@ -33,7 +33,7 @@ class Row:
     columns: Any
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[PromptRow]:
     """Yield the rows of `path`, by its kind: a folder, `.parquet`, `.arrow`, or JSONL.
 
     Raises:
@@ -44,7 +44,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     return _json_lines(path)
 
 
-def source_of(row: Row) -> str:
+def source_of(row: PromptRow) -> str:
     """Return the name of the column that holds the prompt. Raises PromptError if there is none."""
     columns = row.columns if isinstance(row.columns, dict) else {}
     source = next((name for name in SOURCES if columns.get(name) is not None), None)
@@ -55,7 +55,7 @@ def source_of(row: Row) -> str:
     return source
 
 
-def _json_lines(path: Path) -> Iterator[Row]:
+def _json_lines(path: Path) -> Iterator[PromptRow]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in a text
     except (OSError, UnicodeDecodeError) as error:
@@ -64,12 +64,12 @@ def _json_lines(path: Path) -> Iterator[Row]:
         where = f"{path}:{number}"
         if line.strip():
             try:
-                yield Row(number, where, json.loads(line))
+                yield PromptRow(number, where, json.loads(line))
             except json.JSONDecodeError as error:
                 raise PromptError(f"{where}: not JSON: {error}") from error
 
 
-def _table_rows(path: Path) -> Iterator[Row]:
+def _table_rows(path: Path) -> Iterator[PromptRow]:
     number = 0
     for shard in _shards(path) if path.is_dir() else [path]:
         for columns in _shard_rows(shard):
@@ -77,7 +77,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
             where = f"{path}, row {number}"
             for name, value in columns.items():
                 _check_plain(where, name, value)
-            yield Row(number, where, {name: _without_nulls(name, value) for name, value in columns.items()})
+            yield PromptRow(number, where, {name: _without_nulls(name, value) for name, value in columns.items()})
 
 
 def _shards(folder: Path) -> list[Path]:

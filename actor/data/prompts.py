@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from actor.data.prompt_files import PromptError, Row, read_rows, source_of
+from actor.data.prompt_files import PromptError, PromptRow, read_rows, source_of
 from actor.data.rollout import Prompt
 
 __all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
@@ -91,7 +91,7 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     return _ORDERS[key]
 
 
-def _prompt(row: Row, tokenizer: Any) -> Prompt:
+def _prompt(row: PromptRow, tokenizer: Any) -> Prompt:
     columns, where = row.columns, row.where
     source = source_of(row)
     metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}

@@ -24,8 +24,8 @@ from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from actor.scoring.ordering import Turn, Turns
-from actor.scoring.pool import Servers
-from actor.scoring.retry import Counters, Course, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
+from actor.scoring.pool import ServerPool
+from actor.scoring.retry import Course, Kind, OverBudget, RequestCounters, RequestFailed, RetryBudget, Trouble
 from python_backend.config import ClientSection
 from python_backend.models.batching import padded_rows
 from python_backend.store.ownership import Sender
@@ -60,7 +60,7 @@ class TritonClient:
 
     def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
         """`url`: of the server, where `settings.servers` names none."""
-        self.counters = Counters()
+        self.counters = RequestCounters()
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings
         self._train_retries = min(settings.retries, settings.train_retries)
@@ -75,7 +75,7 @@ class TritonClient:
         self._turns = Turns()
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._servers = Servers(
+        self._servers = ServerPool(
             settings.servers or [url], functools.partial(HTTPConnection, settings=settings), settings, self.counters
         )
 

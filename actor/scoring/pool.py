@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from actor.scoring.outage import Outage
-from actor.scoring.retry import MAX_BACKOFF_S, Counters, Kind, RequestFailed, Trouble, jittered
+from actor.scoring.retry import MAX_BACKOFF_S, Kind, RequestCounters, RequestFailed, Trouble, jittered
 from python_backend.config import ClientSection
 from python_backend.config.addresses import DNS_PREFIX, resolve
 
@@ -63,11 +63,11 @@ class Server(Generic[C]):
         return self.down is None and is_free
 
 
-class Servers(Generic[C]):
+class ServerPool(Generic[C]):
     """All servers that the actor may ask."""
 
     def __init__(
-        self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: Counters
+        self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters
     ) -> None:
         self.servers: list[Server[C]] = []
         self._gone: list[Server[C]] = []  # no longer meant by a name, with requests still in flight

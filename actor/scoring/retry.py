@@ -26,7 +26,7 @@ class OverBudget(RequestFailed):
 
 
 @dataclass
-class Counters:
+class RequestCounters:
     """What the client saw; a request that succeeded in the end did not fail."""
 
     requests: int = 0

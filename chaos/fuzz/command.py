@@ -36,7 +36,7 @@ TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "un
 
 
 @dataclass
-class Outcome:
+class StageOutcome:
     """Findings of one stage."""
 
     stage: str
@@ -81,7 +81,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: StageOutcome) -> str:
     """Return the findings in a few lines."""
     counts = ", ".join(f"{status}: {count}" for status, count in sorted(outcome.sent.items()))
     lines = [
@@ -94,9 +94,9 @@ def describe(outcome: Outcome) -> str:
     return "\n".join([*lines, *(f"  ! {line[:400]}" for found in kinds for line in found[:8])])
 
 
-def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log: Callable[[str], None]) -> Outcome:
+def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log: Callable[[str], None]) -> StageOutcome:
     """Start a server, send it the requests, and stop it. Call from the main thread."""
-    outcome = Outcome(stage)
+    outcome = StageOutcome(stage)
     os.environ[KEY_VARIABLE] = KEY  # read at each start, which renders the repository
     config = write_config(out, stage)
     supervisor = Supervisor(lambda: start_server(config, log=lambda line: None), log=_restarts(outcome, log))
@@ -123,7 +123,7 @@ def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log:
     return outcome
 
 
-def _restarts(outcome: Outcome, log: Callable[[str], None]) -> Callable[[str], None]:
+def _restarts(outcome: StageOutcome, log: Callable[[str], None]) -> Callable[[str], None]:
     def note(line: str) -> None:
         log(f"  {line}")
         if "starting it again" in line or "loading the model anew" in line:
@@ -165,7 +165,7 @@ class _Requests:
             return _Sent(self._number, request, request.body is None and self._generator.random() < 0.5)
 
 
-def _send_all(config: RunConfig, requests: _Requests, outcome: Outcome) -> None:
+def _send_all(config: RunConfig, requests: _Requests, outcome: StageOutcome) -> None:
     sender = GrpcSender(config.server.grpc_url)
     try:
         while (sent := requests.next()) is not None:
@@ -177,7 +177,7 @@ def _send_all(config: RunConfig, requests: _Requests, outcome: Outcome) -> None:
         sender.close()
 
 
-def _judge(sent: _Sent, answer: Answer, outcome: Outcome) -> None:
+def _judge(sent: _Sent, answer: Answer, outcome: StageOutcome) -> None:
     what = f"{sent}: {answer.status} {answer.text}"
     if answer.hung:
         outcome.hangs.append(what)

@@ -34,7 +34,7 @@ LOOK_INTERVAL_S = 0.1  # between looks whether the worker lives and the pool is 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoreOutcome:
     """What became of one sample: `error` is empty exactly when there is a score; `score` is NaN otherwise."""
 
     score: float = float("nan")
@@ -77,7 +77,7 @@ class Worker:
             self.kill()
             raise FunctionError(answer["error"])
 
-    def run(self, sample: Sample, limit_s: float) -> Outcome:
+    def run(self, sample: Sample, limit_s: float) -> ScoreOutcome:
         """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied, PoolClosed; kill the worker then."""
         started = time.monotonic()
         self._channel.settimeout(limit_s)
@@ -87,7 +87,7 @@ class Worker:
             raise
         except OSError as error:
             raise WorkerDied(self._obituary()) from error
-        return Outcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
+        return ScoreOutcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
 
     def kill(self) -> None:
         """End the process and whatever it started; returns when it is gone."""
@@ -122,7 +122,7 @@ class Worker:
         return f"the worker process {'closed its channel' if code is None else how_ended(code)}"
 
 
-Pending = tuple[Sample, Callable[[Outcome], None]]
+Pending = tuple[Sample, Callable[[ScoreOutcome], None]]
 
 
 class FairQueue:
@@ -238,13 +238,13 @@ class WorkerPool:
                 except PoolClosed:
                     return
                 except Exception as error:  # thread edge: a thread that died would leave its samples without an end
-                    outcome = Outcome(error=str(error) or type(error).__name__)
+                    outcome = ScoreOutcome(error=str(error) or type(error).__name__)
                 done(outcome)
         finally:
             if worker is not None:
                 worker.kill()
 
-    def _run(self, worker: Worker, sample: Sample) -> tuple[Outcome, Worker | None]:
+    def _run(self, worker: Worker, sample: Sample) -> tuple[ScoreOutcome, Worker | None]:
         """The outcome, and the worker if it may go on."""
         healthy = False
         try:
@@ -252,9 +252,9 @@ class WorkerPool:
             healthy = True
             return outcome, worker
         except TimeoutError:
-            return Outcome(error=f"took longer than {self._timeout_s:g} s and was killed"), None
+            return ScoreOutcome(error=f"took longer than {self._timeout_s:g} s and was killed"), None
         except WorkerDied as error:
-            return Outcome(error=str(error)), None
+            return ScoreOutcome(error=str(error)), None
         finally:
             if not healthy:
                 worker.kill()

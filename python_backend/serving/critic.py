@@ -16,7 +16,7 @@ from python_backend.serving.follower import Follower, Version
 from python_backend.serving.requests import RowReader, read_limits
 from python_backend.serving.scoring import Scoring
 from python_backend.serving.torch_scoring import TorchScoringModel
-from python_backend.serving.triton import Call, Counters, Gauge, log, log_error
+from python_backend.serving.triton import Call, Gauge, MetricCounters, log, log_error
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import (
     AFTER_CRITIC,
@@ -44,7 +44,7 @@ class TritonPythonModel(TorchScoringModel):
         self.set_up_torch(args)
         parameters = self.parameters
         self._served = Gauge(parameters.model, "rlhf_weights_version", "Version of the critic's weights that is served")
-        self._versions = Counters(parameters.model, COUNTERS)
+        self._versions = MetricCounters(parameters.model, COUNTERS)
         self._follower = Follower(
             WeightsStore(parameters.path("store")),
             args["model_instance_name"],

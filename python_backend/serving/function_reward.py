@@ -15,7 +15,7 @@ import numpy as np
 
 from python_backend.checkpoints.tokenization import TextCodec
 from python_backend.rewards.function import Sample
-from python_backend.rewards.pool import Outcome, WorkerPool
+from python_backend.rewards.pool import ScoreOutcome, WorkerPool
 from python_backend.serving.requests import LONGEST_ROW_TOKENS, request_limits
 from python_backend.serving.round_robin import RoundRobin
 from python_backend.serving.triton import Call, Parameters, log, log_error, refuse_numpy_2
@@ -86,11 +86,11 @@ class PendingCall:
 
     def __init__(self, call: Call, num_rows: int) -> None:
         self._call = call
-        self._outcomes = [Outcome()] * num_rows
+        self._outcomes = [ScoreOutcome()] * num_rows
         self._left = num_rows
         self._lock = threading.Lock()
 
-    def done(self, row: int, outcome: Outcome) -> None:
+    def done(self, row: int, outcome: ScoreOutcome) -> None:
         """Take a row's outcome; the last one answers the request."""
         with self._lock:
             self._outcomes[row] = outcome
@@ -103,7 +103,7 @@ class PendingCall:
             log_error(f"an answer could not be sent: {type(error).__name__}: {error}")
 
 
-def _answer(call: Call, outcomes: Sequence[Outcome]) -> None:
+def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:
     """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
     scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
     with np.errstate(over="ignore"):  # beyond FP32: infinite, which the sum calls a failure
@@ -119,6 +119,6 @@ def _refuse(call: Call, error: Exception) -> None:
         num_rows = next((len(array) for array in arrays if array is not None), 0)
         if num_rows == 0:
             raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
-        _answer(call, [Outcome(error=str(error))] * num_rows)
+        _answer(call, [ScoreOutcome(error=str(error))] * num_rows)
     except Exception as trouble:  # thread edge: the request must have an answer
         call.fail(trouble)

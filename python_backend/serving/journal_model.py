@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.serving.triton import Call, Counters, Parameters, StepFailed, Unavailable, log_error
+from python_backend.serving.triton import Call, MetricCounters, Parameters, StepFailed, Unavailable, log_error
 from python_backend.store.durable import refusal
 from python_backend.store.heartbeat import HeartbeatWatch
 from python_backend.store.journal import Entry, Journal, Result
@@ -37,7 +37,7 @@ class JournalModel:
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
         self._silence_s = float(parameters.text("heartbeat_timeout_s"))
         self._key_hash = parameters.optional("training_key_sha256")
-        self._failures = Counters(parameters.model, FAILURES)
+        self._failures = MetricCounters(parameters.model, FAILURES)
         self._waiting: list[tuple[Call, Entry, float]] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()

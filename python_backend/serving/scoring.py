@@ -20,7 +20,7 @@ import numpy as np
 from python_backend.models.batching import padded_width
 from python_backend.serving.round_robin import RoundRobin
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
-from python_backend.serving.triton import Call, Counters, Parameters, Unavailable, log_error
+from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
 from python_backend.wire.contract import Limits, ScoringRows
 
 # Behind so many forwards a request waits in Triton's queue instead, where its limits on size and time apply.
@@ -71,7 +71,7 @@ class ScoringModel:
         self._multiple = parameters.number("strip_sequence_length_to_multiple")
         self._lined_up_tokens = LINED_UP_FORWARDS * budget
         self._timeout_s = float(parameters.text("queue_timeout_s")) or None
-        self._counters = Counters(parameters.model, COUNTERS)
+        self._counters = MetricCounters(parameters.model, COUNTERS)
         self._changed = threading.Condition(threading.RLock())
         self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
         self._unread_bytes = 0

@@ -150,7 +150,7 @@ def _outgoing(array: np.ndarray) -> np.ndarray:
     return np.asarray([printable(text).encode() for text in texts], np.object_).reshape(array.shape)
 
 
-class Counters:
+class MetricCounters:
     """Numbers in the server's Prometheus metrics; they go on across reloads of the model."""
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:

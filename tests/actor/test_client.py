@@ -16,7 +16,7 @@ from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
 from actor.scoring.client import TritonClient
-from actor.scoring.retry import Counters, OverBudget, RequestFailed, ServerFailed
+from actor.scoring.retry import OverBudget, RequestCounters, RequestFailed, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
@@ -47,8 +47,8 @@ def first(*answers: str) -> Behaviour:
     return lambda model, number: answers[number - 1] if number <= len(answers) else "ok"
 
 
-def counted(**counters: float) -> Counters:
-    return Counters(**counters)  # type: ignore[arg-type]
+def counted(**counters: float) -> RequestCounters:
+    return RequestCounters(**counters)  # type: ignore[arg-type]
 
 
 # ---- one server ----

@@ -21,7 +21,7 @@ from live_system import Checkpoints, make_run
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
 from actor.run.stopping import Stop, Stopped
-from actor.scoring.retry import Counters
+from actor.scoring.retry import RequestCounters
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of
@@ -133,7 +133,7 @@ class Server:
     """Rewards that depend on the tokens alone; the real one is in test_deterministic."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = RequestCounters()
         self.tokenizer: Any = None
 
     async def model_parameters(self, _: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from benchmarks import scoring
 from benchmarks.benchmark import BenchError, Record
 from benchmarks.command import main, parse_arguments
 from benchmarks.contenders import CONTENDERS
-from benchmarks.forward import CountedReward, Counters, read_counters
+from benchmarks.forward import CountedReward, ForwardCounters, read_counters
 from benchmarks.instances import claim, pack, unpack
 from benchmarks.pytriton import stripped_width
 from benchmarks.scoring_plan import Pace, num_requests, plan_cells
@@ -131,7 +131,7 @@ def test_stripped_width(longest: int, multiple: int, computed: int):
 
 
 def test_counters_add_up_over_instances(tmp_path: Path):
-    first, second = Counters(tmp_path), Counters(tmp_path)
+    first, second = ForwardCounters(tmp_path), ForwardCounters(tmp_path)
     first.add([3, 5], 5)
     second.add([2], 8)
     first.add([1], 1)
@@ -176,7 +176,7 @@ def test_every_micro_batch_is_claimed_once(tmp_path: Path):
 
 def test_snapshot_of_a_process(tmp_path: Path):
     before = snapshot([os.getpid()], tmp_path)
-    Counters(tmp_path).add([1, 2], 2)
+    ForwardCounters(tmp_path).add([1, 2], 2)
     used = difference(snapshot([os.getpid()], tmp_path), before)
     assert (used["forward_tokens"], used["computed_tokens"]) == (3, 4)
     assert used["server_cpu_s"] >= 0

@@ -19,7 +19,7 @@ from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
 from chaos.stopping import stop_for, stop_for_good, ways_of
 from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import shape_of, write_config
-from chaos.traffic import Record, Shape, batch, probes
+from chaos.traffic import RequestRecord, Shape, batch, probes
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.wire.contract import Limits
@@ -113,7 +113,7 @@ def test_some_batches_are_large():
 
 
 def test_a_rewind_takes_back_the_answers_to_later_steps():
-    record = Record(trained=[(1, 0.0, "a"), (2, 0.1, "b")], repeated=[(2, "b")], saved=[(1, 0.1, 1)])
+    record = RequestRecord(trained=[(1, 0.0, "a"), (2, 0.1, "b")], repeated=[(2, "b")], saved=[(1, 0.1, 1)])
     record.rewind(1, 3)
     assert (record.trained, record.repeated, record.saved) == ([(1, 0.0, "a")], [], [(1, 0.1, 1)])
     assert [(step, version) for step, _, version in record.rewound] == [(1, 3)]
@@ -212,7 +212,9 @@ def test_who_waits_for_a_moment_can_be_called_off(config: RunConfig):
 
 
 def test_an_outage_is_a_span_without_any_answer():
-    record = Record(latencies=[(1.0, 0.1), (0.5, 0.1), (4.0, 0.1), (4.5, 0.1)], failures=[(2.0, "scorer", "dead")])
+    record = RequestRecord(
+        latencies=[(1.0, 0.1), (0.5, 0.1), (4.0, 0.1), (4.5, 0.1)], failures=[(2.0, "scorer", "dead")]
+    )
     assert outages(record) == [{"time_s": 1.0, "seconds": 3.0}]
     kills = kills_with_recovery([{"time_s": 1.2, "hit": True}, {"time_s": 4.5, "hit": True}], record)
     assert [kill["scored_after_s"] for kill in kills] == [2.8, None]

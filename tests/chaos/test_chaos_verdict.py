@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from actor.scoring.client import TrainAnswer
 from chaos.reference import Reference, ReferenceStep
-from chaos.traffic import Record, Served
+from chaos.traffic import RequestRecord, Served
 from chaos.verdict import (
     check_checkpoint,
     check_coverage,
@@ -62,9 +62,9 @@ def reference(tmp_path: Path) -> Reference:
 
 
 @pytest.fixture
-def record() -> Record:
+def record() -> RequestRecord:
     answers = [(step, float(step), TrainAnswer(loss, step)) for step, loss in enumerate(LOSSES, 1)]
-    record = Record(trained=answers, repeated=[(2, answers[1][2])])
+    record = RequestRecord(trained=answers, repeated=[(2, answers[1][2])])
     record.served.update([served(0), served(2), served(2), served(3)])
     return record
 
@@ -80,49 +80,49 @@ def manifests() -> list[Manifest]:
 # ---- steps ----
 
 
-def test_faultless_steps_are_kept(record: Record, reference: Reference):
+def test_faultless_steps_are_kept(record: RequestRecord, reference: Reference):
     assert (
         check_steps(record, results(), reference).sentence().startswith("kept    each accepted step was trained once")
     )
 
 
-def swap_answers(record: Record, known: dict[int, Result]) -> None:
+def swap_answers(record: RequestRecord, known: dict[int, Result]) -> None:
     record.trained[0], record.trained[1] = record.trained[1], record.trained[0]
 
 
-def lose_an_answer(record: Record, known: dict[int, Result]) -> None:
+def lose_an_answer(record: RequestRecord, known: dict[int, Result]) -> None:
     del record.trained[1]
 
 
-def answer_twice(record: Record, known: dict[int, Result]) -> None:
+def answer_twice(record: RequestRecord, known: dict[int, Result]) -> None:
     record.trained.insert(1, record.trained[0])
 
 
-def lose_a_result(record: Record, known: dict[int, Result]) -> None:
+def lose_a_result(record: RequestRecord, known: dict[int, Result]) -> None:
     del known[2]
 
 
-def train_one_more(record: Record, known: dict[int, Result]) -> None:
+def train_one_more(record: RequestRecord, known: dict[int, Result]) -> None:
     known[4] = dataclasses.replace(known[3], entry="00000004.train")
 
 
-def fail_a_step(record: Record, known: dict[int, Result]) -> None:
+def fail_a_step(record: RequestRecord, known: dict[int, Result]) -> None:
     known[2] = dataclasses.replace(known[2], error="not finite")
 
 
-def change_the_last_bit(record: Record, known: dict[int, Result]) -> None:
+def change_the_last_bit(record: RequestRecord, known: dict[int, Result]) -> None:
     known[3] = dataclasses.replace(known[3], loss_mean=float(np.nextafter(LOSSES[2], 1)))
 
 
-def answer_another_loss(record: Record, known: dict[int, Result]) -> None:
+def answer_another_loss(record: RequestRecord, known: dict[int, Result]) -> None:
     record.trained[2] = (3, 3.0, TrainAnswer(float(np.nextafter(np.float32(LOSSES[2]), np.float32(1))), 3))
 
 
-def answer_another_version(record: Record, known: dict[int, Result]) -> None:
+def answer_another_version(record: RequestRecord, known: dict[int, Result]) -> None:
     record.trained[2] = (3, 3.0, TrainAnswer(LOSSES[2], 2))
 
 
-def refuse(record: Record, known: dict[int, Result]) -> None:
+def refuse(record: RequestRecord, known: dict[int, Result]) -> None:
     record.refusals.append("step 2: it was already sent with other content")
 
 
@@ -142,7 +142,7 @@ def refuse(record: Record, known: dict[int, Result]) -> None:
     ],
 )
 def test_a_fault_in_the_steps_is_named(
-    record: Record, reference: Reference, fault: Callable[[Record, dict[int, Result]], None], words: str
+    record: RequestRecord, reference: Reference, fault: Callable[[RequestRecord, dict[int, Result]], None], words: str
 ):
     known = results()
     fault(record, known)
@@ -151,7 +151,7 @@ def test_a_fault_in_the_steps_is_named(
     assert (found.kept, len(found.violations)) == (False, 1)
 
 
-def test_a_repeat_with_another_answer_is_named(record: Record):
+def test_a_repeat_with_another_answer_is_named(record: RequestRecord):
     assert check_repeats(record).kept
     record.repeated.append((3, TrainAnswer(LOSSES[2], 4)))
     assert "step 3 was answered with" in check_repeats(record).sentence()
@@ -221,7 +221,7 @@ def test_a_version_without_a_manifest_is_torn(store: WeightsStore):
 # ---- scores ----
 
 
-def test_faultless_scores_are_kept(record: Record, reference: Reference):
+def test_faultless_scores_are_kept(record: RequestRecord, reference: Reference):
     assert check_scores(record, STEPS_OF, reference).sentence() == "kept    no reward or value was wrong (4 checked)"
 
 
@@ -237,18 +237,18 @@ def test_faultless_scores_are_kept(record: Record, reference: Reference):
         (dataclasses.replace(served(2), values=b""), "values of probe 0 by version 2: 0 numbers, not 2"),
     ],
 )
-def test_a_wrong_score_is_named(record: Record, reference: Reference, answer: Served, words: str):
+def test_a_wrong_score_is_named(record: RequestRecord, reference: Reference, answer: Served, words: str):
     record.served[answer] += 1
     assert check_scores(record, STEPS_OF, reference).violations == [words]
 
 
-def test_last_bits_may_differ(record: Record, reference: Reference):
+def test_last_bits_may_differ(record: RequestRecord, reference: Reference):
     """A longer row in the same forward changes them."""
     record.served[served(1, value=1e-6, reward=1e-6)] += 1
     assert check_scores(record, STEPS_OF, reference).kept
 
 
-def test_an_old_version_after_a_newer_answer_is_named(record: Record):
+def test_an_old_version_after_a_newer_answer_is_named(record: RequestRecord):
     assert check_freshness(record).kept
     record.stale.append((4.25, 2, 3))
     assert check_freshness(record).violations == [
@@ -290,4 +290,4 @@ def test_a_victim_that_was_missed_is_named():
 
 
 def test_a_promise_about_nothing_is_not_kept(reference: Reference):
-    assert check_scores(Record(), STEPS_OF, reference).violations == ["there was nothing to check"]
+    assert check_scores(RequestRecord(), STEPS_OF, reference).violations == ["there was nothing to check"]

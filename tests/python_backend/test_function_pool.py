@@ -18,7 +18,7 @@ import pytest
 import reward_functions
 
 from python_backend.rewards.function import FunctionError, Sample, load_function, score
-from python_backend.rewards.pool import FairQueue, Outcome, WorkerPool
+from python_backend.rewards.pool import FairQueue, ScoreOutcome, WorkerPool
 
 FILE = Path(reward_functions.__file__)
 ROOT = FILE.parent.parent
@@ -35,13 +35,13 @@ def doing(*actions: str | None, **metadata: object) -> list[Sample]:
     return [Sample("text", [0] * i, {**({"do": a} if a else {}), **metadata}) for i, a in enumerate(actions)]
 
 
-def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[Outcome]:
+def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[ScoreOutcome]:
     """What became of each."""
-    results: list[Outcome | None] = [None] * len(samples)
+    results: list[ScoreOutcome | None] = [None] * len(samples)
     left = threading.Semaphore(0)
     for i, sample in enumerate(samples):
 
-        def done(outcome: Outcome, i: int = i) -> None:
+        def done(outcome: ScoreOutcome, i: int = i) -> None:
             assert results[i] is None
             results[i] = outcome
             left.release()
@@ -98,7 +98,7 @@ def test_what_goes_wrong_costs_its_own_sample(pool: WorkerPool, action: str, cau
     before, failed, after, last = outcomes(pool, doing(None, action, None, "print"))
     assert math.isnan(failed.score)
     assert re.sub(r" \(reward_functions.py:\d+\)$", "", failed.error) == cause
-    assert [before, after, last] == [Outcome(0.0), Outcome(2.0), Outcome(1.0)]
+    assert [before, after, last] == [ScoreOutcome(0.0), ScoreOutcome(2.0), ScoreOutcome(1.0)]
 
 
 @pytest.mark.parametrize("action", ["sleep", "loop"])
@@ -107,7 +107,7 @@ def test_an_endless_sample_is_killed_and_the_next_is_scored_by_a_new_worker(hast
     assert endless.error == "took longer than 1 s and was killed"
     assert math.isnan(endless.score)
     assert first.score != second.score
-    assert last == Outcome(3.0)
+    assert last == ScoreOutcome(3.0)
     assert not psutil.pid_exists(int(first.score))
 
 
@@ -127,7 +127,7 @@ def test_what_a_killed_function_has_started_is_killed_too(hasty: WorkerPool, tmp
 
 def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:
     (outcome,) = outcomes(pool, [Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})])
-    assert outcome == Outcome(1e7)
+    assert outcome == ScoreOutcome(1e7)
 
 
 def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(pool: WorkerPool) -> None:
@@ -140,7 +140,7 @@ def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(pool: Worke
 
 def test_a_request_of_many_samples_lets_one_of_a_few_pass() -> None:
     waiting = FairQueue()
-    noted: list[Outcome] = []
+    noted: list[ScoreOutcome] = []
     long, short = doing(*[None] * 100), doing(None, None)
     waiting.put([(sample, noted.append) for sample in long])
     waiting.put([(sample, noted.append) for sample in short])
@@ -154,7 +154,7 @@ def test_a_request_of_many_samples_lets_one_of_a_few_pass() -> None:
 
 def test_closing_ends_a_running_function_and_drops_what_waits() -> None:
     pool = make_pool(num_workers=2)
-    finished: list[Outcome] = []
+    finished: list[ScoreOutcome] = []
     for sample in doing("loop", "sleep", None, None):
         pool.submit([(sample, finished.append)])
     assert len(workers()) >= 2

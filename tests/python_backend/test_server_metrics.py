@@ -8,7 +8,7 @@ import weakref
 import pytest
 import triton_python_backend_utils as stub
 
-from python_backend.serving.triton import Counters, Gauge
+from python_backend.serving.triton import Gauge, MetricCounters
 
 
 def test_a_family_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_a_family_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
             return metric
 
     monkeypatch.setattr(stub, "MetricFamily", Family)
-    made = [Counters("critic", {"one": "", "two": ""}), Gauge("critic", "three", "")]
+    made = [MetricCounters("critic", {"one": "", "two": ""}), Gauge("critic", "three", "")]
     monkeypatch.undo()
     del made
     gc.collect()

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from actor.scoring.pool import Server, Servers
-from actor.scoring.retry import Counters, Kind, Trouble
+from actor.scoring.pool import Server, ServerPool
+from actor.scoring.retry import Kind, RequestCounters, Trouble
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
@@ -38,11 +38,11 @@ class Scripted:
         self.closed = True
 
 
-class Rig(Servers[Scripted]):
+class Rig(ServerPool[Scripted]):
     """Servers with scripted connections and short back-off, and shortcuts for tests."""
 
     def __init__(self, *addresses: str, **settings: Any) -> None:
-        self.counters = Counters()
+        self.counters = RequestCounters()
         section = ClientSection(backoff_s=0.001, **settings)
         super().__init__(addresses or ("a:1", "b:1"), Scripted, section, self.counters)
 

@@ -23,7 +23,7 @@ from python_backend.store.journal import Heartbeat, Journal
 from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.patience import Patience, StoppedWaiting
-from trainer.progress import Progress
+from trainer.progress import SidecarProgress
 from trainer.publish import Reload
 
 pytest_plugins = ["sidecar_fixtures"]
@@ -133,7 +133,7 @@ def test_a_probe_names_the_refusal_and_leaves_nothing(disk: SmallDisk):
 
 def test_a_metrics_line_is_written_whole_or_dropped(disk: SmallDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = disk.folder / "critic_metrics.jsonl"
-    progress = Progress(Journal(tmp_path / "journal", "run"), path, epoch=1, stop=threading.Event())
+    progress = SidecarProgress(Journal(tmp_path / "journal", "run"), path, epoch=1, stop=threading.Event())
     progress.log_reload(1, Reload(1, "triton"), "save")
     with path.open("ab") as file:  # what is left of its page is too small for the next line
         padding = 4096 - path.stat().st_size - 20

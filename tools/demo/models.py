@@ -97,7 +97,7 @@ def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> 
     generator = torch.Generator().manual_seed(seed)
     batches = [b for _ in range(recipe.lm_epochs) for b in _bucketed(rows, recipe.lm_batch, generator)]
     step = _stepper(model, recipe.lm_muon_lr, recipe.lm_adamw_lr, recipe.warmup_steps, len(batches))
-    progress = Progress("language model", len(batches), log)
+    progress = PreparationProgress("language model", len(batches), log)
     for batch in batches:
         loss = _next_token_losses(model, [rows[i] for i in batch]).mean()
         step(loss)
@@ -154,7 +154,7 @@ def train_reward_model(
     orders = [torch.randperm(len(rows), generator=generator) for _ in range(recipe.reward_epochs)]
     batches = [batch for order in orders for batch in order.split(recipe.reward_batch)]
     step = _stepper(model, recipe.reward_muon_lr, recipe.reward_adamw_lr, recipe.warmup_steps, len(batches))
-    progress = Progress("reward model", len(batches), log)
+    progress = PreparationProgress("reward model", len(batches), log)
     for batch in batches:
         better = targets[batch][:, None] - targets[batch][None, :] > recipe.pair_margin
         if not better.any():
@@ -200,7 +200,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
         logging.enable_progress_bar()
 
 
-class Progress:
+class PreparationProgress:
     """Logs a line every few seconds: name, percent, loss, seconds so far and to go."""
 
     def __init__(self, name: str, total: int, log: Log, every_s: float = 3.0) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BertForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from tools.demo.models import Progress, save_checkpoint
+from tools.demo.models import PreparationProgress, save_checkpoint
 
 # The encoder scores the reply alone; without a template a chat prompt would be an error.
 REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"
@@ -69,7 +69,7 @@ def train_reward(
         return min(1.0, (step + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * step / len(batches)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    targets, progress = torch.tensor(gold), Progress("reward model", len(batches), log)
+    targets, progress = torch.tensor(gold), PreparationProgress("reward model", len(batches), log)
     for batch in batches:
         better = targets[batch][:, None] - targets[batch][None, :] > recipe.pair_margin
         rewards = _scores(model, tokenizer, [texts[i] for i in batch.tolist()])

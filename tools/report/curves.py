@@ -7,10 +7,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tools.report.data import PHASES, SHOWN_S, Run, formatted, load_run, number, phase_seconds, series
+from tools.report.data import PHASES, SHOWN_S, RunRecord, formatted, load_run, number, phase_seconds, series
 
 Axes = Any  # matplotlib is imported late, and only where it draws
-Draw = Callable[[Axes, Run], None]
+Draw = Callable[[Axes, RunRecord], None]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98",
 )  # fmt: skip
@@ -25,12 +25,12 @@ STYLE = {
 }  # fmt: skip
 
 
-def panels(run: Run) -> list[tuple[str, str]]:
+def panels(run: RunRecord) -> list[tuple[str, str]]:
     """Return (caption, SVG text) for every picture that this run has data for."""
     return [(CAPTIONS[draw], svg(draw, run)) for draw in drawn(run)]
 
 
-def drawn(run: Run) -> list[Draw]:
+def drawn(run: RunRecord) -> list[Draw]:
     """Return the pictures that this run has data for, in the report's order."""
     recorded: dict[Draw, bool] = {
         draw_reward: _has(run.steps, "train_rollouts/rewards"),
@@ -69,7 +69,7 @@ def write_curves(run_dir: Path, out_png: Path) -> None:
         figure.savefig(out_png, metadata={"Software": None})
 
 
-def draw_reward(axes: Axes, run: Run) -> None:
+def draw_reward(axes: Axes, run: RunRecord) -> None:
     x, y = series(run.steps, "train_rollouts/rewards")
     window = max(1, len(y) // 10)
     smooth = [statistics.fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
@@ -83,7 +83,7 @@ def draw_reward(axes: Axes, run: Run) -> None:
     _finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
 
 
-def draw_gold(axes: Axes, run: Run) -> None:
+def draw_gold(axes: Axes, run: RunRecord) -> None:
     """Draw gains as intervals against zero; the levels are in the title."""
     rows = run.gains[::-1]
     for y, gain in enumerate(rows):
@@ -102,14 +102,14 @@ def draw_gold(axes: Axes, run: Run) -> None:
     axes.set_xlabel(f"gain per text, 95 % interval, {len(run.pairs)} held-out prompts")
 
 
-def draw_kl(axes: Axes, run: Run) -> None:
+def draw_kl(axes: Axes, run: RunRecord) -> None:
     y = _plot(axes, run, "train_rollouts/init_policy_kl_per_sequence", color=PURPLE, lw=1.8, label="training batch")
     _level(axes, run.summary.get("kl_final"), PURPLE, "held-out, at the end")
     axes.set_ylim(bottom=min(0.0, *y))
     _finish(axes, "KL to the initial policy (nats per sequence)", "step")
 
 
-def draw_explained_variance(axes: Axes, run: Run) -> None:
+def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
     style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": "training batch, version in service"}
     y = _plot(axes, run, "train_rollouts/explained_variance", **style)
     _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
@@ -120,7 +120,7 @@ def draw_explained_variance(axes: Axes, run: Run) -> None:
     _finish(axes, "Critic: explained variance of the returns", "step")
 
 
-def draw_step_time(axes: Axes, run: Run) -> None:
+def draw_step_time(axes: Axes, run: RunRecord) -> None:
     rows = [row for row in run.steps if number(row.get("timers/step_time")) is not None]
     phases = [phase_seconds(row) for row in rows]
     x = [row["step"] for row in rows]
@@ -132,7 +132,7 @@ def draw_step_time(axes: Axes, run: Run) -> None:
     _finish(axes, "Seconds per step, by phase", "step", columns=2)
 
 
-def draw_versions(axes: Axes, run: Run) -> None:
+def draw_versions(axes: Axes, run: RunRecord) -> None:
     start = _start(run)
     served = [(*_reload_point(row, start), row["weights_version"]) for row in run.critic]
     axes.step([s[0] for s in served], [s[2] for s in served], where="post", color=BLUE, lw=1.4)
@@ -152,7 +152,7 @@ def draw_versions(axes: Axes, run: Run) -> None:
     _finish(axes, "Critic weights version in service", "minutes since the first step")
 
 
-def draw_reload_ms(axes: Axes, run: Run) -> None:
+def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
     start = _start(run)
     slowest = []
     for kind, colour, marker, size in RELOADS:
@@ -167,19 +167,19 @@ def draw_reload_ms(axes: Axes, run: Run) -> None:
     _finish(axes, "Milliseconds per reload", "minutes since the first step")
 
 
-def draw_distinct(axes: Axes, run: Run) -> None:
+def draw_distinct(axes: Axes, run: RunRecord) -> None:
     """Draw the share of distinct bigrams, scaled to its maximum: with long or many responses it is a few per cent."""
     axes.set_ylim(0, 1.1 * max(_plot(axes, run, DISTINCT, color=GREEN, lw=1.6)) or 1.0)
     _finish(axes, "Distinct bigrams (share of all)", "step")
 
 
-def draw_ended(axes: Axes, run: Run) -> None:
+def draw_ended(axes: Axes, run: RunRecord) -> None:
     _plot(axes, run, ENDED, color=ORANGE, lw=1.6)
     axes.set_ylim(-0.03, 1.03)
     _finish(axes, "Responses that ended by themselves (share)", "step")
 
 
-def _start(run: Run) -> float:
+def _start(run: RunRecord) -> float:
     return min((row["time"] for row in [*run.steps, *run.critic]), default=0.0)
 
 
@@ -187,7 +187,7 @@ def _reload_point(row: dict[str, Any], start: float) -> tuple[float, float | Non
     return (row["time"] - start) / 60, number(row.get("reload_ms"))
 
 
-def _median(run: Run, kind: str, separator: str) -> str:
+def _median(run: RunRecord, kind: str, separator: str) -> str:
     p50 = run.summary.get("swap_ms_p50" if kind == "swap" else "triton_reload_ms_p50")
     return f"{separator}median {p50:,.0f} ms" if p50 else ""
 
@@ -197,7 +197,7 @@ def _thinned(x: Sequence[int]) -> str:
     return f", one in {every} drawn" if every > 1 else ""
 
 
-def _plot(axes: Axes, run: Run, key: str, **style: Any) -> list[float]:
+def _plot(axes: Axes, run: RunRecord, key: str, **style: Any) -> list[float]:
     """Draw a metric over the steps; return its values."""
     x, y = series(run.steps, key)
     axes.plot(x, y, **style, **_markers(x))
@@ -226,7 +226,7 @@ def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
         axes.legend(loc="best", ncols=columns)
 
 
-def svg(draw: Draw, run: Run) -> str:
+def svg(draw: Draw, run: RunRecord) -> str:
     """Return one picture as an SVG text, the same bytes for the same run."""
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -44,7 +44,7 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class RolloutText:
     """A response of a training rollout."""
 
     step: int
@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunRecord:
     """What the report shows, as read from the run folder."""
 
     name: str
@@ -63,7 +63,7 @@ class Run:
     steps: list[dict[str, Any]]  # every n-th step of a long run
     critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
     pairs: list[Pair]
-    texts: list[Sample]  # from training rollouts, if the run has no pairs
+    texts: list[RolloutText]  # from training rollouts, if the run has no pairs
 
     @property
     def gold(self) -> bool:
@@ -82,7 +82,7 @@ class Run:
         return gains
 
 
-def load_run(run_dir: Path) -> Run:
+def load_run(run_dir: Path) -> RunRecord:
     """Read a run's folder. Raises FileNotFoundError that names a missing file; samples.jsonl is optional."""
     run_dir = Path(run_dir).resolve()
     path = run_dir / "summary.json"
@@ -92,7 +92,7 @@ def load_run(run_dir: Path) -> Run:
     pairs = read_pairs(run_dir) if has_samples(run_dir) else []
     if "ppo_steps" in summary:  # the key's name before 2026-11-22
         summary = {"steps": summary.pop("ppo_steps"), **summary}
-    return Run(
+    return RunRecord(
         name=run_dir.name,
         summary=summary,
         settings=flattened(read_json(run_dir / SETTINGS_FILE) or {}),
@@ -121,12 +121,12 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     return chosen.rows
 
 
-def read_texts(run_dir: Path) -> list[Sample]:
+def read_texts(run_dir: Path) -> list[RolloutText]:
     """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; none if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
     first = list(islice(rows, MOST_TEXTS))
     names = ("step", "prompt", "response", "reward")
-    return [Sample(**{name: row[name] for name in names}) for row in (*first, *deque(rows, MOST_TEXTS))]
+    return [RolloutText(**{name: row[name] for name in names}) for row in (*first, *deque(rows, MOST_TEXTS))]
 
 
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ class Thinned:
             self._every *= 2
 
 
-def reward_gain(run: Run) -> Gain | None:
+def reward_gain(run: RunRecord) -> Gain | None:
     """Return the gain in reward over the pairs that have both scores; None without such a pair."""
     scored = [
         (pair.reward_before, pair.reward_after)

@@ -17,7 +17,7 @@ from tools.report.data import (
     MOST_TEXTS,
     SETTINGS_FILE,
     Gain,
-    Run,
+    RunRecord,
     flattened,
     formatted,
     load_run,
@@ -110,7 +110,7 @@ def word_pattern(words: Sequence[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", re.IGNORECASE)
 
 
-def _results(run: Run) -> list[tuple[str, Gain]]:
+def _results(run: RunRecord) -> list[tuple[str, Gain]]:
     results = []
     for gain in run.gains:
         name = ", which PPO never saw," if gain.label == ALL_WORDS else f" {gain.label}, the word that gained most,"
@@ -119,7 +119,7 @@ def _results(run: Run) -> list[tuple[str, Gain]]:
     return results + ([("The reward", reward)] if reward else [])
 
 
-def _training_rewards(run: Run) -> dict[str, Any] | None:
+def _training_rewards(run: RunRecord) -> dict[str, Any] | None:
     """Return mean rewards of the first and the last tenth of the steps; None for a run of one step."""
     _, rewards = series(run.steps, "train_rollouts/rewards")
     count = max(1, len(rewards) // 10)
@@ -129,7 +129,7 @@ def _training_rewards(run: Run) -> dict[str, Any] | None:
     return {"first": first, "last": last, "part": "tenth of the steps" if count > 1 else "step"}
 
 
-def _words(run: Run, words: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
+def _words(run: RunRecord, words: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
     """Return table rows for the words that gained most, and for up to five that lost most."""
     total = run.summary["gold_after"] - run.summary["gold_before"] if run.gold else 0.0
     scale = max((abs(gain) for _, gain in words), default=1.0)
