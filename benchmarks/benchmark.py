@@ -1,4 +1,4 @@
-"""Benchmark protocol, and what its implementations share: options, targets, and the record of a measurement."""
+"""The protocol of a benchmark, and what the benchmarks share: options, targets, and the record of a measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = dict[str, Any]
 
 
 class BenchError(RuntimeError):
-    """The benchmark cannot go on; the message says why."""
+    """The benchmark cannot continue; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Target:
 
 
 class Record:
-    """A running measurement. result.json is rewritten after every sample, so that a stop loses one at most."""
+    """A running measurement. result.json is rewritten after every sample, so an interruption loses at most one."""
 
     def __init__(self, out: Path, result: Result) -> None:
         self.out = out

@@ -31,14 +31,14 @@ STOP_TIMEOUT_S = 20.0
 
 
 class BenchChild:
-    """A function of this package, called in a process of its own that has ports of its own."""
+    """A function of this package that runs in a child process with ports of its own."""
 
     def __init__(self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1) -> None:
-        """Start `target`, `module:function`, with three `ports` and `arguments`, which are JSON or paths."""
+        """Start `target` (`module:function`) with three `ports`, and with `arguments`, which are JSON or paths."""
         self.ports = list(free_ports().values())
         self.url = f"{HOST}:{self.ports[0]}"
         # OMP_NUM_THREADS reaches the threads that a library starts; torch.set_num_threads only the one that calls it.
-        # PyTriton's stubs need our libpython, as those of a tritonserver of our own do.
+        # PyTriton's stubs need this interpreter's libpython, as those of the project's tritonserver do.
         environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(threads)}
         self._child = Child(name, child_command(target, ports=self.ports, **arguments), log, environment)
 
@@ -67,14 +67,14 @@ class BenchChild:
 
     def stop(self) -> None:
         """Stop the process and its descendants. Stopping twice does nothing."""
-        if self._child.poll() is not None:  # its number may be another process's by now
+        if self._child.poll() is not None:  # its pid may have been reused
             return
         family = psutil.Process(self.pid).children(recursive=True)
         self._child.stop(signal.SIGTERM, STOP_TIMEOUT_S)
-        for process in family:  # PyTriton's server and its stubs, should it not have stopped them
+        for process in family:  # PyTriton's server and stubs, if it has not stopped them
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        for pid in (self.pid, *(process.pid for process in family)):  # sic: the name that PyTriton gives them
+        for pid in (self.pid, *(process.pid for process in family)):  # PyTriton's prefix is misspelt
             for segment in SHARED_MEMORY.glob(f"pytrtion{pid}-*"):
                 segment.unlink(missing_ok=True)
 
@@ -133,7 +133,7 @@ def _answers(url: str) -> bool:
 
 
 def main() -> None:
-    """Call the function and arguments that `child_command` has put on the command line."""
+    """Call the function with the arguments that `child_command` has put on the command line."""
     module, _, function = sys.argv[1].partition(":")
     getattr(importlib.import_module(f"benchmarks.{module}"), function)(**json.loads(sys.argv[2]))
 

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
-    """Measure and report, or report only; return 0, whatever the targets say, 1 on errors, 130 after a signal."""
+    """Measure and report, or report only; return 0 even if targets are missed, 1 on errors, 130 after a signal."""
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
     from actor.scoring.client import RequestFailed  # tritonclient: not for --help
@@ -108,7 +108,7 @@ def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table that a terminal shows too: a column for each key, texts flush left."""
+    """Return a Markdown table that is readable in a terminal: a column for each key, texts flush left."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Contenders of the scoring benchmark: ours in three variants, PyTriton in two, one forward a request, and `ideal`."""
+"""Contenders of the scoring benchmark: ours in three variants, PyTriton in two, `one_forward`, and `ideal`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Setup:
     """For repositories, logs and counters."""
     token_budget: int
     overhead_tokens: int
-    """Cost of a forward beyond its tokens, in tokens."""
+    """Fixed cost of a forward pass, in tokens."""
     queue_delay_us: int
     tuned_allocator: bool
 
@@ -64,16 +64,16 @@ class Contender:
     urls: list[str]
     """`host:port` of each address that takes requests."""
     pids: list[int]
-    """Processes whose trees are the contender."""
+    """Root processes: the contender is these and their descendants."""
     counters: Path
     stop: Callable[[], None]
     width: int = 0
-    """Clients pad to so many tokens."""
+    """Clients pad every row to this many tokens; 0: to the request's longest row."""
     children: Sequence[BenchChild] = ()
-    """A process for each instance, which speaks a protocol of `instances`; none: it speaks Triton's."""
+    """A process for each instance, with a protocol of `instances`; empty if the contender speaks Triton's protocol."""
 
     def with_budget(self, token_budget: int) -> Contender:
-        """Return the same processes with another token budget, which only `ideal` follows."""
+        """Return the same processes with another token budget, which only `ideal` uses."""
         return dataclasses.replace(self, setup=dataclasses.replace(self.setup, token_budget=token_budget))
 
 
@@ -106,7 +106,7 @@ def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> C
     """Start a PyTriton server, whose clients pad to the trace's longest row."""
     folder, counters = _folders(name, setup, split)
     arguments = {**_arguments(setup, split, counters), "instances": split.instances, "strip_multiple": strip_multiple}
-    # Its second instance waits one second for the first one's socket: on a busy machine, not always enough.
+    # Its second instance waits one second for the first one's socket, which is not always enough on a busy machine.
     for attempt in range(START_ATTEMPTS):
         child = BenchChild(
             name, "pytriton:serve_reward", arguments, folder / f"server-{attempt}.log", threads=split.threads,
@@ -142,6 +142,7 @@ def run_plan(ideal: Contender, num_rows: int, num_checked: int) -> dict[str, Any
     """Score the trace's first rows with the contender `ideal`; return seconds, first rewards and usage."""
     claims = ideal.counters.parent / f"claims-{time.monotonic_ns()}"
     setup = ideal.setup
+    # `start_at` leaves the instances time to make their rows, so that they begin at the same moment.
     pool = {"token_budget": setup.token_budget, "max_rows": MAX_ROWS, "overhead_tokens": setup.overhead_tokens}
     job = {
         "num_rows": num_rows, "num_checked": num_checked, "pool": pool, "claims": str(claims.absolute()),

@@ -1,4 +1,4 @@
-"""Forward that all contenders share, and counters of what it computed, summed over a contender's processes."""
+"""The forward pass that all contenders share, and counters of its work, summed over a contender's processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIELDS = ("forward_tokens", "computed_tokens")
 
 
 class ForwardCounters:
-    """Counts of one model instance, in a file that other processes can read meanwhile."""
+    """Counters of one model instance, in a memory-mapped file that other processes can read at any time."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.counters"
@@ -34,7 +34,7 @@ def read_counters(folder: Path) -> dict[str, int]:
 
 
 class CountedReward:
-    """The reward model of one instance outside tritonserver: by our forward if `lean`, or by transformers' own."""
+    """The reward model of an instance outside tritonserver, with our lean forward pass or with transformers' own."""
 
     def __init__(
         self, checkpoint: str | Path, counters: str | Path, *, threads: int, tuned: bool, lean: bool = False
@@ -58,7 +58,7 @@ class CountedReward:
         return self._reward.score(rows)
 
     def score_padded(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return rewards `[n, 1]` of `tokens` `[n, S]`, `lengths` `[n]`, computed at the full S."""
+        """Return rewards `[n, 1]` of `tokens` `[n, S]` with `lengths` `[n]`, computed over all S positions."""
         self._counters.add(lengths.tolist(), tokens.shape[1])
         rows = [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)]
         return self._reward.score(rows, tokens.shape[1])

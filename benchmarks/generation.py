@@ -1,4 +1,4 @@
-"""Generation over slots beside what transformers offers. Every contender generates given numbers of tokens."""
+"""Benchmark of generation over slots against transformers. Every contender generates prescribed numbers of tokens."""
 
 from __future__ import annotations
 
@@ -143,6 +143,7 @@ def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int
             return input_ids.shape[1] - width >= goals
 
     stops = StoppingCriteriaList([GivenLengths()])
+    # Special tokens are suppressed, so that responses end by their length alone.
     sampling = {"do_sample": True, "top_k": 0, "suppress_tokens": [0, 1, 2]}
     output = generate(model, prompts, max(lengths), sampling, stopping_criteria=stops)
     return {i: row[:n].tolist() for i, (row, n) in enumerate(zip(output, lengths, strict=True))}
@@ -166,6 +167,7 @@ def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dic
     """Generate with transformers' continuous batching, each request with its own length."""
     from transformers import GenerationConfig
 
+    # Without an EOS token, requests end by their length alone.
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), eos_token_id=-1, pad_token_id=2)
     written: dict[int, list[int]] = {}
     with model.continuous_batching_context_manager(generation_config=config, block=True, timeout=5) as manager:

@@ -1,4 +1,4 @@
-"""Contenders of the scoring benchmark that are one process for each instance: one forward per request, and `ideal`."""
+"""Contenders of the scoring benchmark that run one process per instance: one forward per request, and `ideal`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from python_backend.serving.scheduling import RowPool
 def serve_one_forward(ports: list[int], checkpoint: str, counters: str, threads: int, tuned: bool) -> None:
     """Run one forward per request, as OpenRLHF's remote reward server does, on `POST /score`.
 
-    Leaner than its model: binary bodies, no tokenising, the forward in a thread so that the loop keeps accepting.
+    Leaner than OpenRLHF's server: binary bodies, no tokenisation, and the forward pass in a thread, so that the event
+    loop keeps accepting requests.
     """
     model, executor = CountedReward(checkpoint, counters, threads=threads, tuned=tuned), ThreadPoolExecutor(1)
 
@@ -48,7 +49,7 @@ def unpack(body: bytes) -> list[np.ndarray]:
 
 
 def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int, tuned: bool) -> None:
-    """Run the server's plan without a server on `POST /run`: what the cores could do at best."""
+    """Score the server's micro-batches without a server on `POST /run`: an upper bound for these cores."""
     model = CountedReward(checkpoint, counters, threads=threads, tuned=tuned, lean=True)
 
     async def run(**job: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int, 
 def run_share(
     model: CountedReward, *, num_rows: int, num_checked: int, pool: dict[str, int], claims: str, start_at: float
 ) -> dict[str, Any]:
-    """Score this instance's share of the trace's first rows; times are of the system's monotonic clock."""
+    """Score this instance's share of the trace's first rows; times are of the monotonic clock that processes share."""
     rows = make_trace(num_rows)
     row_pool: RowPool[str] = RowPool(**pool)
     row_pool.add("all", [row.size for row in rows])
@@ -76,9 +77,9 @@ def run_share(
 
 
 def claim(path: Path, count: int) -> Iterator[int]:
-    """Yield indices below `count`, each to only one of the processes that share `path`.
+    """Yield indices below `count`, each in only one of the processes that share `path`.
 
-    The kernel moves the position of an appending writer behind its own byte: no other process gets that number.
+    After an append, the kernel sets the writer's position behind its own byte, so no other process gets that index.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:

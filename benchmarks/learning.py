@@ -1,4 +1,4 @@
-"""Whether every algorithm reaches a known optimum: the reward is the share of one word among sixty."""
+"""Benchmark of learning: every algorithm must reach a known optimum. The reward is the share of one word of sixty."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.tritonservers import SERVED
 from tools.server.child import Child
 
 LEAST_SHARE = 0.95
-LAST_STEPS = 5  # their mean is what a run reached
+LAST_STEPS = 5  # a run's result is their mean reward
 STOP_TIMEOUT_S = 60.0
 NUM_WORDS = 60
 NUM_PROMPTS = 64
@@ -75,7 +75,7 @@ def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) ->
 
 
 def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, seed: int) -> dict[str, Any]:
-    """Return the run's YAML; algorithms differ by `ALGORITHMS` alone."""
+    """Return the run's YAML; algorithms differ only in the settings of `ALGORITHMS`."""
     served = {**SERVED, "checkpoint": str(folder / "critic"), "token_budget": 1024}
     return {
         "run": {"dir": str(folder / "run"), "seed": seed},
@@ -129,7 +129,7 @@ def reached(samples: Sequence[dict[str, Any]]) -> float:
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
-    """Return, for each run, what it reached, the step from which it stays above the target, and its last KL."""
+    """Return each run's share of the optimum, the step from which it stays above the target, and its last KL."""
     rows = []
     for (name, seed), run in grouped(result["samples"], "algorithm", "seed").items():
         first = max((sample["step"] for sample in run if sample["reward"] < LEAST_SHARE * OPTIMUM), default=0) + 1

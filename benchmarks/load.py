@@ -37,7 +37,7 @@ async def _triton(urls: list[str], width: int, concurrency: int) -> Any:
 
 @asynccontextmanager
 async def _plain(urls: list[str]) -> Any:
-    """Send each request to the least-loaded instance: fairer than a random choice."""
+    """Send each request to the least-loaded instance, which is fairer to the contender than a random choice."""
     in_flight = dict.fromkeys(urls, 0)
     timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -79,11 +79,11 @@ async def measure(
 
     Args:
         urls: `host:port`, one for Triton, one per instance for `plain` servers (`instances.serve_one_forward`).
-        width: pad every request to so many tokens; 0: to its own longest row.
-        rows: per request.
+        width: pad every request to this many tokens; 0: to its own longest row.
+        rows: rows per request.
         num_warmup: requests before the clock starts.
         num_checked: rewards to return.
-        pids, counters: the server's processes and folder of counters, read around what is measured.
+        pids, counters: the server's processes and folder of counters, read before and after the measurement.
     """
     requests = as_requests(make_trace(num_rows), rows)
     async with _plain(urls) if plain else _triton(urls, width, concurrency) as send:

@@ -1,4 +1,4 @@
-"""Variants of the served models, for benchmarks: forwards counted, answers held back, waiting instead of computing."""
+"""Variants of the served models for benchmarks: with counters, with late answers, with waiting instead of computing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from python_backend.wire.contract import REWARDS
 
 
 class CountedModel(reward.TritonPythonModel):
-    """The reward model, which counts what its forwards compute in the folder `bench_counters`."""
+    """The reward model, with counters of its forward passes in the folder `bench_counters`."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -56,7 +56,7 @@ class LateModel(CountedModel):
 
 
 class Waiting:
-    """A forward that waits `bench_seconds_per_token` for each token and returns zeros."""
+    """Mix-in whose forward pass waits `bench_seconds_per_token` per position, padding included, and returns zeros."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""

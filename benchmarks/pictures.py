@@ -16,8 +16,8 @@ STYLE = {
 
 @contextlib.contextmanager
 def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Give a styled figure of `size` inches that is saved to `path` at the end."""
-    import matplotlib as mpl  # late, since only reports draw
+    """Yield a styled figure of `size` inches that is saved to `path` at the end."""
+    import matplotlib as mpl  # deferred, since only reports draw
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -1,4 +1,4 @@
-"""PyTriton servers as users of the replaced system have them: a reward model, and a critic with one lock.
+"""PyTriton servers like those of the system that this project replaces: a reward model, and a critic with one lock.
 
 Both follow PyTriton's documentation: dynamic batching, one callable per instance, small micro-batches. Model and update
 are the project's own code.
@@ -72,8 +72,8 @@ def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) 
 
 
 def serve(ports: Sequence[int], bind: Callable[[Triton], None]) -> None:
-    """Serve what `bind` binds on the ports for HTTP, gRPC and metrics, until SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # PyTriton cleans up after SIGINT alone
+    """Serve the models that `bind` binds, on the ports for HTTP, gRPC and metrics, until SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # PyTriton cleans up only after SIGINT
     http, grpc, metrics = ports
     config = TritonConfig(
         http_address=HOST, http_port=http, grpc_address=HOST, grpc_port=grpc, metrics_port=metrics, exit_timeout_secs=2
@@ -101,7 +101,7 @@ def stripped_width(longest: int, multiple: int, width: int) -> int:
 
 
 def make_callable(model: CountedReward, multiple: int) -> Callable[..., dict[str, np.ndarray]]:
-    """Return what PyTriton calls with a merged batch: `tokens` [B, S] and `sequence_lengths` [B, 1]."""
+    """Return the PyTriton callable for a merged batch: `tokens` [B, S] and `sequence_lengths` [B, 1]."""
 
     @batch
     def infer(**inputs: np.ndarray) -> dict[str, np.ndarray]:
@@ -144,7 +144,7 @@ class LockedCritic:
 
 
 def infer_callable(critic: LockedCritic) -> Callable[..., dict[str, np.ndarray]]:
-    """Return what PyTriton calls for values."""
+    """Return the PyTriton callable for values."""
 
     @batch
     def infer(**inputs: np.ndarray) -> dict[str, np.ndarray]:
@@ -158,7 +158,7 @@ def infer_callable(critic: LockedCritic) -> Callable[..., dict[str, np.ndarray]]
 
 
 def train_callable(critic: LockedCritic) -> Callable[[list[Any]], list[dict[str, np.ndarray]]]:
-    """Return what PyTriton calls for updates."""
+    """Return the PyTriton callable for updates."""
 
     def train(requests: list[Any]) -> list[dict[str, np.ndarray]]:
         torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-"""What reloads of the critic cost its clients, and those who wait for a new version.
+"""Benchmark of the critic's reloads: their cost for clients, and the time until a new version is served.
 
-The server has a core of its own, the clients another; each part is kept when it is done, a later run adds to it.
+Server and clients have a core each. Each part is saved when it is done, and a later run can add other parts.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from python_backend.wire.contract import VALUES, WEIGHTS_VERSION
 
 DEADLINE_S = 300.0
 NUM_ROWS = 256
-AFTER_FAILURE_S = 0.01
+AFTER_FAILURE_S = 0.01  # pause, so that a failing server is not flooded with requests
 
 
 class Recording:
-    """Running clients, and what they saw. Each requests values of one row at a time, without pause or retries."""
+    """Running clients and their observations. Each requests values of one row at a time, without pause or retries."""
 
     def __init__(self, url: str, num_clients: int) -> None:
         self._starts: list[float] = []

@@ -1,4 +1,4 @@
-"""Reload benchmark, second half of part c: the longest silence during a swap, beside a load call over HTTP."""
+"""Reload benchmark, second half of part c: the longest silence during a swap and during a load call over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = ("swap", "http")
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Reload in both ways in turn, under the load of part a."""
+    """Reload in both ways alternately, under the load of part a."""
     settings = stage.settings
     windows: list[dict[str, Any]] = []
     with Bed(stage, "gaps", under_load(settings.models)[0]) as bed:
@@ -45,7 +45,7 @@ def _reload(bed: Bed, way: str) -> Window:
 
 
 def load_over_http(url: str, key: str) -> Window:
-    """Send the load call that ours sends over gRPC to the HTTP port, where the inference requests arrive too."""
+    """Load the critic over HTTP, on the port of the inference requests; the project does this over gRPC."""
     with urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/config", timeout=LOAD_TIMEOUT_S) as answer:
         config = json.load(answer)
     config["parameters"]["weights_version"] = {"string_value": f"http-{uuid.uuid4().hex[:8]}"}
@@ -59,8 +59,8 @@ def load_over_http(url: str, key: str) -> Window:
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
     """Return, for each way, the longest silence, the longest wait of one request, and the length of a reload.
 
-    They differ over HTTP: a load call blocks one of the server's HTTP threads and the clients that this thread
-    serves, which may be all of them or a few.
+    Silence and wait differ over HTTP: a load call blocks one of the server's HTTP threads and the clients that this
+    thread serves, which may be all of them or a few.
     """
     samples = Samples.of(part["samples"])
     found: dict[str, Any] = {"failed": len(part["samples"]["failures"])}
@@ -74,7 +74,7 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return how many times as long a load over HTTP keeps all clients, and the last one, waiting."""
+    """Return how many times as long a load over HTTP makes all clients, and the last of them, wait."""
     found = []
     for key, words in (("silence_ms", "longest gap between answers"), ("wait_ms", "longest wait of a request")):
         ways = ", ".join(f"{way} {summary[way][key]:,.0f} ms" for way in WAYS)

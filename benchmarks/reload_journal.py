@@ -1,4 +1,4 @@
-"""Reload benchmark, part e: accepting a training payload, beside a bare write and fsync of the same bytes."""
+"""Reload benchmark, part e: accepting a training payload, against a bare write and fsync of the same bytes."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def measure(stage: Stage) -> dict[str, Any]:
 
 
 def padded_arrays(payload: TrainPayload) -> dict[str, np.ndarray]:
-    """Return a payload of rows of one length as the actor sends it, padded."""
+    """Return a payload whose rows have the same length as padded arrays, which is what the actor sends."""
     return {name: array.reshape(payload.lengths.size, -1) for name, array in payload.arrays().items()}
 
 
 def accept_once(
     journal: Journal, arrays: Mapping[str, np.ndarray], limits: Limits, step: int, folder: Path
 ) -> dict[str, float]:
-    """Accept one payload, then write its bytes bare; return milliseconds of both, and the number of bytes."""
+    """Accept one payload, then only write its bytes; return the milliseconds of both, and the number of bytes."""
     start = time.perf_counter()
     sent = sent_payload(arrays, limits)  # as critic_train does, which checks the content while it is written
     checked = time.perf_counter()
@@ -67,8 +67,8 @@ def accept_once(
     (written,) = folder.rglob(entry.name)
     data = written.read_bytes()
     bare_ms = bare_write_ms(written.with_name(f".bare-{step}"), data)
-    written.write_bytes(b"")  # its name is enough for the steps that follow
-    sync_directory(written.parent)  # the next one must not pay for the blocks that are freed here
+    written.write_bytes(b"")  # frees the disk; the following steps need only its name
+    sync_directory(written.parent)  # the next write must not pay for freeing these blocks
     return {
         "check_ms": (checked - start) * 1e3, "journal_ms": (accepted - checked) * 1e3,
         "accept_ms": (accepted - start) * 1e3, "bare_ms": bare_ms, "bytes": len(data),
@@ -76,7 +76,7 @@ def accept_once(
 
 
 def bare_write_ms(path: Path, data: bytes) -> float:
-    """Time writing a new file and syncing it and its name to the disk; the file is removed again."""
+    """Time writing a new file and syncing it and its directory; the file is then removed."""
     start = time.perf_counter()
     with path.open("wb") as file:
         file.write(data)

@@ -1,4 +1,4 @@
-"""Reload benchmark, part d: what many reloads leave behind in the server, in the critic's stub and on the disk."""
+"""Reload benchmark, part d: growth of the server, of the critic's stub and of the disk usage over many reloads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WARM_UP = 50  # reloads before the slope counts; fewer where few are measured
 MOST_SLOPE_KB = 20.0
 ENDING_TIMEOUT_S = 60.0
 REGION_ARGUMENT = "shm-region-prefix-name="
-# What may differ between the first and the last fifth: a handle that is open just now, a thread that is ending, ...
+# Allowed growth from the first to the last fifth: a handle may just be open, or a thread just be ending.
 FLAT = {"handles": 3, "threads": 2, "shm_bytes": 1 << 20}
 
 
 def measure(stage: Stage) -> dict[str, Any]:
-    """Sample every tenth reload of both kinds, on a server of their own each, under light load."""
+    """Sample every tenth reload of both kinds, each kind on a server of its own, under light load."""
     settings = stage.settings
     return {
         "swap": _measure_kind(stage, "swap", settings.leak_swaps, lambda bed: bed.publish()),
@@ -67,7 +67,7 @@ def look(server_pid: int, weights: Path) -> dict[str, float]:
 
 
 def _only_stub(server: psutil.Process) -> psutil.Process:
-    """Return the critic's process once the one before it has ended: Triton reports the load before that."""
+    """Return the critic's process once the previous one has ended, which is after Triton reports the load as done."""
     deadline = time.monotonic() + ENDING_TIMEOUT_S
     while True:
         stubs = [child for child in server.children(recursive=True) if f"{os.sep}{CRITIC}{os.sep}" in _command(child)]

@@ -53,7 +53,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
 
 
 def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
-    """Return how many of `total` fall to cycle number `cycle`, as evenly as can be."""
+    """Return how many of `total` belong to cycle number `cycle`, spread as evenly as possible."""
     return total * (cycle + 1) // cycles - total * cycle // cycles
 
 
@@ -81,12 +81,12 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     quiet = _quiet(found["blocks"])
     swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
     windows = {how: [(r["begin_s"], r["end_s"]) for r in found["reloads"] if r["reload"] == how] for how in MOST_P99}
-    # Silences count while the version comes into service; it is written elsewhere.
+    # Silences count while a version is verified and loaded, not while the publisher writes it.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
     around = samples.longest_silences(serving, margin_s=MARGIN_S)
     draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
     without = [samples.longest_silences(drawn, margin_s=MARGIN_S) for drawn in draws if drawn]
-    longest = sorted(map(max, without))  # a maximum is noisy: what it is by chance, in as many moments without a swap
+    longest = sorted(map(max, without))  # a maximum is noisy: these are by chance, in as many windows without a swap
     return {
         "requests": int(samples.start.size),
         "failed_by_clients": len(found["samples"]["failures"]),
@@ -113,9 +113,9 @@ def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
 
 
 def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
-    """Compare requests in flight in a reload with as many equally long moments of quiet (whole blocks if too short)."""
+    """Compare requests in flight in reloads with those in equally long quiet windows (whole blocks if too short)."""
     during = samples.in_flight(windows)
-    # Of those alone that saw nothing else: a request at a block's end may wait for the reload that follows.
+    # Only requests that are entirely in quiet blocks: one at a block's end may wait for the reload that follows.
     without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
     return {
         "reloads": len(windows), "requests": int(during.size), "p99_ms": p99(during), "quiet_p99_ms": p99(without),

@@ -1,4 +1,4 @@
-"""Reload benchmark, part b: time from a written version to a served one, beside its unavoidable parts alone."""
+"""Reload benchmark, part b: time from a written version to a served one, against its unavoidable steps alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
     swaps: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []
     with Bed(stage, "publish", model) as bed:
-        bed.publish()  # the first pays for what is imported late
+        bed.publish()  # warm-up: the first one includes deferred imports
         for _ in range(publishes):
             done = bed.publish()
             alone = bed.as_publisher(functools.partial(_alone, bed, done.version))
@@ -62,7 +62,7 @@ def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
 
 
 def _alone(bed: Bed, version: int) -> dict[str, float]:
-    """Return milliseconds of each step on its own."""
+    """Return the milliseconds of each step on its own: hash, load, canary."""
     from trainer.verification import canary_row  # torch: not for --help
 
     folder = bed.store.folder(version)

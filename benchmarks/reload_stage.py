@@ -38,7 +38,7 @@ def under_load(models: list[str]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """Core of each process; the trainer has all others. Of two cores it shares the clients', of one all share it."""
+    """Core of each process; the trainer has the others. With two cores it shares the clients'; one is shared by all."""
 
     server: int
     clients: int
@@ -64,11 +64,11 @@ def on_core(*cores: int) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What every part receives."""
+    """Settings and resources that every part receives."""
 
     settings: argparse.Namespace
     folder: Path
-    """For files that go when the measurement ends."""
+    """For temporary files, which are removed when the measurement ends."""
     cores: Cores
     clients: BenchChild
     """Serves `/start` and `/stop` of `reload_clients`."""
@@ -77,7 +77,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A reload: which, when (seconds on the monotonic clock), and its parts in milliseconds."""
+    """A reload: its kind, its time (seconds on the monotonic clock), and its phases in milliseconds."""
 
     reload: str
     begin_s: float
@@ -90,7 +90,7 @@ class Timed:
 
 
 class Bed:
-    """A tritonserver on its core, and a critic whose weights can be published; a context manager stops it."""
+    """A tritonserver on its core, and a critic whose weights can be published; a context manager that stops both."""
 
     def __init__(self, stage: Stage, name: str, model: str, *, trainer: TrainerSection | None = None) -> None:
         from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
@@ -119,7 +119,8 @@ class Bed:
             timeout_s=LOAD_TIMEOUT_S, keep=3,
         )  # fmt: skip
         self._step = 0
-        # Beside clients on the same core, as a trainer should be; children would inherit the whole process's priority.
+        # Publishes at low priority, as a trainer should beside clients on the same core. A thread has a priority of its
+        # own; that of the whole process would be inherited by its children.
         self._publishing = ThreadPoolExecutor(1, "publisher", initializer=_step_back)
         with on_core(stage.cores.server):
             self.server = start_triton(self.config)
@@ -148,7 +149,7 @@ class Bed:
         return self.as_publisher(self._publish)
 
     def triton_reload(self) -> Timed:
-        """Have Triton replace the critic's process."""
+        """Let Triton replace the critic's process."""
         return self.as_publisher(self._triton_reload)
 
     def as_publisher(self, do: Callable[[], T]) -> T:

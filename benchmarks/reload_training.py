@@ -1,4 +1,4 @@
-"""Reload benchmark, first half of part c: value requests while the critic trains, beside a server with one lock."""
+"""Reload benchmark, first half of part c: value requests while the critic trains, against a server with one lock."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
 
 @contextmanager
 def _sidecar(stage: Stage, bed: Bed) -> Iterator[None]:
-    """Run the project's sidecar on the trainer's core, behind everything else there."""
+    """Run the project's sidecar on the trainer's cores, at the lowest priority."""
     with (
         on_core(*stage.cores.trainer),
         running_sidecar(bed.config, lambda path: ["trainer", "--config", str(path)]) as child,
@@ -88,7 +88,7 @@ def _locked(stage: Stage, bed: Bed) -> Iterator[BenchChild]:
     with on_core(stage.cores.server):
         child = BenchChild("server with one lock", "pytriton:serve_critic", arguments, log)
     try:
-        child.wait_ready(f"/v2/models/{CRITIC_TRAIN}/ready")  # the one that it binds last
+        child.wait_ready(f"/v2/models/{CRITIC_TRAIN}/ready")  # PyTriton binds this model last
         yield child
     finally:
         child.stop()
@@ -113,7 +113,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return the largest p99 of ours over that of the smallest update, beside the p99 of one lock."""
+    """Return the ratio of our largest p99 to that of the smallest update, with the p99 of one lock as a detail."""
     ours, locked = summary["ours"], summary["one lock"]
     p99s = {size: of["p99_ms"] for size, of in ours.items()}
     known = [value for value in p99s.values() if value is not None]

@@ -13,7 +13,7 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True)
 class Samples:
-    """Requests that were answered, in order of their answers."""
+    """Answered requests, in the order of their answers."""
 
     start: np.ndarray
     """float64 `[n]`, seconds."""
@@ -36,7 +36,7 @@ class Samples:
         return (self.end - self.start) * 1e3
 
     def within(self, windows: Sequence[Window]) -> Samples:
-        """Return those that began and ended within one window."""
+        """Return the requests that began and ended within one window."""
         chosen = np.zeros(self.start.size, bool)
         for begin, end in windows:
             chosen |= (self.start >= begin) & (self.end <= end)
@@ -52,8 +52,8 @@ class Samples:
     def longest_silences(self, windows: Sequence[Window], *, margin_s: float) -> list[float]:
         """Return, for each window widened by `margin_s`, the longest time (ms) between two answers reaching into it.
 
-        Not cut at the window's edges, so that a pause counts whole. For clients in a closed loop: some request is
-        in flight at any time.
+        Gaps are not cut at the window's edges, so that a pause counts in full. Only meaningful for clients in a closed
+        loop, which have a request in flight at any time.
         """
         return [self._silence_ms(begin - margin_s, end + margin_s) for begin, end in windows]
 
@@ -65,14 +65,14 @@ class Samples:
 
 
 def p99(latencies: np.ndarray) -> float | None:
-    """Return the 99th percentile; None of nothing."""
+    """Return the 99th percentile; None for an empty array."""
     return float(np.percentile(latencies, 99)) if latencies.size else None
 
 
 def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: float, seed: int = 0) -> list[Window]:
     """Return as many windows as `like`, each as long as one of them, at random places of the `quiet` windows.
 
-    They choose requests by the same rule: long requests are more likely to be in flight in any window.
+    Windows of equal lengths select requests alike: long requests are more likely to be in flight in any window.
     """
     generator = np.random.default_rng(seed)
     found = []
@@ -89,5 +89,5 @@ def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: 
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """Return `one / other`; None where either is unknown or the other is 0."""
+    """Return `one / other`; None if either is None or `other` is 0."""
     return one / other if one is not None and other else None

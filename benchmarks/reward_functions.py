@@ -1,4 +1,4 @@
-"""Reward functions of the benchmarks. Standard library alone: a reward function's process starts fast."""
+"""Reward functions of the benchmarks. They import only the standard library, so that their processes start fast."""
 
 from __future__ import annotations
 

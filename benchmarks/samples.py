@@ -44,6 +44,6 @@ def ratio(samples: Iterable[Sample], one: str, other: str, key: str, by: str = "
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are known; None without any."""
+    """Return the median of the values that are not None; None without any."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

@@ -1,6 +1,6 @@
-"""Our server beside what users have today, on the same cores.
+"""Benchmark of scoring: the project's server against what users have today, on the same cores.
 
-Every round measures all contenders with the same requests in turn, after each has found its best split of the cores.
+Every round measures all contenders in turn with the same requests, each of them with its own best split of the cores.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPTIONS = {
 NUM_CHECKED = 4  # rewards that every contender must agree on
 TOLERANCE = 2e-3
 CALIBRATION_S = 2.0
-CALIBRATION_ROWS = (32, 128)  # least: two PyTriton batches, or a second instance could not show its worth
+CALIBRATION_ROWS = (32, 128)  # at least two PyTriton batches, so that a second instance has work
 MEAN_TOKENS = float(trace_lengths(4096).mean())
 SCALING_CONCURRENCY = 64
 
@@ -119,12 +119,12 @@ class ModelBench:
         return best
 
     def _calibrate(self, contender: Contender) -> Pace:
-        """Derive from eight rows, one after the other, how many fill two seconds; send so many at once."""
+        """Derive from eight rows, sent one by one, how many take two seconds; then send that many at once."""
         serial = self.send(contender, Cell(1, 1, 8), warmup=2, purpose="serial", round=0)
         least, most = CALIBRATION_ROWS
         rows = max(least, min(most, round(8 / serial["seconds"] * CALIBRATION_S)))
         sample = self.send(contender, Cell(1, min(64, rows), rows), warmup=2, purpose="split", round=0)
-        # By tokens: another split may have been given another number of rows.
+        # Normalised by tokens: splits may be calibrated with different numbers of rows.
         row_s, serial_row_s = (MEAN_TOKENS * s["seconds"] / s["tokens"] for s in (sample, serial))
         return Pace(row_s, serial_row_s)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from benchmarks.trace import ModelSize
 
 HEADLINE_ROWS, HEADLINE_CONCURRENCY = 1, 64
-HEADLINE_FACTOR = 3  # most targets are about this cell: it is measured longer
-CELL_LIMIT = 20  # times the fastest contender's seconds; a cell takes longer only for one request per worker
+HEADLINE_FACTOR = 3  # the headline cell is measured longer, since most targets are about it
+CELL_LIMIT = 20  # times the fastest contender's seconds; only one request per worker may make a cell take longer
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the trace that it sends."""
+        """Number of rows of the trace that the cell sends."""
         return self.rows * self.num_requests
 
 
@@ -56,7 +56,7 @@ def plan_cells(settings: argparse.Namespace, size: ModelSize, paces: Mapping[str
 
 
 def num_requests(rows: int, concurrency: int, paces: Sequence[Pace], seconds: float) -> int:
-    """Return two requests per worker or `seconds` of the fastest contender, fewer if all would take too long."""
+    """Return two requests per worker, or `seconds` of the fastest contender if more; fewer if all take too long."""
     seconds *= HEADLINE_FACTOR if (rows, concurrency) == (HEADLINE_ROWS, HEADLINE_CONCURRENCY) else 1
     row_s = [pace.seconds_per_row(rows * concurrency) for pace in paces]
     wanted = max(2 * concurrency, seconds / min(row_s) / rows)

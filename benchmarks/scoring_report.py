@@ -124,7 +124,7 @@ def _latency(points: dict[Point, list[Sample]], most_ms: float) -> Target:
 def _worst(
     points: dict[Point, list[Sample]], value: Callable[[list[Sample], str], float | None], pick: Callable[..., Any]
 ) -> tuple[float | None, str]:
-    """Pick the worst of ours against any other server at any point; return it and where it is."""
+    """Return our worst value against any other server at any point, and that point in words."""
     found = [
         (number, f"worst at {_where(point)} against {other}")
         for point, samples in points.items()
@@ -152,7 +152,7 @@ def _flat(points: dict[Point, list[Sample]]) -> Target:
 def flatness(curve: Sequence[float]) -> float:
     """Return the smallest throughput from the saturating concurrency on, over the largest.
 
-    Saturating is the first level that comes within ten per cent of the largest.
+    The saturating concurrency is the first level within ten per cent of the largest throughput.
     """
     saturating = next(i for i, value in enumerate(curve) if value >= FLATNESS * max(curve))
     return min(curve[saturating:]) / max(curve)

@@ -1,4 +1,4 @@
-"""A PPO step by phase: overlapped, serial, and serial over padded PyTriton services; then with services that wait."""
+"""Benchmark of a PPO step by phase: overlapped, serial, and serial over padded PyTriton; then with waiting services."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from benchmarks.samples import Sample, grouped, ratio, select
 from benchmarks.trace import SIZES
 
 MOST_RATIO = 0.75
-OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")  # the actor's own computing: nothing overlaps it
+# Computed by the actor itself, so they cannot overlap.
+OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")
 OPTIONS = {
     "model": Option("7m", f"of policy, reward and critic: {', '.join(SIZES)}", quick="tiny", known=SIZES),
     "scaling_model": Option("1m", "where growth is measured", quick="tiny", known=SIZES),
@@ -66,7 +67,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return the ratio of overlapped and serial steps, and what bounds it."""
+    """Return the ratio of overlapped to serial steps, and its lower bounds."""
     computed, waited = (select(result["samples"], contest=contest) for contest in ("computed", "waited"))
     found = []
     for what, samples, most in (("computed", computed, None), ("waited", waited, MOST_RATIO)):
@@ -100,19 +101,19 @@ def median_phase(samples: Sequence[Sample], phase: str) -> float:
 
 
 def critical_path(samples: Sequence[Sample]) -> float:
-    """Return the seconds of a serial step in which the actor computes and nothing can run beside it."""
+    """Return the seconds of a serial step in which the actor itself computes, which overlapping cannot hide."""
     serial = select(samples, mode="serial")
     return sum(median_phase(serial, phase) for phase in OWN_PHASES)
 
 
 def cores_bound(samples: Sequence[Sample], cores: int) -> float:
-    """Return a serial step's CPU time spread over all cores, by its seconds: no order of its parts beats that."""
+    """Return a serial step's CPU time spread over all cores, divided by its seconds: a lower bound of any schedule."""
     serial = select(samples, mode="serial")
     return median_step(serial, "cpu_seconds") / cores / median_step(serial)
 
 
 def mode_ratio(samples: Sequence[Sample], one: str, other: str) -> float | None:
-    """Return the median over the rounds of the seconds of mode `one` by those of `other`."""
+    """Return the median over the rounds of the seconds of mode `one` divided by those of `other`."""
     return ratio(samples, one, other, "seconds", by="mode")
 
 

@@ -29,7 +29,7 @@ MEASURED_ROWS = 32
 
 
 def measure_contests(settings: argparse.Namespace, record: Record) -> None:
-    """Measure all contests; the result also gets how long services wait for a token."""
+    """Measure all contests; the result also gets the services' waiting time per token."""
     size, longest, out = settings.rollout, settings.longest, record.out
     checkpoints = make_checkpoints(out / "checkpoints" / settings.model, settings.model, settings.rollout)
     waits = seconds_per_token(checkpoints, longest)
@@ -111,7 +111,7 @@ def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None
 
 @contextlib.contextmanager
 def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
-    """Run a reward server and a critic server of PyTriton; give their addresses."""
+    """Run a reward server and a critic server of PyTriton; yield their addresses."""
     folder = config.run.dir.parent / "pytriton"
     (folder / "counters").mkdir(parents=True, exist_ok=True)
     reward = {
@@ -165,7 +165,7 @@ def measure_run(
 
 
 def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
-    """Measure what reward, critic and the critic's update take for a token, each alone on one thread."""
+    """Measure the seconds per token of reward, critic and the critic's update, each alone on one thread."""
     import torch
 
     from python_backend.models.modeling import load_critic, load_reward

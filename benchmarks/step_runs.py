@@ -1,4 +1,4 @@
-"""PPO steps in blocks of the same rollouts, overlapped as they are in a run, or serial."""
+"""PPO steps in blocks of the same rollouts, overlapped as in a run, or serial."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GivenLengths(Generation):
     lengths: Sequence[int]
 
     def run(self, prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
-        """Generate as the parent does, except for what ends a response."""
+        """Generate as the parent class does, except that responses end by their given length."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ class GivenLengths(Generation):
 
 
 class PaddedServices:
-    """Reward and critic behind PyTriton, called as their users call them: every row padded to one common length."""
+    """Reward and critic behind PyTriton, called as its users do: every row is padded to one common length."""
 
     def __init__(self, reward: TritonClient, critic: TritonClient, width: int) -> None:
         self._reward, self._critic, self._width = reward, critic, width
@@ -80,6 +80,7 @@ class MeasuredRun(PPORun):
         self.place = 0  # within the block
         self.spans: list[tuple[str, float, float]] = []  # of the block
         self.books.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
+        # Shares the state of the policy's generation, and differs only in its class.
         given = GivenLengths.__new__(GivenLengths)
         given.__dict__ = self.policy.generation.__dict__
         given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.max_new_tokens)
@@ -98,17 +99,17 @@ class MeasuredRun(PPORun):
     ) -> None:
         """Measure each mode in each round, a different one first each time."""
         await self.books.resume()
-        for mode in modes:  # whatever happens once happens here
+        for mode in modes:  # warm-up: one-time costs fall here
             await self.block(mode, 1)
         for number, mode in in_turn(modes, rounds):
             note({"mode": mode, "round": number, **await self.block(mode, steps)})
 
     async def block(self, mode: str, steps: int) -> dict[str, Any]:
-        """Run some steps, until their last update is answered."""
+        """Run `steps` steps, wait until their last update is answered, and return times and spans."""
         self.spans.clear()
         cpu, start = cpu_seconds([os.getpid()]), time.time()
         for self.place in range(1, steps + 1):
-            if mode == PADDED:  # its servers count nothing
+            if mode == PADDED:  # PyTriton's servers do not check step numbers
                 await self.serial_step(0, self.padded)
                 continue
             self.done += 1
@@ -119,7 +120,7 @@ class MeasuredRun(PPORun):
         return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
 
     async def serial_step(self, step: int, padded: PaddedServices | None) -> None:
-        """Do the work of `one_step`, each part after the one before."""
+        """Do the work of `one_step` with all phases in sequence."""
         timers = Timers()
         with timers.phase("generate"):
             rollout = await self.in_thread(self.policy.generate, self.prompts_of(step), seed=self.seed_of(step))

@@ -76,7 +76,7 @@ def as_requests(rows: Sequence[np.ndarray], rows_per_request: int) -> list[list[
 
 
 def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
-    """Return a training payload of the rows: targets are noise, and every one counts."""
+    """Return a training payload of the rows, with random targets and nothing masked."""
     generator = np.random.default_rng(SEED + 2)
     lengths = np.asarray([row.size for row in rows], np.int64)
     count = int(lengths.sum()) - len(rows)

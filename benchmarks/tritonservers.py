@@ -1,4 +1,4 @@
-"""The project's server and sidecar as benchmarks start them, whole or with a part replaced."""
+"""Starts the project's server and sidecar for benchmarks, optionally with a model replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 def start_triton(config: RunConfig, change: Callable[[Path], None] = lambda repository: None) -> TritonServer:
-    """Start a tritonserver on the run's repository, after `change` was applied to it, and wait until it is ready."""
+    """Start a tritonserver on the run's repository, after applying `change` to it, and wait until it is ready."""
     render_repository(config, config.run.repository_dir)
     change(config.run.repository_dir)
     home = find_tritonserver(config.server.tritonserver)
@@ -45,7 +45,7 @@ def start_triton(config: RunConfig, change: Callable[[Path], None] = lambda repo
 
 
 def replace_model(repository: Path, model: str, kind: str, **parameters: str) -> None:
-    """Make `model` the class `kind` of `benchmarks.models`, which has further parameters."""
+    """Replace the class of `model` with `kind` of `benchmarks.models`, and add its parameters to config.pbtxt."""
     config = repository / model / "config.pbtxt"
     added = [f'parameters {{ key: "{k}" value {{ string_value: "{text}" }} }}\n' for k, text in parameters.items()]
     config.write_text(config.read_text() + "".join(added))
@@ -55,7 +55,7 @@ def replace_model(repository: Path, model: str, kind: str, **parameters: str) ->
 
 @contextlib.contextmanager
 def running_sidecar(config: RunConfig, command: Callable[[Path], list[str]]) -> Iterator[Child]:
-    """Run a sidecar, `python -m command(YAML)`; enter when it follows the journal."""
+    """Run a sidecar as `python -m` with the arguments `command(YAML)`; yield once it follows the journal."""
     path = config.run.dir / "sidecar.yaml"
     write_json(path, config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
     environment = {**LIBRARY_ENV, "OMP_NUM_THREADS": "1"}

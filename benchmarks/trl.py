@@ -1,6 +1,6 @@
-"""Critic-free training steps beside TRL's, in matched rounds.
+"""Benchmark of critic-free training steps against TRL's, in matched rounds.
 
-TRL runs in an environment of its own, which the first measurement makes. Both sides train the same model on the same
+TRL runs in an environment of its own, which the first measurement sets up. Both sides train the same model on the same
 prompts with the same reward function, full parameters in float32, one optimizer step per rollout; every response has
 the same number of new tokens. Our side is `python -m actor` with its reward function behind a real tritonserver.
 """
@@ -71,8 +71,8 @@ def take_turns(
     """Warm up all contenders, then give each a turn per round, a different one first each time.
 
     Args:
-        contenders: take so many steps and return the measured means.
-        settings: `seconds`: least length of a turn, by the faster contender's last warm-up step.
+        contenders: functions that take a number of steps and return the measured means.
+        settings: `seconds` is the least length of a turn, estimated from the faster contender's last warm-up step.
     """
     warm: dict[str, float] = {}
     for name, steps in contenders.items():

@@ -52,7 +52,7 @@ class Environment:
 
 
 def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment:
-    """Make TRL's environment in `folder` unless it is complete."""
+    """Return TRL's environment in `folder`; install it unless it is complete."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if not done.is_file():
@@ -77,7 +77,7 @@ def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
 
 
 def prompts_for(name: str, count: int) -> list[str]:
-    """Return English for a real model; for one with random weights as many words of its vocabulary."""
+    """Return English prompts for a real model, and as many words of its vocabulary for one with random weights."""
     chosen = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     return [_in_words(text) for text in chosen] if name in SIZES else chosen
 
@@ -88,7 +88,7 @@ def _in_words(text: str) -> str:
 
 
 def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the settings of both trainers; their folder is made anew, with the prompts of every step."""
+    """Return the settings of both trainers, and write the prompts of every step to their folder, emptied before."""
     name = "-".join(str(value) for value in cell.values())
     folder = out.absolute() / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -128,7 +128,7 @@ def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> 
 
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our run's YAML: a reward function alone, the rest as on TRL's side."""
+    """Return our run's YAML: a reward function as the only reward, and the rest as on TRL's side."""
     tokens = settings["new_tokens"]
     return {
         "run": {"dir": f"{settings['folder']}/run"},
@@ -185,7 +185,7 @@ class SteppedTrainer:
         return dict(json.loads(line))
 
     def stop(self) -> None:
-        """Close the process's input, at which it ends; kill it if it does not."""
+        """Close the process's input, which makes it exit; kill it if it does not."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

@@ -18,9 +18,9 @@ ENDLESS = 1_000_000  # steps: the driver ends the run
 
 
 def main() -> None:
-    """Train as the JSON object in `sys.argv[1]` says: see `trl_stage.prepare_cell`."""
+    """Train with the settings in `sys.argv[1]`, a JSON object of `trl_stage.prepare_cell`."""
     settings = json.loads(sys.argv[1])
-    turns = ContenderTurns()  # before the libraries print
+    turns = ContenderTurns()  # redirects standard output, so before the libraries print
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: ContenderTurns) -> Any:
-    """TRL's trainer for `settings["algorithm"]`, whose steps wait for their turn."""
+    """Return TRL's trainer for `settings["algorithm"]`, whose steps wait for their turn."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -74,7 +74,7 @@ def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: Co
 
 
 def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that both of TRL's configurations take; what is not here is TRL's default."""
+    """Return the arguments that both of TRL's configurations take; all others keep TRL's defaults."""
     rows, micro_batch = settings["rows"], min(settings["rows"], settings["trl_micro_batch"])
     return {
         "output_dir": settings["folder"], "max_steps": ENDLESS, "use_cpu": True, "bf16": False,
@@ -88,7 +88,7 @@ def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_phases(trainer: Any, turns: ContenderTurns, torch: Any) -> None:
-    """Time what a step consists of, under the names of our own phases where they are the same work."""
+    """Time the phases of a step; phases that do the same work as ours have the same names."""
     turns.timed(trainer, "_generate", lambda: "generate")
     turns.timed(trainer, "_calculate_rewards", lambda: "scoring")
     turns.timed(

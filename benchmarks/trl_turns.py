@@ -1,6 +1,6 @@
-"""Training steps in turns, the trainer's end: it stays loaded and takes a step when the driver, `trl_stage`, says "go".
+"""The trainer's side of steps in turns: it stays loaded, and takes a step when the driver, `trl_stage`, sends "go".
 
-TRL's interpreter imports this module too, so it needs nothing but the standard library.
+TRL's interpreter imports this module too, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ContenderTurns:
-    """Waits on standard input for the driver, answers on what was standard output; prints go to the log instead."""
+    """Reads turns from standard input and answers on the original standard output; prints go to the log instead."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a driver that is killed takes a long step with it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a long step ends when the driver is killed
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._start = 0.0
         self.phases: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Wait for the next turn; leave the process when the driver has no more of them."""
+        """Wait for the next turn; exit the process when the driver closes the input."""
         if sys.stdin.readline() != GO:
-            os._exit(0)  # nothing of a measured run is kept
+            os._exit(0)  # without cleanup: nothing of a measured run is kept
         self.phases = {}
         self._start = time.monotonic()
 
     def end(self, **measured: Any) -> None:
-        """Report the step: its seconds, those of its phases, and what else was measured."""
+        """Report the step: its seconds, those of its phases, and further measurements."""
         answer = {"seconds": time.monotonic() - self._start, "phases": self.phases, **measured}
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()

@@ -1,4 +1,4 @@
-"""Critic update under a token budget, beside the same update padded to the longest row, by the same code."""
+"""Benchmark of the critic update under a token budget, against the same code on rows padded to the longest one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPTIONS = {
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Update every model's critic as every contender does."""
+    """Time the update of every model's critic by every contender."""
     import torch
 
     torch.set_num_threads(settings.threads)
@@ -54,7 +54,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 
 def make_payload(num_rows: int) -> TrainPayload:
-    """Return the trace as a training payload: targets are noise, the mask covers each row's second half."""
+    """Return the trace as a training payload with random targets; only each row's second half is not masked out."""
     rows = make_trace(num_rows)
     mask = np.concatenate([(np.arange(row.size - 1) >= row.size // 2).astype(np.float32) for row in rows])
     return dataclasses.replace(noise_payload(rows), mask=mask)
@@ -104,7 +104,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return the speed against the padded update of each model."""
+    """Return the speed-up over the padded update for each model."""
     return [
         Target(f"{row['model']}: ours / padded to the longest, times as fast", row["ours_over_this"], LEAST_RATIO)
         for row in result["summary"]

@@ -18,7 +18,7 @@ def snapshot(pids: Iterable[int], counters: Path) -> dict[str, float]:
 
 
 def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """Return what happened between two snapshots."""
+    """Return the difference between two snapshots."""
     return {name: value - before[name] for name, value in after.items()}
 
 

@@ -20,7 +20,7 @@ def run(config: str, seconds_per_token: float) -> None:
     """Run the sidecar of the YAML `config` until SIGINT or SIGTERM."""
 
     class WaitingUpdate(CriticUpdate):
-        """Takes its time and changes one weight a little."""
+        """Sleeps in proportion to the tokens, and changes one weight a little."""
 
         def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
             start = time.monotonic()

@@ -1,1 +1,1 @@
-"""The crash test: processes killed at every moment, then every promise checked."""
+"""The crash test: kills processes at every stage of the work, then checks every promise of the system."""

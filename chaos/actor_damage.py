@@ -1,6 +1,6 @@
-"""Damaged actor checkpoints: a small run is killed, its newest checkpoint damaged, and resumed, again and again.
+"""Tests damaged actor checkpoints: a small run is repeatedly killed, its newest checkpoint damaged, and resumed.
 
-It must come back to the newest checkpoint that is intact, and end with the policy of a run that nothing disturbed.
+It must resume from the newest intact checkpoint, and end with the same policy as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.server.log import tail
 
 STEPS_A_ROUND = 3
 ROLLOUT_SIZE = 16
-ALGORITHM = "rloo"  # needs no critic: its journal and versions are under test in the run beside
+ALGORITHM = "rloo"  # needs no critic, whose journal and versions the main crash test covers
 DEADLINE_S = 600.0
 LOOK_EVERY_S = 0.02
 PROMISE = "an actor whose newest checkpoint is damaged goes on from the newest that is intact, to the same policy"
@@ -35,7 +35,7 @@ PROMISE = "an actor whose newest checkpoint is damaged goes on from the newest t
 def damage_actor_checkpoints(
     folder: Path, rounds: int, generator: random.Random, log: Callable[[str], None]
 ) -> Verdict:
-    """Run it undisturbed, and with `rounds` kills and damages; both runs lie in `folder`."""
+    """Compare an undisturbed run with one whose actor is killed and damaged `rounds` times; both are in `folder`."""
     folder.mkdir(parents=True)
     make_checkpoints(folder, seed=0)
     steps = STEPS_A_ROUND * (rounds + 1)
@@ -74,12 +74,12 @@ def _finish(config: Path) -> int:
 
 
 def _kill_actor(config: Path, after: int) -> None:
-    """Start the run, and kill its actor once it has come `after` steps further."""
+    """Start the run, and kill its actor once it has saved `after` more steps."""
     run, steps = _start(config), _checkpoints(config)
     enough = max(saved_steps(steps), default=0) + after
     while run.poll() is None and max(saved_steps(steps), default=0) < enough:
         time.sleep(LOOK_EVERY_S)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has come to its end
+    with contextlib.suppress(psutil.NoSuchProcess):  # the run has ended
         for process in psutil.Process(run.pid).children(recursive=True):
             if "actor" in process.cmdline():
                 process.kill()
@@ -87,9 +87,9 @@ def _kill_actor(config: Path, after: int) -> None:
 
 
 def _damage_newest(config: Path, generator: random.Random) -> tuple[str, list[str]]:
-    """Cut a file of the newest checkpoint short, or put zeros into it; what was done, and what was wrong before."""
+    """Truncate or overwrite a file of the newest checkpoint; return what was done, and violations found before."""
     steps = saved_steps(_checkpoints(config))
-    if len(steps) < 2:
+    if len(steps) < 2:  # an intact one must remain
         return "nothing to damage", [f"checkpoints are at {steps}:\n{tail(config.with_suffix('.log'))}"]
     files = sorted(path for path in (_checkpoints(config) / str(steps[-1])).rglob("*") if path.stat().st_size > 64)
     path = generator.choice(files)

@@ -35,12 +35,12 @@ from python_backend.errors import RlhfError
 from python_backend.store.journal import Entry, Journal, Result
 
 LOOK_EVERY_S = 0.05
-STEPS_AFTER = 6
+STEPS_AFTER = 6  # steps trained after the last kill
 Log = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the crash test and print its verdicts."""
+    """Run the crash test, print its verdicts, and return the exit code; 130 after a second signal."""
     parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill everything; check every promise.")
     parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, some ten minutes")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder; the run lies there too")
@@ -75,7 +75,7 @@ def _say(line: str) -> None:
 
 
 def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
-    """The first signal ends the killing, the second everything."""
+    """Handle a signal: the first one ends the killing, the second one everything."""
     if event.is_set():
         signal.default_int_handler(number, frame)
     event.set()
@@ -85,19 +85,21 @@ def run_chaos(
     out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
     actor_rounds: int = 0,
 ) -> list[verdict.Verdict]:  # fmt: skip
-    """Make the run in `out`, kill, stop, compare; returns the verdicts. Must be called from the main thread.
+    """Run the system in `out`, kill its processes, compare it with a reference run, and return the verdicts.
+
+    Call it from the main thread.
 
     Args:
-        num_kills: how many the plan has; `seed` says which.
+        num_kills: length of the plan of kills, which `seed` determines.
         given: a YAML whose reward and critic are used, or None.
-        log: gets the progress.
-        enough: once set, nothing more is killed, and the verdict is about what was.
-        hung: also stop (SIGSTOP) servers and models for good: the supervisor is to replace them.
+        log: receives the progress.
+        enough: once set, nothing more is killed, and the verdicts cover the run so far.
+        hung: also stop (SIGSTOP) servers and models permanently; the supervisor must replace them.
         actor_rounds: how often a checkpoint of a small actor is damaged, in a run of its own.
 
     Raises:
-        ServerStartError: the server did not start, at first or again and again.
-        ConfigError: `given` is wrong.
+        ServerStartError: the server did not start, at first or after FAILED_STARTS attempts.
+        ConfigError: `given` is invalid.
     """
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -115,7 +117,7 @@ def run_chaos(
         _drive(system, traffic, killer, enough)
         system.stop_sidecar()
     finally:
-        killer.give_up()
+        killer.give_up()  # first, so that nothing is killed while the system stops
         traffic.give_up()
         system.stop()
     log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; the same steps without faults …")
@@ -135,7 +137,7 @@ def run_chaos(
 
 
 def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: threading.Event) -> None:
-    """Restart what is killed until all kills and some steps more are done."""
+    """Restart killed processes until all kills and STEPS_AFTER more steps are done."""
     traffic.start()
     killer.start()
     ending = False
@@ -172,7 +174,7 @@ def _verdicts(
 
 
 def _results(journal: Journal) -> dict[int, Result]:
-    """The journal's result of each training step."""
+    """Return the journal's result of each training step."""
     parsed = [(Entry.parse(result.entry), result) for result in journal.results()]
     return {entry.step: result for entry, result in parsed if entry.kind == "train"}
 

@@ -1,4 +1,4 @@
-"""Kills processes by a plan of (victim, moment), one after the other."""
+"""Carries out a plan of kills (victim, kill point), one after the other."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from chaos.system import ChaosSystem
 from chaos.traffic import Traffic
 from tools.server.shared_memory import SHARED_MEMORY
 
-RECOVERY_S = 300.0
-MOMENT_S = 60.0
-ATTEMPTS = 3  # a moment may fail to come, and a victim may end just before it is hit
+RECOVERY_S = 300.0  # for the system to be whole again
+MOMENT_S = 60.0  # to wait for a kill point
+ATTEMPTS = 3  # a kill point may not come in time, and a victim may end just before it is hit
 LOOK_EVERY_S = 0.2
-BREATH_S = 1.0
+BREATH_S = 1.0  # longest random pause before a kill
 REWIND_EVERY = 3  # kills
-HASTE = 0.3  # share of the kills that do not wait for a step to be trained since the last one
+HASTE = 0.3  # share of the kills that do not wait for a step to be trained after the last kill
 
 
 class GaveUp(Exception):
-    """The run ends before the plan does; no error."""
+    """The run ends before the plan is complete; not an error."""
 
 
 class Killer:
-    """Kills in a thread of its own; `kills` grows."""
+    """Kills processes in a background thread and records each kill in `kills`."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Killer:
     ) -> None:
         self.kills: list[dict[str, Any]] = []
         self.done: list[tuple[str, str]] = []
-        """The part of the plan that was carried out, or tried in vain."""
+        """Part of the plan that is done, failed attempts included."""
         self.error: BaseException | None = None
         self._system, self._traffic, self._plan = system, traffic, plan
         self._ways = ways_of(len(plan), hung=hung)
@@ -54,11 +54,11 @@ class Killer:
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
 
     def start(self) -> None:
-        """Begin with the plan."""
+        """Start the plan."""
         self._thread.start()
 
     def give_up(self) -> None:
-        """Kill no more."""
+        """Stop killing, and wait for the thread."""
         self._give_up.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -100,7 +100,7 @@ class Killer:
         seen = self._points.wait(point, MOMENT_S, self._give_up)
         if self._give_up.is_set():
             raise GaveUp
-        if point == "reload":  # there may be two by now
+        if point == "reload":  # the reloaded model may have two by now
             processes = self._processes(victim)
         kill = {
             "number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim,
@@ -118,7 +118,7 @@ class Killer:
     def _hit(self, victim: str, process: psutil.Process, way: str) -> bool:
         if way == "stopped":
             return stop_for(process, self._random.uniform(0, STOP_S), self._give_up)
-        if way == "hung" and victim != "sidecar":  # a sidecar's supervisor is whoever started it
+        if way == "hung" and victim != "sidecar":  # a hung sidecar has no supervisor to replace it
             if not stop_for_good(process, self._give_up):
                 self._system.troubles.append(f"the {victim} hung for {HUNG_S:g} s, and nothing replaced it")
             return True

@@ -1,4 +1,4 @@
-"""Kill points: moments in the system's work, recognised from outside by its files, and the plan of all kills."""
+"""Kill points: stages of the system's work, recognised from outside by its files; and the plan of all kills."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from python_backend.store.jsonl import JsonlTail
 POLL_S = 0.001
 VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
 POINTS = ("journal write", "training", "verify", "CURRENT", "reload", "checkpoint", "idle")
-FIRST_GUESS_S = {"training": 0.3, "reload": 4.0}
+FIRST_GUESS_S = {"training": 0.3, "reload": 4.0}  # durations, until the sidecar's metrics have them
 NOTHING = "nothing"
 
 
 def plan_kills(num_kills: int, seed: int) -> list[tuple[str, str]]:
-    """(victim, point) of each kill; 42 kills meet every pair once, whatever the seed."""
+    """Return (victim, point) of each kill; for every seed, 42 kills cover each pair once."""
     generator = random.Random(seed)
     victims, points = list(VICTIMS), list(POINTS)
     generator.shuffle(victims)
     generator.shuffle(points)
+    # 6 victims and 7 points have no common divisor, so stepping through both covers all pairs.
     return [(victims[i % len(victims)], points[i % len(points)]) for i in range(num_kills)]
 
 
 class Points:
-    """Watches one run for the moments."""
+    """Waits for the kill points of one run."""
 
     def __init__(self, config: RunConfig, shared_memory: Path, region_prefix: str, generator: random.Random) -> None:
         self._journal = Journal(config.run.journal_dir, config.run.identity)
@@ -44,7 +45,10 @@ class Points:
         self._random = generator
 
     def wait(self, point: str, timeout_s: float, give_up: threading.Event) -> str:
-        """Return what was seen when `point` came, a random moment after it; NOTHING if it did not, or `give_up` did."""
+        """Wait for `point`, and for a random part of its duration; return what was seen.
+
+        Returns NOTHING if the point does not come within `timeout_s`, or once `give_up` is set.
+        """
         look = self._observer(point)
         deadline = time.monotonic() + timeout_s
         while (seen := look()) is None:
@@ -81,7 +85,7 @@ class Points:
         return "heartbeat: idle" if fresh else None
 
     def _measure(self) -> None:
-        """Take how long an update and a reload took last from what the sidecar wrote."""
+        """Read the durations of the last update and the last reload from the sidecar's metrics."""
         for line in self._metrics.read_new():
             if "train/step_time" in line:
                 self._spans["training"] = float(line["train/step_time"])

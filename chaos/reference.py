@@ -17,14 +17,14 @@ from python_backend.store.weights import WeightsStore, sha256_of
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """The critic after so many updates."""
+    """The critic after a number of updates."""
 
     loss: float | None
-    """Of the update that made it; None for version 0."""
+    """Loss of the last update; None for version 0."""
     sha256: str
-    """Of its model.safetensors."""
+    """Hash of its model.safetensors."""
     values: list[np.ndarray]
-    """Of each probe request float32 `[n, S]`, 0 behind each row."""
+    """Values of each probe request, float32 `[n, S]`, padded with 0."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Reference:
     """A run without faults."""
 
     steps: list[ReferenceStep]
-    """Index: critic updates."""
+    """Indexed by the number of critic updates."""
     rewards: list[np.ndarray]
-    """Of each probe request float32 `[n]`."""
+    """Rewards of each probe request, float32 `[n]`."""
     checkpoint: Path
-    """What the sidecar's checkpoint of the last step must equal."""
+    """Expected content of the sidecar's checkpoint of the last step."""
 
 
 def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, folder: Path) -> Reference:
@@ -54,7 +54,7 @@ def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, fo
     requests = probes(seed, shape)
     critic = load_critic(WeightsStore(config.run.weights_dir).folder(0))
     update = CriticUpdate(critic, config.trainer)
-    torch.manual_seed(config.run.seed)  # as a sidecar begins
+    torch.manual_seed(config.run.seed)  # as a sidecar does at its start
     folder.mkdir(parents=True, exist_ok=True)
     steps = []
     for step in range(num_steps + 1):
@@ -78,5 +78,5 @@ def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, fo
 def _padded_each(
     requests: list[list[np.ndarray]], values: Callable[[list[np.ndarray]], list[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Each row in a forward of its own, then side by side as an answer has them."""
+    """Score each row in a forward pass of its own, and pad the values like an answer's."""
     return [padded_rows([values([row])[0] for row in rows], width=max(row.size for row in rows)) for rows in requests]

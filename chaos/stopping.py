@@ -1,4 +1,4 @@
-"""Processes that hang instead of dying: stopped by SIGSTOP for a while, for good, or just while they write."""
+"""Makes processes hang with SIGSTOP: for a while, permanently, or in the middle of a write."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import psutil
 from chaos.system import ChaosSystem
 
 WAYS = ("killed", "stopped", "hung")
-STOP_S = 3.0  # at most: a supervisor is to notice, and not to act
-HUNG_S = 120.0  # by then a hung process must have been replaced
-CATCH_S = 5.0  # how long a payload is waited for
+STOP_S = 3.0  # at most: too short for the supervisor to replace the process
+HUNG_S = 120.0  # within which a hung process must be replaced
+CATCH_S = 5.0  # to wait for critic_train to write
 CATCH_POLL_S = 0.0005
-CAUGHT_S = 6.0  # at most
+CAUGHT_S = 6.0  # longest stop in the middle of a write
 GONE_POLL_S = 0.2
 
 
 def ways_of(num_kills: int, *, hung: bool) -> list[str]:
-    """How each victim of a plan is hit: every fourth is stopped for a while; with `hung`, every fourth for good."""
+    """Return how each victim is hit: every fourth one is stopped for a while; with `hung`, every fourth permanently."""
     return ["stopped" if i % 4 == 3 else "hung" if hung and i % 4 == 1 else "killed" for i in range(num_kills)]
 
 
 def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) -> bool:
-    """Stop the process for so long; False if it had gone already."""
+    """Stop the process for `seconds`; return False if it has ended."""
     try:
         process.send_signal(signal.SIGSTOP)
         give_up.wait(seconds)
@@ -39,9 +39,9 @@ def stop_for(process: psutil.Process, seconds: float, give_up: threading.Event) 
 
 
 def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
-    """Stop the process and wait until it has been replaced; False if nothing replaces it within HUNG_S.
+    """Stop the process and wait until it has been replaced; return False if that takes longer than HUNG_S.
 
-    It goes on then, so that the run can end.
+    In that case the process continues, so that the run can end.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGSTOP)
@@ -54,11 +54,12 @@ def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
 
 
 def stop_accepting(system: ChaosSystem) -> Callable[[], None]:
-    """Stop critic_train while it writes an entry's file, where that can be caught; returns what lets it go on."""
+    """Stop critic_train while it writes a journal entry, if it can be caught; return a function that continues it."""
     folder = system.config.run.journal_dir / system.config.run.identity / "entries"
     stubs = system.processes_of("critic_train")
     deadline = time.monotonic() + CATCH_S
     while time.monotonic() < deadline:
+        # The journal writes an entry to a hidden file and renames it.
         if any(name.startswith(".") for name in os.listdir(folder)):  # noqa: PTH208 - names, thousands of times
             _signal(stubs, signal.SIGSTOP)
             break
@@ -68,7 +69,7 @@ def stop_accepting(system: ChaosSystem) -> Callable[[], None]:
         timer.cancel()
         _signal(stubs, signal.SIGCONT)
 
-    timer = threading.Timer(CAUGHT_S, resume)  # it may have been caught with the journal's lock in its hands
+    timer = threading.Timer(CAUGHT_S, resume)  # it may hold the journal's lock, which others wait for
     timer.start()
     return resume
 

@@ -1,4 +1,4 @@
-"""Figures of the crash test: how long each kill was felt, and how often requests failed."""
+"""Figures of the crash test: recovery time after each kill, outages, and failed requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OUTAGE_S = 1.0
 
 
 def outages(record: RequestRecord) -> list[dict[str, float]]:
-    """Spans above OUTAGE_S without any scoring answer."""
+    """Return the gaps between scoring answers that are longer than OUTAGE_S."""
     times = sorted(when for when, _ in record.latencies)
     return [
         {"time_s": round(before, 3), "seconds": round(after - before, 3)}
@@ -25,7 +25,7 @@ def outages(record: RequestRecord) -> list[dict[str, float]]:
 
 
 def kills_with_recovery(kills: Sequence[dict[str, Any]], record: RequestRecord) -> list[dict[str, Any]]:
-    """The kills with `scored_after_s` and `trained_after_s`: until the next answer to a request of that kind."""
+    """Return the kills with `scored_after_s` and `trained_after_s`: time to the next answer of that kind."""
     scored = sorted(when for when, _ in record.latencies)
     trained = [when for _, when, _ in record.trained]
     return [
@@ -35,7 +35,7 @@ def kills_with_recovery(kills: Sequence[dict[str, Any]], record: RequestRecord) 
 
 
 def summary(record: RequestRecord, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a run."""
+    """Return the figures of a run."""
     latencies = [seconds for _, seconds in record.latencies]
     gaps = outages(record)
     failed = Counter(who for _, who, _ in record.failures)
@@ -57,6 +57,6 @@ def summary(record: RequestRecord, kills: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _next(times: Sequence[float], after: float) -> float | None:
-    """Seconds until the first of ascending `times` past `after`."""
+    """Return the seconds from `after` to the next of the ascending `times`; None if there is none."""
     index = int(np.searchsorted(times, after, side="right"))
     return round(times[index] - after, 3) if index < len(times) else None

@@ -30,13 +30,13 @@ from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError
 
 SIDECAR_STOP_S = 90.0
-LONGEST_PAUSE_S = 1.5  # of the sidecar, before somebody starts it again
+LONGEST_PAUSE_S = 1.5  # before a sidecar that has ended is restarted
 LONGEST_ROW = 96
 FAILED_STARTS = 3
 
 
 def write_config(folder: Path, given: Path | None) -> Path:
-    """The YAML of a run in `folder`, on free ports; without `given`, with small checkpoints of its own."""
+    """Write the YAML of a run in `folder`, on free ports; without `given`, with small checkpoints of its own."""
     data: dict[str, Any] = {"reward": {}, "critic": {}, "trainer": {}}
     if given is not None:
         data = load_config(given).model_dump(mode="json", include=set(data))
@@ -47,6 +47,7 @@ def write_config(folder: Path, given: Path | None) -> Path:
     data["run"] = {"dir": str(folder), "run_id": "chaos"}
     data["server"] = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1}
     data["critic"] |= {"reload": "swap"}
+    # All versions are kept: each one is compared with the reference.
     data["trainer"] |= {
         "lr": 1e-3, "warmup_steps": 2, "constant_steps": 10, "max_steps": 1000, "global_batch_size": 12,
         "token_budget": 512, "checkpoint_every": 5, "keep_checkpoints": 3, "reload_on_save": "triton",
@@ -60,24 +61,24 @@ def write_config(folder: Path, given: Path | None) -> Path:
 
 
 def shape_of(config: RunConfig) -> Shape:
-    """Token ids and row lengths that both models can read."""
+    """Return the range of token ids and row lengths that both models accept."""
     models = [json.loads((part.checkpoint / "config.json").read_text()) for part in (config.reward, config.critic)]
     positions = [max_positions(model) or LONGEST_ROW for model in models]
     return Shape(min(model["vocab_size"] for model in models), min(LONGEST_ROW, *positions))
 
 
 class ChaosSystem:
-    """Server and sidecar. `look` is called from the main thread, `kill` from any."""
+    """Server and sidecar. Call `look` from the main thread; `kill` may be called from any thread."""
 
     def __init__(self, path: Path, generator: random.Random, log: Callable[[str], None]) -> None:
-        """Start both; the server is ready then.
+        """Start both, and wait until the server is ready.
 
         Raises:
-            ServerStartError: it does not start.
+            ServerStartError: the server does not start.
         """
         self.config = load_config(path)
         self.troubles: list[str] = []
-        """What ended, or did not start, without having been killed."""
+        """Processes that ended, or did not start, without having been killed."""
         self._path, self._random, self._log = path, generator, log
         self._sidecars: list[Child] = []
         self._killed: set[int] = set()
@@ -91,14 +92,14 @@ class ChaosSystem:
 
     @property
     def region_prefix(self) -> str:
-        """What the names of all shared-memory regions begin with."""
+        """Common prefix of the names of all shared-memory regions."""
         return f"rlhf-{os.getpid()}-"
 
     def look(self) -> None:
-        """Start again what was killed.
+        """Restart what was killed.
 
         Raises:
-            ServerStartError: the server does not start, again and again.
+            ServerStartError: FAILED_STARTS restarts of the server have failed.
         """
         if self._supervisor.server.poll() is not None:
             self._ready.clear()
@@ -120,7 +121,7 @@ class ChaosSystem:
         return all(server.processes().values())
 
     def processes_of(self, victim: str) -> list[psutil.Process]:
-        """What may be killed under that name; empty while it is gone."""
+        """Return the victim's processes; empty while there is none."""
         try:
             if victim == "sidecar":
                 return [psutil.Process(self._sidecars[-1].process.pid)]
@@ -131,27 +132,27 @@ class ChaosSystem:
         return self._supervisor.server.processes_of(victim)
 
     def kill(self, process: psutil.Process) -> bool:
-        """SIGKILL it; False if it had gone already."""
+        """Send SIGKILL; return False if the process has ended."""
         self._killed.add(process.pid)
         try:
-            process.send_signal(signal.SIGKILL)  # psutil makes sure that the id is still this process's
+            process.send_signal(signal.SIGKILL)  # psutil checks that the pid has not been reused
         except psutil.NoSuchProcess:
             return False
         return True
 
     def stop_sidecar(self) -> None:
-        """As `tools run` does; it writes its last checkpoint."""
+        """Stop the sidecar as `tools run` does, so that it writes its last checkpoint."""
         code = self._sidecars[-1].stop(signal.SIGTERM, SIDECAR_STOP_S)
         if code != 0:
             self.troubles.append(f"at the end {self._sidecars[-1].obituary()}")
 
     def stop(self) -> None:
-        """Both processes."""
+        """Stop both processes."""
         self._sidecars[-1].stop(signal.SIGTERM, SIDECAR_STOP_S)
         self._supervisor.stop()
 
     def leftovers(self) -> list[str]:
-        """After `stop`: shared memory, processes and unfinished folders that should be gone."""
+        """Return shared memory, processes and unfinished folders that are left after `stop`."""
         regions = [f"shared memory {path.name}" for path in SHARED_MEMORY.glob(f"{self.region_prefix}*")]
         folders = [self.config.run.weights_dir, self.config.run.dir / "checkpoints" / "critic"]
         unfinished = [str(path) for folder in folders for path in folder.glob(".*-*") if path.is_dir()]

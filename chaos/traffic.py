@@ -18,26 +18,26 @@ from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
-SAVE_EVERY = 10  # each has the server load a fresh critic, seconds of work
+SAVE_EVERY = 10  # steps; each save makes the server load the critic anew, which takes seconds
 SCORERS = 3
 SCORER_PAUSE_S = 0.06
-WRITER_PAUSE_S = 0.8  # at most; the versions of a long run must fit the disk
+WRITER_PAUSE_S = 0.8  # at most; limits the number of versions, which must fit on the disk
 STEP_PATIENCE_S = 240.0
-LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: while such a one is accepted, others act
-REWIND_BY = 3  # at most, and never behind the last save: from there on every step can be reached
-# A killed stub leaves its callers without an answer, so deadlines are short and the loops below ask again. Nobody waits
-# for a server: outages are seen as they are.
+LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepting it leaves time for other requests
+REWIND_BY = 3  # steps at most, and not to before the last save: the steps since then can all be restored
+# A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
+# max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
 WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
 SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0)
 
 
 StopAccepting = Callable[[], Callable[[], None]]
-"""Stops (SIGSTOP) critic_train while it writes an entry, where that can be caught; returns what lets it go on."""
+"""Stops (SIGSTOP) critic_train while it writes an entry, if it can be caught; returns a function that continues it."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What rows may hold, and how many a batch has."""
+    """Bounds of token ids and row lengths, and the number of rows in a batch."""
 
     vocab_size: int
     longest: int
@@ -46,10 +46,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Served:
-    """A distinct answer of a scoring client."""
+    """A distinct answer that a scoring client received."""
 
     probe: int
-    """Which of the probe requests."""
+    """Index of the probe request."""
     versions: tuple[int, ...]
     """weights_version of each row."""
     rewards: bytes
@@ -60,34 +60,34 @@ class Served:
 
 @dataclass
 class RequestRecord:
-    """All that was sent and answered; times are seconds since the start."""
+    """Record of requests and answers; times are seconds since the start."""
 
     start: float = field(default_factory=time.monotonic)
     trained: list[tuple[int, float, TrainAnswer]] = field(default_factory=list)
     """(step, time, answer), in the order of the answers."""
     repeated: list[tuple[int, TrainAnswer]] = field(default_factory=list)
-    """Answers to steps that were sent once more after their answer."""
+    """(step, answer) of steps that were sent again after their answer."""
     saved: list[tuple[int, float, int]] = field(default_factory=list)
     """(step, time, weights_version) of critic_save."""
     rewound: list[tuple[int, float, int]] = field(default_factory=list)
-    """(step, time, weights_version) of rewinds; the answers that they made void are no longer in the lists above."""
+    """(step, time, weights_version) of rewinds; answers that a rewind invalidated are removed from the lists above."""
     served: Counter[Served] = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
     latencies: list[tuple[float, float]] = field(default_factory=list)
     """(time, seconds) of the scoring requests answered."""
     stale: list[tuple[float, int, int]] = field(default_factory=list)
-    """(time, version, version promised) where a row was scored by an older version than an answer had promised."""
+    """(time, version, promised version) of rows scored by a version older than one that an answer had promised."""
     failures: list[tuple[float, str, str]] = field(default_factory=list)
-    """(time, who, why) of requests that were given up, and sent again."""
+    """(time, who, why) of requests that a client gave up, after which the loops send the next one."""
     refusals: list[str] = field(default_factory=list)
-    """What the writer was refused: its requests are all correct."""
+    """Refused requests of the writer, which are all valid."""
 
     def now(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self.start
 
     def rewind(self, step: int, version: int) -> None:
-        """Note a rewind to `step`, and forget what was answered about later ones."""
+        """Record a rewind to `step`, and remove the answers about later steps."""
         self.rewound.append((step, self.now(), version))
         self.trained = [item for item in self.trained if item[0] <= step]
         self.repeated = [item for item in self.repeated if item[0] <= step]
@@ -95,7 +95,7 @@ class RequestRecord:
 
 
 def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
-    """The padded training payload of `step`: ragged rows, in several micro-batches. The same on every machine."""
+    """Return the padded training payload of `step`: ragged rows of several micro-batches, the same on every machine."""
     generator = np.random.default_rng([seed, step])
     rows = shape.rows * (LARGE if step % LARGE_EVERY == 0 else 1)
     lengths = generator.integers(shape.longest // 8, shape.longest, rows, endpoint=True)
@@ -112,7 +112,7 @@ def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
 
 
 def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
-    """The rows that are scored again and again: four requests of one to four rows."""
+    """Return the rows that are scored repeatedly: four requests of one to four rows."""
     generator = np.random.default_rng([seed, 0])
     return [
         [generator.integers(3, shape.vocab_size, length) for length in generator.integers(2, shape.longest // 2, rows)]
@@ -121,17 +121,17 @@ def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
 
 
 class Traffic:
-    """Writer and scorers in a thread of their own, until `finish`."""
+    """Runs the writer and the scorers in a background thread, until `finish`."""
 
     def __init__(self, url: str, run_id: str, seed: int, shape: Shape, stop_accepting: StopAccepting) -> None:
         """`stop_accepting`: see `StopAccepting`."""
         self.record = RequestRecord()
         self.hold = threading.Event()
-        """Set: the writer sends nothing new."""
+        """While set, the writer sends nothing new."""
         self.save_now = threading.Event()
-        """Set: the writer saves after its next step."""
+        """Once set, the writer saves after its next step."""
         self.rewind_now = threading.Event()
-        """Set: before its next large step the writer rewinds, while that step is being accepted."""
+        """Once set, the writer rewinds before its next large step, while that step is being accepted."""
         self.error: BaseException | None = None
         self._url, self._run_id, self._seed, self._shape = url, run_id, seed, shape
         self._stop_accepting = stop_accepting
@@ -144,15 +144,15 @@ class Traffic:
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
 
     def start(self) -> None:
-        """Begin with step 1."""
+        """Start with step 1."""
         self._thread.start()
 
     def finish(self, more_steps: int) -> None:
-        """Have the writer end after so many further steps, with a save."""
+        """Let the writer end after `more_steps` further steps, with a save."""
         self._last_step = self.last_step + more_steps
 
     def give_up(self) -> None:
-        """End now, whatever is under way."""
+        """Stop without finishing the steps, and wait for the thread."""
         self._give_up.set()
         self._thread.join()
 
@@ -205,7 +205,7 @@ class Traffic:
                 await asyncio.sleep(0.005)
 
     async def _rewind(self, client: TritonClient, step: int) -> int:
-        """Rewind while the next step is being accepted, as where an actor dies and comes back; the step it is at."""
+        """Rewind while the next step is being accepted, as if an actor died and resumed; return the step reached."""
         saved = max((saved for saved, _, _ in self.record.saved), default=0)
         target = int(self._choice.integers(max(saved, step - REWIND_BY), step, endpoint=True))
         async with TritonClient(self._url, WRITING) as earlier:
@@ -237,7 +237,7 @@ class Traffic:
         return lambda: client.save(run_id=self._run_id, step=step)
 
     async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """The answer; None if it was refused, did not come in STEP_PATIENCE_S, or everything ends."""
+        """Send until answered; None if the request is refused, STEP_PATIENCE_S has passed, or the traffic ends."""
         give_up_at = time.monotonic() + STEP_PATIENCE_S
         while not self._give_up.is_set():
             try:
@@ -275,6 +275,6 @@ class Traffic:
 
 
 def _is_refusal(error: RequestFailed) -> bool:
-    """Whether the server called the request wrong, which it never is."""
+    """Return whether the server rejected the request as invalid (400); the requests here are all valid."""
     status = getattr(error.__cause__, "status", None)
     return callable(status) and str(status()) == "400"

@@ -1,4 +1,4 @@
-"""The promises of the crash test, one check each; a check lists how its promise was broken."""
+"""The promises that the crash test checks, one function each; a verdict lists the violations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Result
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
-TOLERANCE = 1e-5
-SHOWN = 5
+TOLERANCE = 1e-5  # of rewards and values: the server shares forward passes among rows, the reference does not
+SHOWN = 5  # violations in a printed verdict
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Verdict:
 
     promise: str
     checked: int
-    """How many things were looked at; 0 breaks the promise."""
+    """Number of things checked; 0 counts as a violation."""
     violations: list[str] = field(default_factory=list)
 
     @property
     def kept(self) -> bool:
-        """Whether nothing broke it."""
+        """Whether there are no violations."""
         return not self.violations
 
     def sentence(self) -> str:
-        """The promise with its outcome."""
+        """Return the promise with its outcome."""
         if self.kept:
             return f"kept    {self.promise} ({self.checked} checked)"
         more = f" … and {len(self.violations) - SHOWN} more" if len(self.violations) > SHOWN else ""
@@ -43,12 +43,12 @@ class Verdict:
 
 
 def verdict(promise: str, checked: int, violations: Sequence[str]) -> Verdict:
-    """A promise about nothing is not kept."""
+    """Return the verdict; a promise with nothing to check counts as broken."""
     return Verdict(promise, checked, list(violations) or ([] if checked else ["there was nothing to check"]))
 
 
 def check_steps(record: RequestRecord, results: Mapping[int, Result], reference: Reference) -> Verdict:
-    """Steps 1..n without a gap, each with one result, its loss the reference's bit for bit, its version told."""
+    """Check that steps 1..n were answered without a gap, each with its one result and the reference's exact loss."""
     found = [f"refused: {refusal}" for refusal in record.refusals]
     answered = [step for step, _, _ in record.trained]
     last = len(reference.steps) - 1
@@ -71,7 +71,7 @@ def check_steps(record: RequestRecord, results: Mapping[int, Result], reference:
 
 
 def check_repeats(record: RequestRecord) -> Verdict:
-    """A step sent again gets the answer that it had."""
+    """Check that a step that was sent again got its first answer again."""
     first = {step: answer for step, _, answer in record.trained}
     found = [
         f"step {step} was answered with {first.get(step)} first and {answer} later"
@@ -84,10 +84,10 @@ def check_repeats(record: RequestRecord) -> Verdict:
 def check_versions(
     manifests: Sequence[Manifest], current: int | None, reference: Reference, rewound: Collection[int] = ()
 ) -> Verdict:
-    """One version for each step, ascending, with the bits of the reference; CURRENT names the last.
+    """Check for one version per step, ascending, bit-identical to the reference; CURRENT must name the last one.
 
     Args:
-        rewound: steps to which the run was rewound: a version of such a step may follow a later one.
+        rewound: steps to which the run was rewound; a version of such a step may follow that of a later step.
     """
     found = []
     steps = [manifest.step for manifest in manifests]
@@ -107,7 +107,7 @@ def check_versions(
 
 
 def check_whole(store: WeightsStore) -> Verdict:
-    """Every version's files are what its manifest says."""
+    """Check every version's files against its manifest."""
     found = []
     folders = numbers_in(store.root)
     for version in folders:
@@ -119,10 +119,10 @@ def check_whole(store: WeightsStore) -> Verdict:
 
 
 def check_scores(record: RequestRecord, steps: Mapping[int, int], reference: Reference) -> Verdict:
-    """Every value is that of the version it names, every reward the fixed one; one version in one answer.
+    """Check that values are those of the version they name, rewards never change, and an answer has one version.
 
     Args:
-        steps: of each version, the critic updates that made it.
+        steps: number of critic updates of each version.
     """
     found = []
     for served in record.served:
@@ -137,7 +137,7 @@ def check_scores(record: RequestRecord, steps: Mapping[int, int], reference: Ref
 
 
 def check_checkpoint(last: Path, reference: Reference) -> Verdict:
-    """Weights and optimizer of the last checkpoint are the reference's, bit for bit."""
+    """Check that weights and optimizer of the last checkpoint are bit-identical to the reference's."""
     import torch
     from safetensors.torch import load_file
 
@@ -155,7 +155,7 @@ def check_checkpoint(last: Path, reference: Reference) -> Verdict:
 
 
 def check_freshness(record: RequestRecord) -> Verdict:
-    """After an answer named a version, no row is scored by an older one."""
+    """Check that no row was scored by an older version than one that an answer had named before."""
     found = [
         f"at {when:.1f} s a row was scored by version {version}, after version {promised} had been answered"
         for when, version, promised in record.stale
@@ -164,12 +164,12 @@ def check_freshness(record: RequestRecord) -> Verdict:
 
 
 def check_order(leftovers: Sequence[str], troubles: Sequence[str]) -> Verdict:
-    """Nothing is left behind, and nothing ended that was not killed."""
+    """Check that nothing was left behind, and that only killed processes ended."""
     return verdict("nothing was left behind, and only what was killed ended", 1, [*leftovers, *troubles])
 
 
 def check_coverage(kills: Sequence[Mapping[str, object]], planned: Sequence[tuple[str, str]]) -> Verdict:
-    """Each victim was hit, and at each point, that the plan names; a kill counts if its moment was seen."""
+    """Check that each victim and each kill point of the plan was hit; a kill counts if its kill point was seen."""
     hits = [kill for kill in kills if kill["hit"]]
     wanted = [("victim", {victim for victim, _ in planned}), ("point", {point for _, point in planned})]
     found = [
@@ -189,7 +189,7 @@ def _differences(what: str, got: bytes, expected: np.ndarray) -> list[str]:
 
 
 def _shortened(steps: Sequence[int]) -> str:
-    """Runs as 1-5."""
+    """Return step numbers as text, with runs as `1-5`."""
     text = ""
     for i, step in enumerate(steps):
         if i and step == steps[i - 1] + 1:

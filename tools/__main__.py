@@ -1,4 +1,4 @@
-"""`python -m tools <command>`: imports nothing but the command, so that `--help` is instant."""
+"""Entry point of `python -m tools <command>`; imports only the chosen command's module, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def main(argv: list[str]) -> int:
-    """Run the command in `argv[0]`; 2 if there is no such command."""
+    """Run the command in `argv[0]` and return its exit code; 2 if there is no such command."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         print("usage: python -m tools <command> [--help]\n\ncommands:")
@@ -32,10 +32,11 @@ def main(argv: list[str]) -> int:
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     module = COMMANDS[name][0]
-    if importlib.util.find_spec(module.partition(".")[0]) is None:  # neither in the wheel nor in the image
+    # Neither the wheel nor the image contains the packages `chaos` and `benchmarks`.
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         print(f"error: {name} needs a checkout of the project, with its root as the working directory", file=sys.stderr)
         return 2
-    sys.argv = [f"python -m tools {name}", *argv[1:]]  # as if the command's module itself had been run
+    sys.argv = [f"python -m tools {name}", *argv[1:]]  # the command's `main` parses sys.argv
     return int(importlib.import_module(module).main() or 0)
 
 

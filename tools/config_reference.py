@@ -1,6 +1,6 @@
-"""`docs/configuration.md`, generated from the configuration's sections: each key with its type, default and docstring.
+"""Generates `docs/configuration.md` from the configuration's sections: each key with type, default and docstring.
 
-`--check` compares instead of writing, so that a changed field cannot leave its documentation behind.
+`--check` compares instead of writing, and fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Schema = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page, or compare it; 1 if it is out of date."""
+    """Write the page, or with `--check` compare it; return 1 if it is out of date."""
     parser = argparse.ArgumentParser(prog="python tools/config_reference.py", description="Write the key reference.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     arguments = parser.parse_args(argv)
@@ -66,13 +66,13 @@ def render(schema: Schema) -> str:
 
 
 def _common_keys(schema: Schema, definitions: Schema) -> Schema:
-    """Return the properties that all sections in `SHARED` have word for word."""
+    """Return the properties that are identical in all sections in `SHARED`."""
     first, *others = [_definition(schema["properties"][name], definitions)["properties"] for name in SHARED]
     return {key: field for key, field in first.items() if all(other.get(key) == field for other in others)}
 
 
 def _section(name: str, field: Schema, definitions: Schema, *, without: Schema, level: int) -> Iterator[str]:
-    """Yield the heading and table of a section, then those of the sections within it."""
+    """Yield the heading and table of a section, then those of its subsections."""
     section = _definition(field, definitions)
     inner: Schema = {}
     keys: Schema = {}
@@ -104,7 +104,7 @@ def _default(field: Schema) -> str:
 
 
 def _type(field: Schema) -> str:
-    """Return the type of a value as one reads it, with its bounds."""
+    """Return the type of a value in words, with its bounds."""
     if "$ref" in field:
         return "mapping"
     if kinds := _alternatives(field):
@@ -125,7 +125,7 @@ def _bounds(field: Schema) -> str:
 
 
 def _alternatives(field: Schema) -> list[Schema]:
-    """Return what a value may be besides null; empty where there is only one."""
+    """Return the non-null alternatives of a union type; empty for other types."""
     return [kind for kind in field.get("anyOf", []) if kind.get("type") != "null"]
 
 

@@ -1,6 +1,6 @@
 """`python -m tools import`: inspects checkpoints, tries them out, and writes the YAML sections that serve them.
 
-Only the trial imports torch; pickled weights are refused unopened.
+Only the trial imports torch. Pickled weights are refused without being opened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADS = {"sequence": "sequence classification", "token": "token classification",
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Report, try out, write; 1 if a checkpoint cannot be used, 2 for wrong arguments."""
+    """Inspect the checkpoints and write the YAML; return 1 if one cannot be used, 2 for wrong arguments."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
@@ -49,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: bool, say: Callable[[str], None]) -> str:
-    """The YAML of one or both sections, checked against the configuration's types.
+    """Inspect one or both checkpoints and return the YAML of their sections, validated as a configuration.
 
     Args:
-        reward: its checkpoint folder.
-        critic: its checkpoint folder, or `from-reward`.
+        reward: the reward model's checkpoint folder.
+        critic: the critic's checkpoint folder, or `from-reward`.
         try_out: also load each model and score one row.
-        say: gets the report, line by line.
+        say: receives the report, line by line.
 
     Raises:
         CheckpointError: a folder cannot be used; the message names it and says what to do.
@@ -82,12 +82,12 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
 
 
 def suggested_dtype(info: CheckpointInfo) -> str:
-    """`bfloat16` where the file holds mostly that, so that its pages are served as they are; else `float32`."""
+    """Return `bfloat16` if most weights in the files are, so that they are served without a copy; else `float32`."""
     return HALF.get(next(iter(info.dtypes), ""), "float32")
 
 
 def render_yaml(reward: CheckpointInfo | None, critic: CheckpointInfo | None) -> str:
-    """The `reward:` and `critic:` sections that serve these checkpoints."""
+    """Return the `reward:` and `critic:` sections that serve these checkpoints."""
     sections: dict[str, dict[str, Any]] = {}
     if reward is not None:
         assert reward.head is not None
@@ -162,7 +162,7 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
 
 
 def _tokens_of(folder: Path, text: str) -> list[str]:
-    """The tokens, special ones included, that the reward model gets of a sentence. Raises CheckpointError."""
+    """Return the tokens, special ones included, that the reward model receives for a text. Raises CheckpointError."""
     from python_backend.checkpoints.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(folder)

@@ -1,6 +1,6 @@
-"""Renders the model repository from templates and the YAML, and parses it back through Triton's protobuf.
+"""Renders the model repository from templates and the YAML, and validates it with Triton's protobuf messages.
 
-`--check` reports drift.
+`--check` reports files that differ from their rendering, and writes nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Drift:
 
 
 def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str, str]:
-    """`{model: config.pbtxt}`, each valid for Triton's protobuf and for the rules it cannot know.
+    """Return `{model: config.pbtxt}`, validated with Triton's protobuf messages and the rules of `render.rules`.
 
     Args:
         resolve_paths: write absolute paths (a run's own repository) instead of those in the YAML (the committed one).
@@ -72,10 +72,10 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
 
 
 def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
-    """Write the repository into `out`; files that are up to date keep their time. Returns the files written.
+    """Write the repository into `out` and return the files written; files that are up to date are not touched.
 
-    Rendered models that the YAML no longer has are removed, and versions that are not ours: the server loads whatever
-    is there.
+    Rendered models that the YAML no longer has are removed, and so are version folders that were not rendered: the
+    server would load them.
     """
     written = []
     files = _files(config, out, resolve_paths)
@@ -90,7 +90,7 @@ def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = Tru
 
 
 def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Drift]:
-    """Where `out` differs from what would be rendered."""
+    """Return the differences between `out` and what would be rendered."""
     drifts = []
     files = _files(config, out, resolve_paths)
     for path, text in files.items():
@@ -102,7 +102,7 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
 
 
 def parse_config(model: str, text: str) -> Any:
-    """The ModelConfig message of a config.pbtxt. Raises ConfigError if Triton could not read it."""
+    """Return the ModelConfig message of a config.pbtxt. Raises ConfigError if Triton could not read it."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 
@@ -117,7 +117,7 @@ def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]
     for model, text in render_configs(config, resolve_paths=resolve_paths).items():
         files[out / model / "config.pbtxt"] = text
         module = FUNCTION_MODULE if model.startswith(contract.REWARD_FUNCTION_PREFIX) else MODULES.get(model)
-        if 'platform: "ensemble"' in text:  # it has no code, but Triton wants its version folder
+        if 'platform: "ensemble"' in text:  # no code, but Triton requires a version folder
             files[out / model / "1" / ".gitkeep"] = ""
         else:
             files[out / model / "1" / "model.py"] = f"from {module} import TritonPythonModel  # noqa: F401\n"
@@ -125,7 +125,7 @@ def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]
 
 
 def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
-    """reward_model, and what it consists of where the YAML has `rewards`."""
+    """Render reward_model and, if the YAML has `rewards`, the models that it consists of."""
 
     def checkpoint(name: str) -> str:
         section = config.reward
@@ -146,7 +146,7 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
 
 def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
-    """The critic, its training path, and the ensemble of critic and reward."""
+    """Render the critic, its training path, and the ensemble of critic and reward."""
     weights = str(place(config.run.weights_dir))
     journal = {
         "journal": str(place(config.run.journal_dir)),
@@ -180,16 +180,16 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
 
 
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
-    """The frozen policy, where the actor asks the server for its log-probs."""
+    """Render the frozen policy, from which the actor requests reference log-probs."""
     parameters = {**_scoring_parameters(config.reference, place), **reference_parameters(config)}
     return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters)}
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
-    """Folders in `out` that are not ours any more; a user's own models stay.
+    """Return the folders in `out` to remove: models rendered earlier, and other versions of the models in `files`.
 
-    Models that were rendered once and are not among `files`, and other versions of those that are: Triton reads every
-    name that begins with a digit as a version, and one of 20 digits ends the server at each load.
+    A user's own models stay. Triton reads every name that begins with a digit as a version, and a name of 20 digits
+    makes the server exit at each load.
     """
     models = [
         path.parent
@@ -203,7 +203,7 @@ def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
 
 
 def _num_rewards(config: RunConfig) -> int:
-    """Rewards of a row: one, or the checkpoint's number of labels where they are not merged."""
+    """Return the number of rewards of a row: the checkpoint's number of labels if they are not merged, else 1."""
     section = config.reward
     if section.merge_attributes or not config.uses_reward_model or not (section.checkpoint / "config.json").is_file():
         return 1
@@ -255,7 +255,7 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
 
 def _tokenizer_fingerprint(folder: Path) -> str:
     known = ("config.json", "tokenizer.json", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in known):  # the committed rendering knows no checkpoint
+    if not any((folder / name).is_file() for name in known):  # the committed rendering has no checkpoint
         return ""
     from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
 
@@ -290,7 +290,7 @@ def _render(template: str, **values: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python tools/render_configs.py [--config YAML] [--out DIR] [--check] [section.key=value …]`."""
+    """Render or check the repository; return 1 if a checked file is not up to date, 2 for an invalid configuration."""
     parser = run_parser("render_configs", "Render the model repository.", default=DEFAULT_CONFIG)
     parser.add_argument("--out", type=Path, help="default: model_repository, or the run's own with --config")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")

@@ -36,8 +36,8 @@ from tools.server.ports import PORT_KEYS, with_free_ports
 from tools.server.supervisor import Supervisor
 
 POLL_S = 0.25
-CHECKED_ROWS = 1000
-ACTOR_EXIT_S = 5.0  # beyond actor.stop_grace_s, within which it writes a checkpoint
+CHECKED_ROWS = 1000  # of each prompt file, before the start
+ACTOR_EXIT_S = 5.0  # on top of actor.stop_grace_s, within which the actor writes a checkpoint
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE",
@@ -46,7 +46,7 @@ LIBRARY_ENV = {
 
 
 class Run:
-    """The processes of one run and what is measured from outside them."""
+    """The processes of one run, and what is measured from outside: memory and failed requests."""
 
     def __init__(self, path: Path, config: RunConfig, overrides: Sequence[str], display: RunDisplay) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class Run:
         self.config = config
 
     def execute(self) -> None:
-        """Everything, to the report. Raises ConfigError, ServerStartError, ChildDied."""
+        """Run everything from the preparation to the report. Raises ConfigError, ServerStartError, ChildDied."""
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
@@ -91,19 +91,19 @@ class Run:
             self._display.phase("stopping the sidecar, which writes its last checkpoint")
             if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
                 raise ChildDied(self._sidecar.obituary())
-        failures = max(0, self._server_failures() - self._failures_at_start)  # a server started again counts from 0
+        failures = max(0, self._server_failures() - self._failures_at_start)  # a restarted server counts from 0
         self.stop()
         self._report(failures)
 
     @property
     def parts(self) -> str:
-        """What `stop` stops, for people."""
+        """Names of the processes that `stop` stops, for a message."""
         parts = {"actor": self._actor, "sidecar": self._sidecar, "server": self._supervisor}
         *first, last = [name for name, part in parts.items() if part is not None] or ["before anything was started"]
         return f"{', '.join(first)} and {last}" if first else last
 
     def stop(self) -> None:
-        """Stop what still runs: actor, sidecar, server."""
+        """Stop the processes that still run: actor, sidecar, server."""
         if self._actor is not None:
             self._actor.stop(signal.SIGINT, self.config.actor.stop_grace_s + ACTOR_EXIT_S)
             self._relay_messages(self._actor)
@@ -131,7 +131,7 @@ class Run:
 
     def _relay(self, text: str) -> None:
         for line in text.splitlines():
-            if line.strip() and line[0] not in '{} "':  # the closing figures are in prepared.json
+            if line.strip() and line[0] not in '{} "':  # not the JSON at the end, which prepared.json has too
                 self._display.log(f"  | {line}")
 
     def _fix_ports(self) -> None:
@@ -143,7 +143,7 @@ class Run:
         self.config = load_config(self._path, self._overrides)
 
     def _look(self) -> None:
-        """One glance at everything."""
+        """Poll once: restart the server if needed, relay messages, raise ChildDied if a child has ended."""
         assert self._supervisor is not None
         self._look_outside()
         self._supervisor.look()
@@ -166,7 +166,7 @@ class Run:
 
     def _server_failures(self) -> int:
         assert self._supervisor is not None
-        # Without an answer it is being started again, and counts from 0 then.
+        # A server that does not answer is being restarted, and then counts from 0.
         return count_failures(get_page(self._supervisor.server.section.metrics_url, "/metrics"))
 
     def _report(self, failures: int) -> None:
@@ -188,13 +188,13 @@ class Run:
 
 
 def count_failures(metrics: str) -> int:
-    """Sum of `nv_inference_request_failure` over models and reasons."""
+    """Return the sum of `nv_inference_request_failure` over models and reasons."""
     counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)
     return int(sum(map(float, counts)))
 
 
 def tree_rss_bytes() -> int:
-    """Resident memory of this process and all below it; pages that several share count in each."""
+    """Return the resident memory of this process and its descendants; shared pages count in each."""
     total = 0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
@@ -206,7 +206,7 @@ def tree_rss_bytes() -> int:
 
 
 def set_aside(run_dir: Path) -> None:
-    """Move an earlier run out of the way, replacing the one moved before."""
+    """Rename an earlier run to `<dir>.previous`, replacing the one there."""
     if run_dir.exists():
         previous = run_dir.with_name(f"{run_dir.name}.previous")
         shutil.rmtree(previous, ignore_errors=True)
@@ -214,14 +214,14 @@ def set_aside(run_dir: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and run; 0 done, 1 with the reason, 130 after Ctrl-C."""
+    """Run the system; return 0 when done, 1 with the reason after an error, 130 after Ctrl-C."""
     parser = run_parser("python -m tools run", "The whole system in one terminal.")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run aside (<dir>.previous), not resume it")
     args = parser.parse_args(argv)
     interrupt_on_signals()
     try:
         config = load_config(args.config, args.overrides)
-        if config.demo is None:  # its files are made first
+        if config.demo is None:  # a demo's files do not exist yet
             check_files(config, server=True, actor=True)
             check_prompts(config)
     except RlhfError as error:
@@ -245,7 +245,7 @@ def check_prompts(config: RunConfig) -> None:
 
 
 def check_templates(config: RunConfig, prompts: str) -> None:
-    """Check that who reads the conversations in `prompts` has a chat template. Raises ConfigError."""
+    """Check that the models that read the conversations in `prompts` have a chat template. Raises ConfigError."""
     policy, reward = config.actor.checkpoint, config.reward.checkpoint
     if not has_chat_template(policy):
         raise ConfigError(
@@ -275,7 +275,7 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
             try:
                 run.execute()
             except BaseException as error:
-                if isinstance(error, RlhfError):  # said again at the end, with the log; stopping may take a minute
+                if isinstance(error, RlhfError):  # repeated in full at the end; stopping may take a minute
                     display.log(f"error: {str(error).partition(chr(10))[0]}")
                 display.phase(f"stopping {run.parts}")
                 run.stop()

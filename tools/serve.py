@@ -1,6 +1,6 @@
 """`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until a signal.
 
-`start_server` is the same start for other commands and for tests.
+Other commands and tests start their servers with `start_server`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ MADE_FOR_ACTOR = {
     "actor.prompts": "prompts.jsonl",
     "actor.validation_prompts": "validation.jsonl",
 }
-SAFE_VERSION = (2, 69)  # of the 26.05 container; older ones have published holes
+SAFE_VERSION = (2, 69)  # of the 26.05 container; older releases have published vulnerabilities
 
 
 class ServeStopped(BaseException):
-    """A signal asked us to stop; no error."""
+    """SIGINT or SIGTERM was received; not an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; 0 then, 1 if the server cannot start or dies."""
+    """Serve until SIGINT or SIGTERM; return 0 then, 1 if the server cannot start."""
     parser = run_parser("python -m tools serve", "Serve the models.")
     parser.add_argument("--tritonserver", type=Path, help="the executable; default: the wheel's, then PATH")
     arguments = parser.parse_args(argv)
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Arguments of `python -m` that prepare the demo, and overrides that name the result; none without it."""
+    """Return arguments of `python -m` that prepare the demo, and overrides for its files; none without a demo."""
     if config.demo is None:
         return [], []
     if config.demo.recipe == "reasoning":
@@ -105,10 +105,10 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     """Have the trainer write version 0 of the critic's weights if a critic is served and there is none.
 
     Args:
-        config: what `path` and `overrides` say.
+        config: the configuration that `path` and `overrides` give.
 
     Raises:
-        ServerStartError: the trainer could not, and has said why.
+        ServerStartError: the trainer failed; its output says why.
     """
     if not config.actor.uses_critic or (config.run.weights_dir / "CURRENT").exists():
         return
@@ -120,7 +120,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
 
 def _run_module(what: str, arguments: Sequence[str]) -> None:
     _say(what)
-    # Not in our session: a Ctrl-C is for us, and the exception it raises here ends the child.
+    # In a session of its own: Ctrl-C reaches this process alone, where the exception makes `run` kill the child.
     command = [sys.executable, "-u", "-m", *arguments]
     code = subprocess.run(command, check=False, start_new_session=True).returncode
     if code != 0:
@@ -130,21 +130,21 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
 
 
 def with_fixed_ports(config: RunConfig) -> RunConfig:
-    """The configuration with free ports where it has 0: a server that is started again must be found again."""
+    """Return the configuration with ports of 0 replaced by free ones, so that a restarted server keeps its ports."""
     return config.model_copy(update={"server": with_free_ports(config.server)})
 
 
 def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
     """Render the run's repository, start a server on it and wait until every model has answered.
 
-    The caller stops the server. Its `section` has the real ports where the configuration had 0. `log` gets
-    the progress and what a person wants of the server's log, which is whole in `run.logs_dir`.
+    The caller stops the server. Its `section` has the real ports where the configuration had 0. `log` receives
+    the progress and the readable lines of the server's log; the full log is in `run.logs_dir`.
 
     Raises:
         ServerStartError: the server cannot start; nothing is left running.
         ConfigError: the repository cannot be rendered.
     """
-    from tools.render_configs import render_repository  # jinja2 and protobuf: not for --help
+    from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
 
     home = find_tritonserver(config.server.tritonserver)
     render_repository(config, config.run.repository_dir)
@@ -161,7 +161,7 @@ def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> Tr
         server.start()
         server.wait_ready(config.run.dir / "server.json")
         _warn_if_exposed(server, log)
-    except BaseException:  # a signal too: the caller has no server yet that it could stop
+    except BaseException:  # signals included: the caller has no server to stop yet
         server.stop()
         raise
     at = server.section
@@ -187,7 +187,7 @@ def _say(line: str) -> None:
 
 def _stop_once(number: int, frame: FrameType | None) -> None:
     for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, signal.SIG_IGN)  # stopping is under way, and bounded in time
+        signal.signal(again, signal.SIG_IGN)  # already stopping, within a bounded time
     raise ServeStopped
 
 

@@ -15,15 +15,15 @@ from python_backend.errors import REPORTED, RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
 
-PATIENCE_S = 60.0
+PATIENCE_S = 60.0  # for all instances to serve a rollback
 
 
 class NotServed(RlhfError):
-    """CURRENT has moved, and not every instance has followed."""
+    """CURRENT names a version that not every instance serves."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, and do it."""
+    """Run the action and return its exit code."""
     args = _parser().parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
@@ -91,7 +91,7 @@ def show(store: WeightsStore) -> None:
 
 
 def verify(store: WeightsStore, versions: Sequence[int]) -> int:
-    """Check the versions, all of them even if one is bad; 1 if one is."""
+    """Check all versions, even after a bad one; return 1 if any is bad."""
     from python_backend.models.modeling import quiet_transformers  # deferred: they import torch
     from trainer.verification import VersionRejected, verify_alone
 
@@ -114,7 +114,7 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
 
     Raises:
         WeightsError: there is no such version, or it is damaged.
-        NotServed: the instances have not followed in time; CURRENT names the new number all the same.
+        NotServed: not every instance serves it in time; CURRENT names the new version nevertheless.
     """
     from python_backend.models.modeling import load_critic, quiet_transformers
     from trainer.publish import Publisher
@@ -144,7 +144,7 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
 
 
 def ready(store: WeightsStore, url: str) -> int:
-    """0 if the server at `url` answers with what CURRENT names, or a later version."""
+    """Return 0 if the server at `url` serves CURRENT or a later version, else 1."""
     from trainer.servers import CriticServers
 
     current = store.current()
@@ -158,7 +158,7 @@ def ready(store: WeightsStore, url: str) -> int:
 
 
 class _Patience:
-    """Called while a version is waited for; raises when nobody is there to serve it, or it takes too long."""
+    """The publisher's heartbeat callback; raises NotServed if no instance is alive, or after PATIENCE_S."""
 
     def __init__(self, store: WeightsStore) -> None:
         self._store = store

@@ -27,7 +27,7 @@ MAX_ROWS = 1024  # not a real limit: the token budget is reached long before
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One sequence of a payload: tokens `[L]`; returns, prev_values and mask `[L-1]`."""
+    """A sequence of a payload: tokens `[L]`; returns, prev_values, mask `[L-1]`."""
 
     tokens: np.ndarray
     returns: np.ndarray
@@ -142,7 +142,7 @@ class CriticUpdate:
 
 
 def split_rows(payload: TrainPayload) -> Iterator[TrainingRow]:
-    """Yield the payload's sequences, in order."""
+    """The payload's sequences, in order."""
     token = target = 0
     for length in payload.lengths.tolist():
         tokens = slice(token, token + length)

@@ -83,7 +83,7 @@ def warn_of_changes(state: CheckpointState, settings: dict[str, Any]) -> None:
 
 
 def replay(update: CriticUpdate, journal: Journal, progress: SidecarProgress, *, start: int, end: int) -> int:
-    """Train `update` on the journal's steps after `start`, up to `end`; return the last step reached.
+    """Train `update` on the journal's steps after `start`, up to `end`; returns the last one that was there.
 
     Raises:
         DamagedEntry: an entry that changed the weights cannot be read.

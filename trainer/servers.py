@@ -26,7 +26,7 @@ class Loaded:
 
 
 class CriticServers:
-    """All servers of one critic. DNS names are resolved at each call, so that servers may be added and removed."""
+    """All servers of one critic; a DNS name is looked up anew at each call, so that servers may come and go."""
 
     def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:
         """`key` is the servers' key for model control, which `load` needs."""

@@ -26,7 +26,7 @@ class PromptError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row: its columns and its location."""
+    """One row: its columns and where it stands."""
 
     number: int  # from 1; empty lines count
     where: str  # file and row, for error messages
@@ -34,7 +34,7 @@ class PromptRow:
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path`: a folder, `.parquet`, `.arrow`, or, with any other name, JSONL.
+    """Yield the rows of `path`, by its kind: a folder, `.parquet`, `.arrow`, or JSONL.
 
     Raises:
         PromptError: the file is unreadable or malformed, or a value has no JSON type.

@@ -59,7 +59,7 @@ class TritonClient:
     """
 
     def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
-        """`url`: address of the server, used if `settings.servers` is empty."""
+        """`url`: of the server, where `settings.servers` names none."""
         self.counters = RequestCounters()
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings

@@ -67,7 +67,7 @@ class Server(Generic[C]):
 
 
 class ServerPool(Generic[C]):
-    """All configured servers."""
+    """All servers that the actor may ask."""
 
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters

@@ -27,7 +27,7 @@ class OverBudget(RequestFailed):
 
 @dataclass
 class RequestCounters:
-    """Client statistics; a request that succeeded after retries does not count as failed."""
+    """What the client saw; a request that succeeded in the end did not fail."""
 
     requests: int = 0
     retries: int = 0

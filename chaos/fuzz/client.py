@@ -1,6 +1,6 @@
-"""Sends requests of the fuzz test over HTTP or gRPC, byte by byte as they are: no client library puts them right.
+"""Sends the fuzz test's requests over HTTP or gRPC exactly as built: no client library validates or corrects them.
 
-Beside them a client that scores good rows, always the same, and measures how long each answer takes.
+`GoodClient` meanwhile scores the same valid rows repeatedly, and measures how long the answers take.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LARGEST_MESSAGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_mess
 
 @dataclass
 class Answer:
-    """What a request got: `status` as HTTP has it, or the name of the gRPC status; None: nothing."""
+    """Answer to a request. `status` is the HTTP status code or the name of the gRPC status; None: no answer."""
 
     status: str | None
     text: str
@@ -36,12 +36,12 @@ class Answer:
 
     @property
     def hung(self) -> bool:
-        """Whether there was no answer in time."""
+        """Whether no answer came in time."""
         return self.status == "DEADLINE_EXCEEDED" or (self.status is None and self.seconds >= HANG_S)
 
 
 def send_http(url: str, request: Request) -> Answer:
-    """The answer; a status of None is a connection that broke or an answer that did not come."""
+    """Send a request over HTTP; a status of None means that the connection broke or no answer came."""
     body, headers = _http_body(request)
     version = f"/versions/{request.version}" if request.version else ""
     begin = time.monotonic()
@@ -89,7 +89,7 @@ class GrpcSender:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def send(self, request: Request) -> Answer:
-        """The answer."""
+        """Send a request and return the answer."""
         begin = time.monotonic()
         try:
             message = _message(request)
@@ -116,7 +116,7 @@ def _message(request: Request) -> Any:
         if isinstance(value, bool):
             message.parameters[name].bool_param = value
         elif isinstance(value, int):
-            message.parameters[name].int64_param = min(value, 2**63 - 1)
+            message.parameters[name].int64_param = min(value, 2**63 - 1)  # protobuf raises beyond
         else:
             message.parameters[name].string_param = str(value)
     return message
@@ -129,7 +129,7 @@ def _grpc_input(tensor: Tensor) -> Any:
 
 
 class GoodClient:
-    """Scores the same rows again and again, in a thread of its own, as an actor would."""
+    """Scores the same rows repeatedly in a background thread, as an actor would."""
 
     def __init__(self, url: str, model: str, rows: np.ndarray) -> None:
         """`rows`: int64 `[B, S]`."""
@@ -145,12 +145,12 @@ class GoodClient:
         self._thread = threading.Thread(target=self._run, name="good-client", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first answer is what all others must be."""
+        """Start; the first answer is the reference for all others."""
         self._ask()
         self._thread.start()
 
     def stop(self) -> None:
-        """End."""
+        """Stop the thread."""
         self._stop.set()
         self._thread.join()
 

@@ -2,7 +2,7 @@
 
 Half of the requests go to a plain server, half to one with `rewards`, a training key and a reference; over HTTP and
 over gRPC. Exit code 0: every request got an answer within 30 s, no answer was wrong, the good client was always served,
-and nothing had to be started again.
+and nothing had to be restarted.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from tools.server.supervisor import Supervisor
 
 SENDERS = 4
 LOOK_EVERY_S = 0.1
-# An answer of 500 is a defect of ours; these are tritonserver's own words for what it cannot parse.
+# A status 500 counts as a defect, except with these messages of tritonserver's own parsers.
 TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "unexpected", "Unexpected")
 
 
 @dataclass
 class StageOutcome:
-    """What one stage has shown."""
+    """Findings of one stage."""
 
     stage: str
     sent: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Requests, by their answer's status."""
+    """Number of requests by the status of their answer."""
     hangs: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
     outages: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """Requests whose connection broke: where the server died, one of the first of them killed it."""
+    """Requests whose connection broke; if the server died, one of the first of them killed it."""
     longest_good_wait_s: float = 0.0
     good_answers: int = 0
 
     @property
     def passed(self) -> bool:
-        """Whether all is well but for the wait, which depends on the machine."""
+        """Whether there is no defect; the longest wait is not judged, since it depends on the machine."""
         return not (self.hangs or self.wrong or self.restarts or self.outages)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both stages and print what they have shown."""
+    """Run both stages and print their findings; return 1 if one failed, except with `--kill-server`."""
     parser = argparse.ArgumentParser(prog="python -m tools fuzz", description="Bad requests beside a good client.")
     parser.add_argument("--count", type=int, default=5000, help="requests; default: 5000, some ten minutes")
     parser.add_argument("--seed", type=int, default=1, help="of the requests; default: 1")
@@ -82,7 +82,7 @@ def _say(line: str) -> None:
 
 
 def describe(outcome: StageOutcome) -> str:
-    """The outcome in a few lines."""
+    """Return the findings in a few lines."""
     counts = ", ".join(f"{status}: {count}" for status, count in sorted(outcome.sent.items()))
     lines = [
         f"{outcome.stage}: {sum(outcome.sent.values())} requests ({counts})",
@@ -95,9 +95,9 @@ def describe(outcome: StageOutcome) -> str:
 
 
 def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log: Callable[[str], None]) -> StageOutcome:
-    """Start the server, send the requests, stop. Must be called from the main thread."""
+    """Start a server, send it the requests, and stop it. Call from the main thread."""
     outcome = StageOutcome(stage)
-    os.environ[KEY_VARIABLE] = KEY  # each start renders the repository
+    os.environ[KEY_VARIABLE] = KEY  # read at each start, which renders the repository
     config = write_config(out, stage)
     supervisor = Supervisor(lambda: start_server(config, log=lambda line: None), log=_restarts(outcome, log))
     models = [path.parent.name for path in config.run.repository_dir.glob("*/config.pbtxt")]
@@ -156,7 +156,7 @@ class _Requests:
         self._lock = threading.Lock()
 
     def next(self) -> _Sent | None:
-        """The request to send; None at the end."""
+        """Return the next request to send; None at the end."""
         with self._lock:
             if self._number == self._count:
                 return None

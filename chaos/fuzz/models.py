@@ -1,4 +1,4 @@
-"""What the fuzz test serves: tiny random models with a tokenizer of bytes, in two configurations."""
+"""Models of the fuzz test, tiny and random with a byte-level tokenizer, and its two configurations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 
 def write_config(out: Path, stage: str) -> RunConfig:
-    """The configuration of a stage, on free ports; its server needs no sidecar."""
+    """Return the configuration of a stage, on free ports; version 0 is written here, so no sidecar is needed."""
     from python_backend.store.weights import WeightsStore
     from trainer.publish import initialise_store  # torch: not for --help
 
@@ -50,7 +50,7 @@ def write_config(out: Path, stage: str) -> RunConfig:
 
 
 def make_models(folder: Path) -> None:
-    """Tiny random checkpoints with a tokenizer of bytes and a chat template."""
+    """Write tiny random checkpoints with a byte-level tokenizer and a chat template, unless they exist."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(

@@ -1,6 +1,6 @@
-"""Requests for the fuzz test: good ones, with one to three things wrong, at the level of tensors and of the JSON body.
+"""Requests of the fuzz test: valid ones with up to three defects, in tensors, parameters, headers or the JSON body.
 
-numpy and the standard library alone. The same seed gives the same requests.
+Needs only numpy and the standard library. The same seed gives the same requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Tensor:
-    """An input: `data` is what goes over the wire, raw; `values`, where set, goes as JSON instead."""
+    """An input: `data` is sent as raw bytes; if `values` is set, it is sent as JSON instead."""
 
     name: str
     datatype: str
@@ -67,7 +67,7 @@ class Tensor:
 
 @dataclass
 class Request:
-    """One request, good or bad; `wrong` names what was done to it."""
+    """One request; `wrong` names its defects."""
 
     model: str
     tensors: list[Tensor]
@@ -76,22 +76,22 @@ class Request:
     headers: dict[str, str] = field(default_factory=dict)
     version: str = ""
     body: bytes | None = None
-    """In place of all this, over HTTP."""
+    """Raw HTTP body that replaces tensors, outputs and parameters."""
     wrong: list[str] = field(default_factory=list)
 
 
 def num_tokens(sample: Sample) -> float:
-    """The reward function of the fuzz test."""
+    """Return the number of tokens: the reward function of the fuzz test."""
     return float(len(sample.tokens))
 
 
 def make_request(generator: random.Random, models: Sequence[str], key: str | None, *, kills: bool) -> Request:
-    """A request with up to three things wrong.
+    """Return a request with up to three defects.
 
     Args:
-        models: to choose from.
-        key: of training, which half of the requests have.
-        kills: also what is known to kill tritonserver 2.51 itself.
+        models: models to choose from.
+        key: training key, which half of the requests have; None for a server without one.
+        kills: include defects that are known to kill tritonserver 2.51 itself.
     """
     request = _good(generator, generator.choice(models))
     if key is not None and generator.random() < 0.5:
@@ -104,7 +104,7 @@ def make_request(generator: random.Random, models: Sequence[str], key: str | Non
 
 
 def array_tensor(name: str, array: np.ndarray) -> Tensor:
-    """A tensor of int64, float32 or bytes."""
+    """Return a tensor of int64, float32 or bytes."""
     if array.dtype == np.object_:
         return Tensor(name, "BYTES", list(array.shape), _encode(array.ravel().tolist()))
     return Tensor(name, {"i": "INT64", "f": "FP32"}[array.dtype.kind], list(array.shape), array.tobytes())

@@ -36,7 +36,7 @@ LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the poo
 
 @dataclass(frozen=True)
 class ScoreOutcome:
-    """Result of scoring one sample: a score and an empty `error`, or NaN and the error."""
+    """What became of one sample: `error` is empty exactly when there is a score; `score` is NaN otherwise."""
 
     score: float = float("nan")
     error: str = ""
@@ -89,7 +89,7 @@ class Worker:
             raise FunctionError(answer["error"])
 
     def run(self, sample: Sample, limit_s: float) -> ScoreOutcome:
-        """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied or PoolClosed; then kill the worker."""
+        """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied, PoolClosed; kill the worker then."""
         started = time.monotonic()
         self._channel.settimeout(limit_s)
         try:
@@ -251,7 +251,7 @@ class WorkerPool:
                     outcome, worker = self._run(worker, sample)
                 except PoolClosed:
                     return
-                except Exception as error:  # thread edge: if the thread died, its samples would never be completed
+                except Exception as error:  # thread edge: a thread that died would leave its samples without an end
                     outcome = ScoreOutcome(error=str(error) or type(error).__name__)
                 done(outcome)
         finally:
@@ -259,8 +259,8 @@ class WorkerPool:
                 worker.kill()
 
     def _run(self, worker: Worker, sample: Sample) -> tuple[ScoreOutcome, Worker | None]:
-        """Score one sample; return the outcome, and the worker if it can be used again (otherwise it is killed)."""
-        healthy = False  # an exception of any kind, PoolClosed included, must not leave the worker running
+        """The outcome, and the worker if it may go on."""
+        healthy = False
         try:
             outcome = worker.run(sample, self._timeout_s)
             healthy = True

@@ -95,7 +95,7 @@ class PendingCall:
         self._lock = threading.Lock()
 
     def done(self, row: int, outcome: ScoreOutcome) -> None:
-        """Store a row's outcome; the last one answers the request."""
+        """Take a row's outcome; the last one answers the request."""
         with self._lock:
             self._outcomes[row] = outcome
             self._left -= 1
@@ -108,10 +108,7 @@ class PendingCall:
 
 
 def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:
-    """Send the scores, with failures as row errors.
-
-    The request itself never fails: two ensemble steps that fail at the same time can crash tritonserver 2.51.
-    """
+    """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
     scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
     with np.errstate(over="ignore"):  # a score beyond FP32 becomes infinite, which the weighted sum reports as an error
         arrays = {contract.REWARD_COMPONENT: scores.astype(np.float32)}
@@ -130,5 +127,5 @@ def _refuse(call: Call, error: Exception) -> None:
         if num_rows == 0:
             raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
         _answer(call, [ScoreOutcome(error=str(error))] * num_rows)
-    except Exception as trouble:  # thread edge: the request must be answered
+    except Exception as trouble:  # thread edge: the request must have an answer
         call.fail(trouble)

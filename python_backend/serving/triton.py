@@ -152,7 +152,7 @@ def _outgoing(array: np.ndarray) -> np.ndarray:
 
 
 class MetricCounters:
-    """Counters in the server's Prometheus metrics; they keep their values when the model is reloaded."""
+    """Numbers in the server's Prometheus metrics; they go on across reloads of the model."""
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:
         """Register the counters. `descriptions` maps metric names to help texts."""

@@ -1,6 +1,4 @@
-"""A client without checks or retries: sends the server whatever a test wants, and returns what it answers.
-Given: a server's address, models, arrays. Returns: outputs by name, or `Refused` with code and message.
-"""
+"""A client without checks or retries, for requests that the project's own client would not send."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class Refused(Exception):
 
 
 class BareClient:
-    """What another project's client may send: any tensors, any names."""
+    """Sends any tensors under any names, as another project's client may; an async context manager."""
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         self._url = url
@@ -43,7 +41,7 @@ class BareClient:
     async def infer(
         self, model: str, arrays: Mapping[str, np.ndarray], outputs: Sequence[str] = (), timeout_us: int | None = None
     ) -> dict[str, np.ndarray]:
-        """The outputs (all if none are named); `timeout_us` is Triton's own deadline in the queue. Raises Refused."""
+        """Return the outputs, all if none are named. `timeout_us` is Triton's queue timeout. Raises Refused."""
         inputs = []
         for name, array in arrays.items():
             tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -63,7 +61,7 @@ Answer = dict[str, np.ndarray]
 
 
 def ask_all(url: str, requests: Sequence[Any], *, headers: Mapping[str, str] | None = None) -> list[Answer | Refused]:
-    """Several requests at once, each `(model, arrays[, outputs[, timeout_us]])`; the answers in their order."""
+    """Send requests `(model, arrays[, outputs[, timeout_us]])` concurrently; return the answers in their order."""
 
     async def together() -> list[Answer | Refused]:
         async with BareClient(url, headers=headers) as client:
@@ -86,7 +84,7 @@ def ask(
     *,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One request. Raises Refused."""
+    """Send one request and return its outputs. Raises Refused."""
     (answer,) = ask_all(url, [(model, arrays, outputs)], headers=headers)
     if isinstance(answer, Refused):
         raise answer

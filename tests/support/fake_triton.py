@@ -1,5 +1,5 @@
-"""A server that fails on demand, as the real one cannot: it speaks Triton's HTTP, and answers what a test tells it to.
-Given: what becomes of each request. Returns: a record of what was asked, on which connections.
+"""A fake tritonserver that fails on demand, which the real one cannot: it speaks Triton's HTTP protocol, answers each
+request as a test specifies, and records requests and connections.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ OUTPUTS = [
     {"name": "status", "datatype": "INT64", "shape": [1], "data": [1]},
     {"name": "weights_version", "datatype": "INT64", "shape": [1], "data": [7]},
 ]
-Behaviour = Callable[[str, int], str]  # model and the number of the request, from 1 on: what becomes of it
+Behaviour = Callable[[str, int], str]  # (model, number of the request from 1 on) -> how to answer it
 
 
 class FakeTriton:
-    """On loopback, on a port of its own that it keeps when it is started again; an async context manager.
+    """A fake server on a free port of loopback, which it keeps over restarts; an async context manager.
 
-    What may become of a request: `ok`, `busy` (503), `dead` (the model's process), `wrong` (400), `failed` (500),
-    `drop` (the connection breaks), `hang` (no answer), or `wait` (an answer when `go` is set).
+    A behaviour answers a request with `ok`, `busy` (503), `dead` (the error of a dead model process), `wrong` (400),
+    `failed` (500), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
         self.asked: list[str] = []
-        self.encodings: set[str | None] = set()  # that clients accept of answers
+        self.encodings: set[str | None] = set()  # Accept-Encoding headers of the requests
         self.connections: set[asyncio.Transport] = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
@@ -52,7 +52,7 @@ class FakeTriton:
         await self.stop()
 
     async def start(self) -> None:
-        """Listen, on the same port as before."""
+        """Listen, after a stop on the same port as before."""
         self._stopped = False
         app = web.Application()
         app.add_routes(
@@ -69,7 +69,7 @@ class FakeTriton:
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Break what is under way, and refuse connections."""
+        """Abort the open connections, and refuse new ones."""
         self._stopped = True
         for transport in self.connections:
             transport.abort()

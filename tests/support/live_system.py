@@ -1,5 +1,5 @@
-"""What the integration tests run: tiny random checkpoints, inputs for them, a run's YAML and its processes.
-Given: a folder. Returns: checkpoints of a few kilobytes, what a direct forward says, started processes.
+"""Support of the integration tests: tiny random checkpoints, inputs and expected outputs for them, and a run's YAML
+and processes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NU
 def make_tokenizer(
     texts: Sequence[str] = TEXTS, vocab_size: int = 200, *, adds_bos: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
+    """Return a byte-pair tokenizer learned from `texts`; the ids of bos, eos and pad are 0, 1 and 2."""
     alphabet = sorted({letter for text in texts for letter in text.replace(" ", "Ġ")})
     tokenizer = train_bpe(texts, alphabet=alphabet, vocab_size=vocab_size)
     if adds_bos:
@@ -79,7 +79,7 @@ def make_tokenizer(
 
 
 def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Path:
-    """A Llama with random weights: `kind` is reward, critic or policy. Weights are large, so that rows differ."""
+    """Write a random Llama, `kind` reward, critic or policy. Weights that score are large, so that rows differ."""
     settings: dict[str, Any] = {"initializer_range": 0.02 if kind == "policy" else 0.25}
     if kind == "reward":
         settings["reward_standardization"] = {"mean": 0.25, "std": 2.0}
@@ -91,7 +91,7 @@ def make_checkpoint(folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast,
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
-    """One folder each; `other_reward` has a vocabulary of its own, and its tokenizer adds BOS."""
+    """Paths of the checkpoints; `other_reward` has a vocabulary of its own, and its tokenizer adds BOS."""
 
     reward: Path
     critic: Path
@@ -102,7 +102,7 @@ class Checkpoints:
 
 
 def make_checkpoints(folder: Path) -> Checkpoints:
-    """All that a run needs."""
+    """Write all the checkpoints and prompts that a run needs."""
     ours, theirs = make_tokenizer(), make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=160, adds_bos=True)
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": " ".join(text.split()[:3])}) + "\n" for text in TEXTS))
@@ -116,11 +116,11 @@ def make_checkpoints(folder: Path) -> Checkpoints:
     )
 
 
-# ---- what a direct forward says ----
+# ---- expected outputs: transformers' own forward pass ----
 
 
 def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
-    """`[B]`: transformers' own forward of each row alone, standardised as the checkpoint says."""
+    """Return rewards `[B]` of transformers' own forward pass, one row at a time, standardised as in the checkpoint."""
     model = LlamaForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
     constants = model.config.reward_standardization
     with torch.no_grad():
@@ -129,20 +129,20 @@ def direct_rewards(folder: Path, rows: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def direct_values(folder: Path, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """`[length_i]` each: transformers' own forward of each row alone."""
+    """Return the values `[length_i]` of each row by transformers' own forward pass, one row at a time."""
     model = LlamaForTokenClassification.from_pretrained(str(folder), dtype=torch.float32).eval()
     with torch.no_grad():
         return [model(input_ids=torch.from_numpy(row)[None]).logits[0, :, 0].numpy() for row in rows]
 
 
 def random_rows(lengths: Sequence[int], *, seed: int, vocab_size: int = 100) -> list[np.ndarray]:
-    """Token rows int64 `[length_i]`, without special tokens: transformers' own reward forward skips padding ids."""
+    """Return token rows int64 `[length_i]` without special tokens: transformers' reward models skip padding ids."""
     generator = np.random.default_rng(seed)
     return [generator.integers(3, vocab_size, length, dtype=np.int64) for length in lengths]
 
 
 def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict[str, np.ndarray]:
-    """`tokens` [B, S] and `sequence_lengths` [B, 1]; what lies behind a row is a valid token that must not count."""
+    """Return `tokens` [B, S] and `sequence_lengths` [B, 1]; the padding is a valid token, which must not count."""
     width = width or max(row.size for row in rows)
     tokens = np.full((len(rows), width), 7, np.int64)
     for i, row in enumerate(rows):
@@ -151,7 +151,7 @@ def scoring_inputs(rows: Sequence[np.ndarray], width: int | None = None) -> dict
 
 
 def training_inputs(*, seed: int, rows: int = 4, width: int = 12, **changes: np.ndarray) -> dict[str, np.ndarray]:
-    """A padded training payload: tokens [N, S]; returns, prev_values, mask [N, S-1]."""
+    """Return a padded training payload: tokens [N, S]; returns, prev_values, mask [N, S-1]."""
     generator = np.random.default_rng(seed)
     shape = (rows, width - 1)
     payload = {
@@ -164,7 +164,7 @@ def training_inputs(*, seed: int, rows: int = 4, width: int = 12, **changes: np.
 
 
 def identity(run_id: str, step: int) -> dict[str, np.ndarray]:
-    """`run_id` and `step` of a training request."""
+    """Return `run_id` and `step` of a training request."""
     return {"run_id": np.asarray([run_id.encode()], dtype=np.object_), "step": np.asarray([step], np.int64)}
 
 
@@ -185,7 +185,7 @@ class LiveRun:
 
     @property
     def journal(self) -> Journal:
-        """What was accepted."""
+        """The journal of accepted requests."""
         return Journal(self.config.run.journal_dir, self.config.run.identity)
 
     @property
@@ -195,26 +195,26 @@ class LiveRun:
 
     @property
     def run_id(self) -> str:
-        """Its identity in the journal."""
+        """The run's identity in the journal."""
         return self.config.run.identity
 
     def next_step(self) -> int:
-        """The training step that may be sent next."""
+        """Return the training step to send next."""
         return self.journal.last_step() + 1
 
     def start(self, name: str, *arguments: str, module: str | None = None, **env: str) -> Child:
-        """`python -m <module> --config <the YAML> <arguments>`, its output in the run's logs."""
+        """Start `python -m <module> --config <the YAML> <arguments>`, with its output in the run's logs."""
         module_arguments = (module or name).split()
         log = self.config.run.logs_dir / f"{name}.log"
         return Child(name, [*module_arguments, "--config", str(self.path), *arguments], log, {**ENVIRONMENT, **env})
 
     def critic_metrics(self) -> list[dict[str, Any]]:
-        """What the sidecar wrote about its updates and reloads."""
+        """Return the sidecar's metrics of its updates and reloads."""
         path = self.config.run.dir / "critic_metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def critic_updates(self, *, up_to: int) -> list[dict[str, Any]]:
-        """The sidecar's lines on its updates, once that of step `up_to` is there: it is written after the answer."""
+        """Return the metrics of updates; wait for that of step `up_to`, which is written after the answer."""
 
         def lines() -> list[dict[str, Any]]:
             return [line for line in self.critic_metrics() if "loss_mean" in line]
@@ -224,7 +224,7 @@ class LiveRun:
 
 
 def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> LiveRun:
-    """A run in `folder` on free ports; `sections` are merged over small settings."""
+    """Write and load a run in `folder` on free ports; `sections` are merged over small settings."""
     data: dict[str, dict[str, Any]] = {
         "run": {"dir": str(folder), "run_id": "test"},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
@@ -264,28 +264,28 @@ class System:
     sidecar: Child
 
     def stop_sidecar(self) -> int:
-        """As Ctrl-C does; its exit code."""
+        """Stop the sidecar as Ctrl-C does; return its exit code."""
         return stop_process(self.sidecar)
 
     def start_sidecar(self, *arguments: str) -> None:
-        """A new one, following the journal from where the last one stopped."""
+        """Start a new sidecar, which continues where the last one stopped, and wait until it follows the journal."""
         self.sidecar = start_sidecar(self.run, *arguments)
         wait_for(self.run.journal.is_followed, self.sidecar)
 
     @contextlib.contextmanager
     def without_probes(self, *models: str) -> Iterator[None]:
-        """Whoever counts what `models` do is alone: the server's supervisor, which asks those that idle, is held."""
+        """Pause the server's supervisor, whose probes of idle models would disturb a count of their requests."""
         self.server.process.send_signal(signal.SIGSTOP)
         try:
             with ControlPlane(self.run.config.server.grpc_url) as control:
-                for model in models:  # answered after the supervisor's last request
+                for model in models:  # wait for the supervisor's last probe
                     probe(control, model, 60.0)
             yield
         finally:
             self.server.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Both processes, at the same time."""
+        """Stop both processes, in parallel."""
         with ThreadPoolExecutor(2) as executor:
             list(executor.map(stop_process, (self.sidecar, self.server)))
 
@@ -299,10 +299,10 @@ class FinishedRun(System):
 
 
 def start_system(run: LiveRun) -> System:
-    """Server and sidecar of a new run, both ready.
+    """Start server and sidecar of a new run, and wait until both are ready.
 
-    Version 0 and the repository are made here, where torch and transformers are loaded already. The server is a
-    process of its own: other tests count what this one has started.
+    Version 0 and the repository are made here, where torch and transformers are loaded already. The server runs under
+    a process of its own, because other tests count the servers that the test process has started.
     """
     initialise_store(run.store, run.config.critic, run_id=run.run_id)
     render_repository(run.config, run.config.run.repository_dir)
@@ -310,7 +310,8 @@ def start_system(run: LiveRun) -> System:
     system = System(run, server, start_sidecar(run))
     try:
         wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
-        wait_for(run.journal.is_followed, server, system.sidecar)  # a step sent earlier is refused after a few seconds
+        # A step that is sent before the sidecar follows the journal is refused after a few seconds.
+        wait_for(run.journal.is_followed, server, system.sidecar)
     except BaseException:
         system.stop()
         raise
@@ -318,7 +319,7 @@ def start_system(run: LiveRun) -> System:
 
 
 def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
-    """Run `python -m actor` to its end; its exit code and its log."""
+    """Run `python -m actor` to its end; return its exit code and its log."""
     actor = run.start(name, *overrides, module="actor")
     try:
         code = actor.process.wait(180)
@@ -330,14 +331,14 @@ def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
 
 
 def start_sidecar(run: LiveRun, *arguments: str) -> Child:
-    """`python -m trainer`; returns at once, the journal keeps what it has not seen."""
+    """Start `python -m trainer` without waiting: the journal keeps the requests until it reads them."""
     return run.start("sidecar", *arguments, module="trainer")
 
 
 def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], None]) -> None:
     """Have the server load `model` with its rendered configuration, changed by `change`.
 
-    Not with its active one: tests that share a server do not inherit each other's settings.
+    Not with its active configuration, so that tests that share a server do not inherit each other's settings.
     """
     from google.protobuf import json_format, text_format
     from tritonclient.grpc import InferenceServerClient as GrpcClient
@@ -353,7 +354,7 @@ def reload_model(run: LiveRun, model: str, change: Callable[[dict[str, Any]], No
 
 
 def stop_process(child: Child) -> int:
-    """Ask it to stop, as a person would; its exit code."""
+    """Stop the process as Ctrl-C does; return its exit code."""
     return child.stop(signal.SIGINT, 60.0)
 
 

@@ -1,4 +1,4 @@
-"""One training step of a policy and its checkpoint, for tests of what it leaves behind."""
+"""One training step of a policy, and its checkpoint, for tests of saving and resuming."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actor.policy.policy import Policy
 
 
 def train(policy: Policy, rollout: Rollout) -> None:
-    """A step towards what the rollout holds."""
+    """Take one optimizer step that makes the rollout's tokens more likely."""
     everywhere = torch.ones_like(rollout.tokens[:, 1:])
     logprobs, _ = policy.token_logprobs(policy.model, rollout.tokens, rollout.lengths, everywhere)
     (-logprobs.clamp(min=-50).mean()).backward()
@@ -25,12 +25,12 @@ def train(policy: Policy, rollout: Rollout) -> None:
 
 
 def states(policy: Policy) -> RunState:
-    """The state of a run that trains `policy`."""
+    """Return the state of a run that trains `policy`."""
     return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
 
 
 def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:
-    """As the actor resumes; returns the saved state."""
+    """Resume from a checkpoint as the actor does; return the saved state."""
     state = check_checkpoint_of(run.policy, root / str(step))
     restore(root / str(step), state, run)
     return state

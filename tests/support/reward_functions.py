@@ -1,5 +1,5 @@
-"""Reward functions as users write them, and such as go wrong in every way that a function can.
-Given: a `Sample`. Returns: a score; `by_row` does what the row's own metadata says, so that one request holds all.
+"""Reward functions as users write them, and faulty ones. `by_row` does what a row's metadata says, so that one request
+can mix all faults.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from python_backend.rewards.function import Sample
 
 
 def num_tokens(sample: Sample) -> float:
-    """The length: with a negative weight a penalty."""
+    """Return the length; with a negative weight, it is a length penalty."""
     return float(len(sample.tokens))
 
 
 def token_sum(sample: Sample) -> float:
-    """Differs between nearly any two responses."""
+    """Return the sum of the token ids, which differs between nearly any two responses."""
     return float(sum(sample.tokens))
 
 
 def equals_label(sample: Sample) -> float:
-    """A verifier: 1 if the response holds the row's label. A row without a label is an error, not a 0."""
+    """A verifier: return 1 if the response contains the row's label. A row without a label is an error, not a 0."""
     return float(str(sample.metadata["label"]) in (sample.response or sample.text))
 
 
 def texts_fit(sample: Sample) -> float:
-    """1 if prompt and response, as the actor sends them, make up the text."""
+    """Return 1 if the text is the actor's prompt followed by its response."""
     return float(f"{sample.prompt}{sample.response}" == sample.text)
 
 
 def by_row(sample: Sample) -> Any:
-    """What `metadata["do"]` says; the number of tokens without it."""
+    """Do what `metadata["do"]` says; without it, return the number of tokens."""
     action = sample.metadata.get("do")
     return _ACTIONS[action](sample) if action else float(len(sample.tokens))
 
 
 def label_or_trouble(sample: Sample) -> Any:
-    """The row's label as its score; a label that is a word is something to do."""
+    """Return the row's label as its score; a label that is a word is an action of `_ACTIONS`."""
     label = sample.metadata["label"]
     return _ACTIONS[label](sample) if isinstance(label, str) else float(label)
 
@@ -52,12 +52,12 @@ def _raise(sample: Sample) -> float:
 
 
 def _backtrack_for_ever(_: Sample) -> float:
-    """Endless inside C code, where no Python signal handler runs."""
+    """Loop forever inside C code, where no Python signal handler runs."""
     return float(bool(re.fullmatch(r"(a|aa)+$", "a" * 200 + "b")))
 
 
 def _start_a_program(sample: Sample) -> float:
-    """As a verifier does that runs the policy's code; its process id is left in a file."""
+    """Start a child process, like a verifier that runs the policy's code, and write its process id to a file."""
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     with open(sample.metadata["pid_file"], "w") as file:  # noqa: PTH123 - written as users write
         file.write(str(child.pid))

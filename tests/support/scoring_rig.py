@@ -1,4 +1,4 @@
-"""`python_backend.serving.scoring` outside a server: Triton's module is the stand-in among the tests."""
+"""Runs `python_backend.serving.scoring` outside a server, with the tests' stand-in for Triton's module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 @pytest.fixture
 def scoring() -> Iterator[Any]:
-    """The module; it changes how often threads hand the interpreter on."""
+    """The imported module; restores the thread switch interval, which serving changes."""
     interval = sys.getswitchinterval()
     yield importlib.import_module("python_backend.serving.scoring")
     sys.setswitchinterval(interval)
 
 
 def started(model: Any, *, token_budget: int) -> Any:
-    """The model, a `ScoringModel` that has begun to serve with one worker."""
+    """Start serving with `model`, a `ScoringModel`, and one worker; return the model."""
     values = {
         "token_budget": token_budget, "micro_batch_rows": 64, "forward_overhead_tokens": 64, "workers": 1,
         "strip_sequence_length_to_multiple": 1, "queue_timeout_s": "0",

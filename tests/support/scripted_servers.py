@@ -1,4 +1,4 @@
-"""Servers whose connections are scripted, for tests of `actor.servers`."""
+"""Servers with scripted connections, for tests of `actor.scoring.pool`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUSY = Trouble(Kind.BUSY, "refused", "no room")
 
 
 class Scripted:
-    """A connection whose server is there or not, and has models that are ready or not."""
+    """A connection whose server can refuse connections, and whose models can be not ready."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -39,7 +39,7 @@ class Scripted:
 
 
 class Rig(ServerPool[Scripted]):
-    """Servers with short pauses, and what tests ask of them."""
+    """Servers with scripted connections and short back-off, and shortcuts for tests."""
 
     def __init__(self, *addresses: str, **settings: Any) -> None:
         self.counters = RequestCounters()
@@ -58,17 +58,17 @@ class Rig(ServerPool[Scripted]):
         return next(server for server in self.servers if server.url == url)
 
     async def take(self, model: str = "m", *, writes: bool = False, patient: bool = True) -> str:
-        """Where a request goes that is answered at once."""
+        """Send a request that is answered at once; return the URL of its server."""
         async with self.one(model, writes=writes, patient=patient) as server:
             self.answered(server, model)
             return server.url
 
     async def fail(self, url: str, trouble: Trouble, model: str = "m") -> bool:
-        """A request to this server fails."""
+        """Report a failed request to this server; return whether that suspends the server."""
         return await self.failed(self[url], model, trouble)
 
     async def lose_all(self) -> None:
-        """Nobody listens any more."""
+        """Make all servers refuse connections."""
         await self.take()
         for server in self.servers:
             server.connection.refuses = True

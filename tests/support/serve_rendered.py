@@ -1,4 +1,4 @@
-"""`python -m serve_rendered`: `tools serve` on a repository that is there already: saves an import of transformers."""
+"""`python -m serve_rendered`: `tools serve` on a repository already rendered, which saves importing transformers."""
 
 import sys
 

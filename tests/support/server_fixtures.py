@@ -1,5 +1,5 @@
-"""Servers that the integration tests share; each is started once per session, when a test first asks for it.
-Loading torch in two stubs is what takes time.
+"""Servers that the integration tests share. Each is started once per session, when it is first used, because loading
+torch in two stubs is slow.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
-    """Three PPO steps, no training key; server and sidecar run on.
+    """A system without a training key after three PPO steps; server and sidecar still run.
 
-    Tests may load its models with other settings; one that needs a certain setting loads the model itself.
+    Tests may load its models with other settings, so a test that needs a certain setting loads the model itself.
     """
     system = start_system(make_run(tmp_path_factory.mktemp("finished"), checkpoints))
     try:

@@ -1,6 +1,4 @@
-"""Two tritonservers on one weights store and one journal, behind one sidecar; tests may kill and start each of them.
-Given: a folder and checkpoints. Returns: a `Pair`, its first server and the sidecar at work.
-"""
+"""Two tritonservers on one weights store and one journal, with one sidecar; tests may kill and start each of them."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from tools.server.child import Child
 
 
 class Pair:
-    """The first server with its sidecar, and a second server on the same store."""
+    """A running server with its sidecar, and a second server on the same store, which is not started yet."""
 
     def __init__(self, folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, Any]) -> None:
-        """`sections`: of the YAML, merged over small settings."""
+        """`sections` of the YAML are merged over small settings."""
         self.other = make_run(folder / "second", checkpoints, **sections)
         run = make_run(folder / "first", checkpoints, **sections)
         servers = [run.config.server.grpc_url, self.other.config.server.grpc_url]
@@ -28,29 +26,29 @@ class Pair:
         self.run = LiveRun(run.path, load_config(run.path))
         self.first: System = start_system(self.run)
         self.second: Child | None = None
-        # The second machine sees the same volume; its repository is the one that was rendered for the first.
+        # As on a second machine with the same volume; it uses the repository rendered for the first.
         for name in ("weights", "journal", "model_repository"):
             (self.other.config.run.dir / name).symlink_to(self.run.config.run.dir / name)
 
     def start_first(self) -> None:
-        """The server alone, which must have been killed; the sidecar is there."""
+        """Start the first server again, after `kill_first`; the sidecar still runs."""
         self.first.server = _start(self.run)
 
     def start_second(self) -> None:
-        """The server, which must not be there."""
+        """Start the second server, which must not be running."""
         self.second = _start(self.other)
 
     def kill_first(self) -> None:
-        """All of it at once, as when a machine goes away; the sidecar stays."""
+        """Kill all processes of the first server at once, as if its machine failed; the sidecar stays."""
         _kill(self.first.server)
 
     def kill_second(self) -> None:
-        """All of it at once, as when a machine goes away."""
+        """Kill all processes of the second server at once, as if its machine failed."""
         assert self.second is not None
         _kill(self.second)
 
     def stop(self) -> None:
-        """Everything."""
+        """Stop both servers and the sidecar."""
         if self.second is not None:
             stop_process(self.second)
         self.first.stop()

@@ -1,5 +1,6 @@
-"""Sidecars that the tests share: `rig` is at work and served, `make` builds others, `straight` nothing has disturbed.
-A test module takes them in by `pytest_plugins = ["sidecar_fixtures"]`.
+"""Sidecar fixtures: `rig` runs and is served, `make` builds further rigs, `straight` is an undisturbed run.
+
+A test module loads them with `pytest_plugins = ["sidecar_fixtures"]`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def make(tmp_path: Path, checkpoint: Path) -> Iterator[Callable[..., Rig]]:
 
 @pytest.fixture
 def rig(make: Callable[..., Rig]) -> Rig:
-    """A sidecar at work, and one instance."""
+    """A running sidecar and one serving instance."""
     rig = make()
     rig.serve()
     return rig.start()
@@ -46,7 +47,7 @@ def rig(make: Callable[..., Rig]) -> Rig:
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Rig]:
-    """Six steps that nothing disturbed, every version kept: what each other run must equal."""
+    """Six undisturbed steps with every version kept: the expected result of all other runs."""
     rig = Rig(tmp_path_factory.mktemp("straight"), checkpoint, publish={"keep": 100})
     rig.serve()
     rig.start().train(1, 2, 3, 4, 5, 6)

@@ -1,6 +1,4 @@
-"""The real sidecar on a real journal and store, in a thread; a few lines stand for the serving instances.
-Given: a run's folder and a checkpoint. Returns: a `Rig` to send steps to, to kill, and to look into.
-"""
+"""Runs the real sidecar on a real journal and store, in a thread; only the serving instances are simulated."""
 
 from __future__ import annotations
 
@@ -27,11 +25,11 @@ PATIENCE_S = 30.0
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing in the sidecar catches it."""
+    """Simulates SIGKILL: a BaseException that nothing in the sidecar catches."""
 
 
 class Instance(threading.Thread):
-    """A critic instance as python_backend/serving/critic.py is: sees CURRENT move, says what it serves."""
+    """A simulated critic instance, like python_backend/serving/critic.py: follows CURRENT, records what it serves."""
 
     def __init__(self, store: WeightsStore, name: str = "critic_0") -> None:
         super().__init__(daemon=True)
@@ -66,7 +64,7 @@ class Instance(threading.Thread):
 
 
 class Rig:
-    """One run's folder, its instances, and the sidecar that runs now."""
+    """A run's folder, its instances, and its current sidecar."""
 
     def __init__(self, folder: Path, checkpoint: Path, **settings: Any) -> None:
         trainer = {
@@ -105,7 +103,7 @@ class Rig:
         return self
 
     def ended(self) -> BaseException | None:
-        """Wait until the sidecar ends by itself; what it died of."""
+        """Wait until the sidecar ends on its own; return the exception that ended it, or None."""
         assert self.thread is not None
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
@@ -122,9 +120,9 @@ class Rig:
             instance.close()
 
     def kill(self) -> None:
-        """Where it stands: idle, or soon."""
+        """Kill the sidecar once it is idle."""
         with pytest.MonkeyPatch.context() as patch:
-            kill_at(patch, Journal, "changed_at", "before", call=1)  # an idle sidecar looks at nothing else
+            kill_at(patch, Journal, "changed_at", "before", call=1)  # called by an idle sidecar only
             assert isinstance(self.ended(), Killed)
 
     def send(self, step: int, value: int | None = None) -> Entry:
@@ -162,7 +160,7 @@ def payload(value: int) -> TrainPayload:
 
 
 def overflowing() -> TrainPayload:
-    """Finite returns whose gradient is not."""
+    """Return a payload with finite returns whose gradient is not finite."""
     sane = payload(0)
     return TrainPayload(sane.tokens, sane.lengths, np.full_like(sane.returns, 1e38), sane.prev_values, sane.mask)
 

@@ -1,6 +1,4 @@
-"""A disk of its own for a test: a small tmpfs that can be filled up, emptied, and made read-only.
-Given: a folder to mount it on. Returns: a `SmallDisk`, gone when the context ends; a skip where nobody may mount.
-"""
+"""A small tmpfs for a test, which can be filled up, emptied, and made read-only."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class SmallDisk:
         self._ballast = folder / "ballast"
 
     def fill(self) -> None:
-        """Take all the space there is; a file that somebody replaces meanwhile gives some back."""
+        """Use up all the space; repeated, since a file that is replaced meanwhile frees some."""
         for _ in range(100):
             with contextlib.suppress(OSError), self._ballast.open("ab", buffering=0) as file:
                 while True:
@@ -32,11 +30,11 @@ class SmallDisk:
         raise AssertionError(f"{self.folder} does not fill up")
 
     def empty(self) -> None:
-        """Give it back."""
+        """Free the space again."""
         self._ballast.unlink()
 
     def read_only(self, on: bool) -> None:
-        """Root writes where permissions forbid it, but not here. Waits until no file is open for writing."""
+        """Remount the disk; waits until no file is open for writing. File permissions would not stop root."""
         command = ["mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.folder)]
         for _ in range(100):
             done = subprocess.run(command, capture_output=True, text=True)
@@ -48,7 +46,7 @@ class SmallDisk:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[SmallDisk]:
-    """Mount one on `folder`; skip the test where that is not permitted."""
+    """Mount a disk on `folder` and unmount it at the end; skip the test if mounting is not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     try:

@@ -1,6 +1,4 @@
-"""Random Hugging Face checkpoints of a few thousand weights, one of each family, made in milliseconds.
-Given: a folder and a seed. Returns: the transformers model that was saved there.
-"""
+"""Random Hugging Face checkpoints of a few thousand weights, one of each family, made in milliseconds."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ CONFIGS = {
     "bert": (BertConfig, _SIZES),
     "deberta-v3": (DebertaV2Config, {**_SIZES, **_DEBERTA}),
 }
-# Families with something of their own: no token classification class, positions from the mask, a head of two layers.
+# Families with a peculiarity: no token classification class, positions from the mask, a head of two layers.
 MORE_CONFIGS = {
     "opt": (OPTConfig, {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16}),
     "gptj": (GPTJConfig, {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}),
@@ -66,7 +64,7 @@ MORE_CONFIGS = {
     "phi3": (Phi3Config, {**_SIZES, "eos_token_id": 2}),
 }
 _MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
-MIXTURES = {  # of experts: in memory one tensor for all of a layer, in most families' files one for each
+MIXTURES = {  # of experts: one tensor for all experts of a layer in memory, one per expert in most families' files
     "mixtral": (MixtralConfig, {**_MIXTURE, "num_local_experts": 4, "num_key_value_heads": 1}),
     "qwen2-moe": (
         Qwen2MoeConfig,
@@ -95,7 +93,7 @@ HEADS = {
 
 
 def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels: int = 1, **settings: Any) -> Any:
-    """Save a checkpoint of `family`, a key of [MORE_]CONFIGS or MIXTURES, with `head`, of HEADS; returns the model."""
+    """Save a checkpoint of `family` (a key of [MORE_]CONFIGS or MIXTURES) with `head` (of HEADS); return the model."""
     kind, sizes = {**CONFIGS, **MORE_CONFIGS, **MIXTURES}[family]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -109,8 +107,10 @@ def save_tiny(folder: Path, family: str, head: str, *, seed: int = 0, num_labels
 def save_with_value_head(
     folder: Path, family: str, *, prefix: str, num_labels: int = 1, bias: bool = False, seed: int = 0, **config: Any
 ) -> tuple[Any, torch.nn.Linear]:
-    """Save a language model whose file also holds a linear value head `<prefix>.weight`, as TRL (`v_head.summary`, with
-    a bias) and OpenRLHF (`value_head_prefix` in the config) write it; returns (body, head)."""
+    """Save a language model whose file also has a linear value head `<prefix>.weight`; return (body, head).
+
+    TRL (`v_head.summary`, with a bias) and OpenRLHF (`value_head_prefix` in the config) write such files.
+    """
     model = save_tiny(folder, family, "language", seed=seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed + 1)
@@ -122,7 +122,7 @@ def save_with_value_head(
 
 
 def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write more tensors into the checkpoint's file."""
+    """Add tensors to the checkpoint's file."""
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 

@@ -1,6 +1,4 @@
-"""Models for the real tritonserver that load in a tenth of a second, and servers to run them.
-Given: a test's own folder. Returns: a repository of the contract's models, in numpy; a server on free ports.
-"""
+"""Models for the real tritonserver that need only numpy and load in a tenth of a second, and servers for them."""
 
 from __future__ import annotations
 
@@ -99,19 +97,19 @@ class TritonPythonModel:
 
 
 def write_scoring_model(repository: Path, name: str, on_load: str = "pass", on_request: str = "pass") -> None:
-    """A reward_model or critic that answers zeros; `on_load` and `on_request` are statements it runs."""
+    """Write a reward_model or critic that answers zeros; `on_load` and `on_request` are statements it runs."""
     outputs = _REWARDS if name == "reward_model" else f"{_VALUES}\n{_VERSION}"
     model = _SCORING_MODEL.format(on_load=on_load, on_request=on_request)
     _write(repository / name, _SCORING_CONFIG.format(name=name, outputs=outputs), model)
 
 
 def write_journal_model(repository: Path, name: str, *, refuse: bool = True) -> None:
-    """A critic_train or critic_save that refuses negative input, or accepts everything."""
+    """Write a critic_train or critic_save that refuses negative input, or accepts everything."""
     _write(repository / name, _JOURNAL_CONFIG.format(name=name), _JOURNAL_MODEL.format(refuse=refuse))
 
 
 def write_repository(repository: Path) -> None:
-    """All five models."""
+    """Write all five models."""
     for name in ("reward_model", "critic"):
         write_scoring_model(repository, name)
     for name in ("critic_train", "critic_save"):
@@ -120,7 +118,7 @@ def write_repository(repository: Path) -> None:
 
 
 def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: object) -> TritonServer:
-    """A server, not started yet, on `folder/repository` and free ports."""
+    """Return a server, not started yet, on `folder/repository` and free ports."""
     home = find_tritonserver(None)
     settings = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 0, **section}
     return TritonServer(
@@ -136,7 +134,7 @@ def tiny_server(folder: Path, log: Callable[[str], None] = print, **section: obj
 
 @contextlib.contextmanager
 def ready_server(folder: Path) -> Iterator[TritonServer]:
-    """A server in `folder` with all five models loaded."""
+    """Run a server in `folder` with all five models loaded."""
     write_repository(folder / "repository")
     with tiny_server(folder) as running:
         running.wait_ready()
@@ -144,19 +142,19 @@ def ready_server(folder: Path) -> Iterator[TritonServer]:
 
 
 def regions(parent_pid: int) -> list[str]:
-    """Shared-memory regions of the servers that process `parent_pid` has started."""
+    """Return the names of shared-memory regions of the servers that process `parent_pid` has started."""
     return [path.name for path in SHARED_MEMORY.glob(f"rlhf-{parent_pid}-*")]
 
 
 def server_processes(parent_pid: int) -> list[psutil.Process]:
-    """Servers that process `parent_pid` has started, and their stubs, by the names of their regions."""
+    """Return the servers that process `parent_pid` has started, and their stubs, found by their regions' names."""
     mark = f"rlhf-{parent_pid}-"
     found = psutil.process_iter(["cmdline"])
     return [process for process in found if any(mark in item for item in process.info["cmdline"] or ())]
 
 
 def stub_of(server: TritonServer, model: str) -> psutil.Process:
-    """The process of one model."""
+    """Return the process of one model."""
     for child in psutil.Process(server.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a killed stub is a zombie until its model is unloaded
             if f"{os.sep}{model}{os.sep}" in " ".join(child.cmdline()):

@@ -1,4 +1,4 @@
-"""Tokenizers as BERT, RoBERTa, DeBERTa, Llama and Qwen2 have them, learned from a few sentences in milliseconds."""
+"""Tokenizers like those of BERT, RoBERTa, DeBERTa, Llama and Qwen2, learned from a few sentences in milliseconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ADDED = {"bert": ("[CLS]", "[SEP]"), "roberta": ("<s>", "</s>"), "deberta-v3": (
 def make_text_tokenizer(
     family: str, texts: Sequence[str] = TEXTS, *, added: tuple[str, str] | None = None, **settings: Any
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of `family` (a key of `CHATS`) that puts `added` around a text, by default what its family adds."""
+    """Return a tokenizer of `family` (a key of `CHATS`) that puts `added` around a text; default: the family's own."""
     special = [AddedToken(token, special=True) for token in SPECIAL[family].values()]
     tokenizer, trainer = _model(family, special)
     tokenizer.train_from_iterator(texts, trainer)
@@ -59,14 +59,14 @@ def save_text_reward(
     model: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Save a random reward model of `family` with its tokenizer; returns the tokenizer.
+    """Save a random reward model of `family` with its tokenizer; return the tokenizer.
 
     Args:
-        model: settings of its configuration.
-        settings: of `make_text_tokenizer`.
+        model: settings of the model's configuration.
+        settings: arguments of `make_text_tokenizer`.
     """
     tokenizer = make_text_tokenizer(family, **settings)
-    positions = POSITIONS + 2 if family == "roberta" else POSITIONS  # behind its padding id
+    positions = POSITIONS + 2 if family == "roberta" else POSITIONS  # RoBERTa's positions start after its padding id
     config = {"vocab_size": VOCAB, "pad_token_id": tokenizer.pad_token_id, "max_position_embeddings": positions}
     save_tiny(folder, family, "reward", seed=seed, num_labels=num_labels, **{**config, **(model or {})})
     tokenizer.save_pretrained(folder)
@@ -85,7 +85,7 @@ def _model(family: str, special: list[AddedToken]) -> tuple[Tokenizer, Any]:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         return tokenizer, trainers.UnigramTrainer(**common, unk_token="[UNK]")
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>" if family == "llama" else None))
-    if family == "llama":  # a text's first word gets a space, one behind a special token does not
+    if family == "llama":  # a text's first word gets a space, a word after a special token does not
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     else:

@@ -1,4 +1,4 @@
-"""Replaces `auto` in the sections of served models by measured values, remembered per model and machine."""
+"""Measures the settings of served models that are `auto`, and caches the results per model and machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from python_backend.store.durable import read_json, write_json
 
 CACHE_VARIABLE = "RLHF_ON_TRITON_CACHE"
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
-NEARLY = 0.97  # of the best speed: the smaller budget needs less memory
-TIMEOUT_S = 600.0
+NEARLY = 0.97  # share of the best speed that is fast enough: a smaller budget needs less memory
+TIMEOUT_S = 600.0  # for each measured pair of workers and threads
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The fastest settings found."""
+    """Fastest settings of a model on this machine."""
 
     workers: int
     threads: int
@@ -37,7 +37,7 @@ class Settled:
 
 
 def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
-    """Overrides `section.key=value` for every setting that is `auto`; none if all are fixed.
+    """Measure every setting that is `auto` and return it as an override `section.key=value`; none if all are fixed.
 
     Raises:
         ConfigError: a model cannot be loaded; the message says why.
@@ -48,6 +48,7 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
     for role, section in sections.items():
         names = [name for name in UNMEASURED if getattr(section, name) == "auto"]
         if names:
+            # Models on the CPU share the cores equally, and so do the instances of a model.
             cores = max(1, _cores() // max(1, on_cpu) // section.instances)
             found = _remembered(role, section, cores, log)
             overrides += [f"{role}.{name}={getattr(found, name)}" for name in names]
@@ -55,7 +56,11 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
 
 
 def splits(cores: int, section: ModelSection) -> list[tuple[int, int]]:
-    """Pairs of workers and threads to try: what is fixed stays, the rest shares the cores; a GPU takes one worker."""
+    """Return the pairs (workers, threads) to try.
+
+    A fixed number is kept, and the other one follows from the cores. On a GPU, `auto` means the default: nothing is
+    tried.
+    """
     if section.device != "cpu":
         return [(section.settled("workers"), section.settled("threads"))]
     if section.workers != "auto":
@@ -67,7 +72,7 @@ def splits(cores: int, section: ModelSection) -> list[tuple[int, int]]:
 
 
 def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
-    """The fastest of what was measured, by (workers, threads); of nearly equal budgets the smallest."""
+    """Return the fastest settings among the results by (workers, threads); of nearly equal budgets, the smallest."""
     best: Settled | None = None
     for (workers, threads), result in results.items():
         for allocator, by_budget in result["speeds"].items():
@@ -80,7 +85,7 @@ def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
 
 
 def forward_overhead(checkpoint: Path) -> int:
-    """What a forward of a reward checkpoint costs beyond its tokens, in tokens, measured now. Raises ConfigError."""
+    """Measure the fixed cost of a reward checkpoint's forward pass, in tokens. Raises ConfigError."""
     return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))["overhead_tokens"]
 
 
@@ -114,7 +119,7 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
 
 
 def _read(path: Path) -> Settled | None:
-    """What was measured before; None where it was not, or the file is damaged: it is not made to survive a crash."""
+    """Return the cached result; None if there is none or the file is damaged (it is not written durably)."""
     try:
         known = read_json(path)
         return None if known is None else Settled(**known)
@@ -125,7 +130,7 @@ def _read(path: Path) -> Settled | None:
 def _measure(
     role: str, section: ModelSection, workers: int, threads: int, *, budgets: Sequence[int] = BUDGETS
 ) -> dict[str, Any]:
-    """What `tools.calibrate.worker` finds. Raises ConfigError."""
+    """Run `tools.calibrate.worker` in a process of its own and return its result. Raises ConfigError."""
     spec = {
         "role": role, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
         "dtype": section.dtype, "workers": workers, "threads": threads, "max_length": section.max_length,
@@ -146,7 +151,7 @@ def _measure(
 
 
 def _identity(section: ModelSection, cores: int) -> str:
-    """What the measurement depends on: the model, the fixed settings, the machine, the libraries."""
+    """Hash what the measurement depends on: the model, the fixed settings, the machine, the libraries."""
     folder = section.checkpoint
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face checkpoint: it has no config.json")

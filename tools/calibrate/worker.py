@@ -1,7 +1,7 @@
-"""`python -m tools.calibrate.worker SPEC`: measures a model in its own process, as a serving instance runs it.
+"""`python -m tools.calibrate.worker SPEC`: measures a model in its own process, set up like a serving instance.
 
 Takes a JSON object (checkpoint, role, device, dtype, workers, threads, max_length, budgets) and prints a JSON line:
-tokens per second by allocator and token budget, and the cost of a forward beyond its tokens.
+tokens per second by allocator and token budget, and the fixed cost of a forward pass in tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from python_backend.serving.allocator import use_allocator
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 
 SHORT_TOKENS = 16
-PASS_S = 0.3  # how long one pass over the rows should take
-MIN_TOKENS, MAX_TOKENS = 1500, 40_000
+PASS_S = 0.3  # target duration of one pass over the rows
+MIN_TOKENS, MAX_TOKENS = 1500, 40_000  # of a pass
 ROUNDS = 3
-SLOW_S = 1.5  # of a pass: a large model gets one round
+SLOW_S = 1.5  # a model whose pass takes longer is measured in one round
 MAX_ROWS = 64
-ROLES: dict[str, tuple[Any, str]] = {  # how a model is loaded, and its method that scores rows
+ROLES: dict[str, tuple[Any, str]] = {  # role -> (loader, name of the method that scores rows)
     "reward": (load_reward, "score"),
     "critic": (load_critic, "values"),
     "reference": (load_language_model, "logprobs"),
@@ -39,7 +39,7 @@ Score = Callable[[list[np.ndarray]], object]
 
 
 class Measurement:
-    """One model and rows of many lengths for it."""
+    """One loaded model, and rows of log-normally distributed lengths to time it on."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._threads, self._workers = int(spec["threads"]), int(spec["workers"])
@@ -53,7 +53,8 @@ class Measurement:
         self.overhead_tokens = self._overhead_tokens()
 
     def speeds(self, budgets: list[int]) -> dict[int, float]:
-        """Tokens per second at each token budget."""
+        """Return tokens per second by token budget."""
+        # With a larger budget, the first micro-batches would take all rows and leave some workers idle.
         budgets = [budget for budget in budgets if budget <= self._tokens / self._workers] or budgets[:1]
         seconds: dict[int, list[float]] = {budget: [] for budget in budgets}
         rounds = ROUNDS if self._pass(budgets[0]) < SLOW_S else 1
@@ -63,18 +64,18 @@ class Measurement:
         return {budget: self._tokens / statistics.median(times) for budget, times in seconds.items()}
 
     def _make_rows(self, longest: int) -> list[np.ndarray]:
-        """As many rows as a pass of `PASS_S` takes."""
+        """Make as many rows as the workers score in `PASS_S`."""
         generator = np.random.default_rng(0)
         lengths = np.clip(generator.lognormal(4.8, 0.8, 1024), 1, longest).astype(int)
         rows = [np.arange(length, dtype=np.int64) % 7 for length in lengths]
-        for row in rows[:4]:
+        for row in rows[:4]:  # warm-up
             self._score([row])
         speed = sum(row.size for row in rows[:4]) / _seconds(lambda: [self._score([row]) for row in rows[:4]])
         wanted = min(max(speed * self._workers * PASS_S, MIN_TOKENS), MAX_TOKENS)
         return rows[: int(np.searchsorted(np.cumsum(lengths), wanted)) + 1]
 
     def _overhead_tokens(self) -> int:
-        """A short row's time, in tokens, against the slope to a long row."""
+        """Estimate a forward pass's fixed cost in tokens: a short row's time over the time per further token."""
         long = max(self._rows, key=len)
         short = long[:SHORT_TOKENS]
         short_s = min(_seconds(lambda: self._score([short])) for _ in range(10))
@@ -83,13 +84,13 @@ class Measurement:
         return max(0, round(short_s / per_token_s) - SHORT_TOKENS) if per_token_s > 0 else SHORT_TOKENS
 
     def _pass(self, budget: int) -> float:
-        """Seconds in which the workers score all rows."""
+        """Return the seconds that the workers take to score all rows."""
         pool: RowPool[str] = RowPool(token_budget=budget, max_rows=MAX_ROWS, overhead_tokens=self.overhead_tokens)
         pool.add("all", [row.size for row in self._rows])
         lock = threading.Lock()
 
         def work() -> None:
-            torch.set_num_threads(self._threads)
+            torch.set_num_threads(self._threads)  # torch keeps a part of this setting per thread
             while True:
                 with lock:
                     batch = pool.take()
@@ -115,7 +116,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    """Measure what the command line says."""
+    """Measure the model in `sys.argv[1]` and print the result; return 1 if it cannot be loaded."""
     quiet_transformers()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     spec = json.loads(sys.argv[1])
@@ -125,7 +126,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     speeds = {}
-    for allocator in ("default", "retain"):  # in this order: a process cannot go back
+    for allocator in ("default", "retain"):  # in this order: a process cannot undo `retain`
         if use_allocator(allocator):
             speeds[allocator] = measurement.speeds(spec["budgets"])
     print(json.dumps({"speeds": speeds, "overhead_tokens": measurement.overhead_tokens}), flush=True)

@@ -1,4 +1,4 @@
-"""Chat prompts of `make demo-llm`: everyday topics in a few phrasings; held-out prompts are about other topics."""
+"""Chat prompts of `make demo-llm`: everyday topics in a few phrasings, with other topics held out."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,7 +43,7 @@ HELD_OUT_TOPICS = (
 
 
 def chats(topics: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
-    """Yield a prompt line for every topic in every phrasing, neighbours on different topics."""
+    """Yield a line of prompts.jsonl for every topic in every phrasing; consecutive prompts differ in topic."""
     texts = [phrasing.format(topic) for phrasing in PHRASINGS for topic in topics]
     for number, text in enumerate(texts):
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]

@@ -1,6 +1,6 @@
-"""English that every Python installation has: sentences from the standard library's own documentation.
+"""The demo's corpus, which every Python installation has: sentences from the standard library's documentation.
 
-The files are parsed, never imported. Sentences are filtered, deduplicated and in a fixed order.
+The files are parsed, never imported. Sentences are filtered, deduplicated and put in a fixed order.
 """
 
 import ast
@@ -32,14 +32,14 @@ class Corpus:
 
 
 def stdlib_sources(root: Path | None = None) -> list[Path]:
-    """Returns the standard library's Python files, tests and third-party packages left out, sorted."""
+    """Return the standard library's Python files, sorted, without tests and third-party packages."""
     folder = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = (path for path in folder.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
     return sorted(p for p in files if not SKIPPED_FOLDERS.intersection(p.relative_to(folder).parts[:-1]))
 
 
 def corpus_fingerprint(root: Path | None = None) -> str:
-    """Returns the sha256 of the sources' bytes: cheap (nothing is parsed), and changes when the text does."""
+    """Return the sha256 of the sources' bytes: cheap, since nothing is parsed, and different for any other text."""
     digest = hashlib.sha256()
     for path in stdlib_sources(root):
         data = path.read_bytes()
@@ -49,10 +49,10 @@ def corpus_fingerprint(root: Path | None = None) -> str:
 
 
 def load_corpus(root: Path | None = None, *, num_held_out: int = NUM_HELD_OUT, every_nth_source: int = 1) -> Corpus:
-    """Returns the corpus, ordered by each sentence's sha256.
+    """Return the corpus, ordered by each sentence's sha256; at most a fifth of it is held out.
 
-    The hash orders the same on every machine, mixes the modules, and keeps a sentence's place when another
-    Python version adds or removes others. Of few sentences at most a fifth are held out.
+    This order is the same on every machine, mixes the modules, and keeps two sentences in order when another Python
+    version adds or removes others.
     """
     found = {sentence for path in stdlib_sources(root)[::every_nth_source] for sentence in _sentences_of_file(path)}
     ordered = sorted(found, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
@@ -61,7 +61,7 @@ def load_corpus(root: Path | None = None, *, num_held_out: int = NUM_HELD_OUT, e
 
 
 def sentences_of(text: str) -> Iterator[str]:
-    """Yields the plain English sentences of one docstring, comment block or help topic."""
+    """Yield the plain English sentences of one docstring, comment block or help topic."""
     for paragraph in _BLANK_LINE.split(text):
         for piece in _SENTENCE_END.split(" ".join(paragraph.split())):
             if _SENTENCE.fullmatch(piece) and not _CODE.search(piece):
@@ -70,17 +70,17 @@ def sentences_of(text: str) -> Iterator[str]:
 
 def _sentences_of_file(path: Path) -> Iterator[str]:
     tree, lines = _parse(path)
-    nodes = list(ast.walk(tree))  # walked once: half the time goes here
+    nodes = list(ast.walk(tree))  # walk the tree once: this takes half of the time
     topics = path.parent.name == "pydoc_data"
     for text in [*(_all_strings(nodes) if topics else _docstrings(nodes)), *_comment_blocks(nodes, lines)]:
         yield from sentences_of(text)
 
 
 def _parse(path: Path) -> tuple[ast.Module, list[str]]:
-    """The file's tree and lines; both empty where it is no Python of this version (lib2to3 has samples)."""
+    """Return the file's syntax tree and lines; both are empty if this Python cannot parse it, as parts of lib2to3."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in somebody else's strings are not our news
+            warnings.simplefilter("ignore")  # do not report invalid escapes in library code
             source = file.read()
             return ast.parse(source), source.split("\n")
     except (SyntaxError, ValueError, RecursionError):
@@ -93,15 +93,15 @@ def _docstrings(nodes: list[ast.AST]) -> list[str]:
 
 
 def _all_strings(nodes: list[ast.AST]) -> list[str]:
-    """`pydoc_data.topics` is one dictionary of help texts."""
+    """Return all string constants: `pydoc_data.topics` is one dictionary of help texts."""
     values = (node.value for node in nodes if isinstance(node, ast.Constant))
     return [value for value in values if isinstance(value, str)]
 
 
 def _comment_blocks(nodes: list[ast.AST], lines: list[str]) -> list[str]:
-    """Runs of neighbouring lines that hold nothing but a `# ` comment, each run as one text.
+    """Return each run of adjacent comment-only lines as one text.
 
-    The tree tells which lines lie inside a string; `tokenize` would know too, at ten times the time.
+    The tree tells which lines are inside a string; `tokenize` would too, but takes ten times as long.
     """
     inside_string: set[int] = set()
     for node in nodes:

@@ -16,7 +16,7 @@ TECHNICAL_WORDS: tuple[str, ...] = (
 
 
 def gold_scorer(dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterable[str] = ()) -> Callable[[str], float]:
-    """Returns a function from text to VADER's compound score in [-1, 1], the dropped words rated neutral."""
+    """Return a function from text to VADER's compound score in [-1, 1] that treats the dropped words as neutral."""
     analyzer = _analyzer(frozenset(dropped) | frozenset(extra_dropped))
 
     def score(text: str) -> float:
@@ -32,12 +32,12 @@ def words_that_gained(
     dropped: Iterable[str] = TECHNICAL_WORDS,
     extra_dropped: Iterable[str] = (),
 ) -> list[tuple[str, float]]:
-    """Returns (word, gain per text), largest gain first; words without any effect are left out.
+    """Return (word, gain per text), largest gain first; words without any effect are left out.
 
     Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word)
-    to a text; its gain is the mean contribution over `after` minus that over `before`. Tried are the words that
-    VADER rates, boosters and negations; the rest can act only through distances. The score is not linear, so
-    the gains add up to the total gain only roughly.
+    to a text; its gain is the mean contribution over `after` minus that over `before`. Only words that VADER rates,
+    boosters and negations are tried; other words matter only through the distances between these. The score is not
+    linear, so the gains add up to the total gain only roughly.
     """
     all_dropped = frozenset(dropped) | frozenset(extra_dropped)
     old, new = (_mean_contributions(texts, all_dropped) for texts in (before, after))
@@ -48,9 +48,9 @@ def words_that_gained(
 def paired_ci95(
     before: Sequence[float], after: Sequence[float], *, num_resamples: int = 4000, seed: int = 0
 ) -> tuple[float, float]:
-    """Returns (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs.
+    """Return (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs.
 
-    Raises ValueError when the two differ in length or are empty.
+    Raises ValueError if the two differ in length or are empty.
     """
     if len(before) != len(after) or len(before) == 0:
         raise ValueError(f"pairs are needed: {len(before)} scores before, {len(after)} after")
@@ -72,7 +72,7 @@ def _analyzer(dropped: frozenset[str]) -> Any:
 
 
 def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> dict[str, float]:
-    """Per word, score(text) - score(text without the word), as a mean over all texts."""
+    """Return score(text) - score(text without the word) for each word, as a mean over all texts."""
     from vaderSentiment.vaderSentiment import BOOSTER_DICT, NEGATE
 
     analyzer = _analyzer(dropped)
@@ -90,6 +90,6 @@ def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> dict[str, 
 
 
 def _as_vader_reads(piece: str) -> str:
-    """As VADER looks it up: lower case, outer punctuation off unless that leaves two characters or fewer."""
+    """Normalise as VADER does: lower case, outer punctuation stripped unless that leaves two characters or fewer."""
     stripped = piece.strip("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
     return (piece if len(stripped) <= 2 else stripped).lower()

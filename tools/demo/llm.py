@@ -1,6 +1,6 @@
 """Prepares `make demo-llm`: pretrained SmolLM2 and MiniLM, chat prompts, and a reward head trained on VADER's ranking.
 
-The pretrained models lie beside the folder of a seed and serve every seed.
+The pretrained models are in a folder beside those of the seeds, and are shared by all seeds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
 
 @dataclass(frozen=True, kw_only=True)
 class LlmRecipe:
-    """How the reward's training texts are sampled; temperature and tokens are those of configs/smollm2.yaml."""
+    """How to sample the reward model's training texts; temperature and new tokens as in configs/smollm2.yaml."""
 
     temperature: float = 0.7
     new_tokens: int = 24
     pieces_per_reply: int = 3
-    """Replies are sampled so many times as long and cut: each piece is as long as the policy's replies are."""
+    """Each sampled reply is this many times as long as the policy's, and is cut into pieces of the policy's length."""
     num_replies: int = 384
     num_held_out: int = 64
     batch: int = 64
@@ -72,7 +72,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     quiet_transformers()
     start = time.monotonic()
     training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
-    random.Random(seed).shuffle(held_out)  # the run validates on the first ones
+    random.Random(seed).shuffle(held_out)  # a run validates on the first ones, which would otherwise share a phrasing
     write_jsonl(root / "prompts.jsonl", training)
     write_jsonl(root / "validation.jsonl", held_out)
     texts = _sample(pretrained / "policy", root / "prompts.jsonl", recipe.num_replies, recipe, seed, log)
@@ -97,7 +97,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
 
 
 def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
-    """Return pieces of replies to prompts drawn without repetition as long as there are any."""
+    """Return pieces of replies to `number` prompts; a prompt repeats only after all others were used."""
     from actor.data.prompts import read_prompts
     from actor.policy.policy import Policy
     from python_backend.config import ActorSection
@@ -121,7 +121,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
 
 
 def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
-    """Cut a reply into texts of `size` tokens; those of hardly any word are dropped."""
+    """Cut a reply into texts of `size` tokens; texts of three words or fewer are dropped."""
     parts = [reply[start : start + size] for start in range(0, len(reply), size)]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
     return [text for text in texts if len(text.split()) > 3]

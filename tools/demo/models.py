@@ -1,6 +1,6 @@
 """Trains the demo's tokenizer, language model and reward model, and initialises its critic.
 
-Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. Sizes and rates are one `Recipe`.
+Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. A `Recipe` has sizes and rates.
 """
 
 import copy
@@ -32,11 +32,11 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes and rates, tried on this corpus. Muon takes the 2-D layer weights, AdamW the rest."""
+    """Sizes and learning rates, found by trial on this corpus. Muon trains the 2-D layer weights, AdamW the rest."""
 
     max_sentences: int | None = None
     every_nth_source: int = 1
-    """1 reads all of the library; parsing it takes 5 s."""
+    """Read every n-th file of the standard library; parsing all of them (1) takes 5 s."""
     vocab_size: int = 2048
     width: int = 128
     num_layers: int = 4
@@ -53,11 +53,11 @@ class Recipe:
     num_samples: int = 4096
     """Continuations of the language model among the reward model's training texts."""
     pair_margin: float = 0.05
-    """Pairs whose gold differs by less are ties: most sentences are neutral."""
+    """Pairs whose gold scores differ by no more are ties: most sentences are neutral."""
     prompt_tokens: int = 6
     new_tokens: int = 24
     num_standardization: int = 512
-    """Samples of the initial policy whose rewards give the mean and the standard deviation."""
+    """Samples of the initial policy from whose rewards the standardization constants are computed."""
     warmup_steps: int = 30
     num_threads: int = 2
 
@@ -81,7 +81,7 @@ QUICK = Recipe(
 
 
 def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer: `<pad>` 0, `</s>` 1, no BOS; it adds no token by itself."""
+    """Return a byte-level BPE tokenizer: `<pad>` 0, `</s>` 1, no BOS; it adds no special tokens on its own."""
     return PreTrainedTokenizerFast(
         tokenizer_object=train_bpe(sentences, vocab_size=vocab_size, special=("<pad>", "</s>")),
         pad_token="<pad>",
@@ -92,7 +92,7 @@ def train_tokenizer(sentences: Sequence[str], *, vocab_size: int) -> PreTrainedT
 
 
 def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> LlamaForCausalLM:
-    """Returns a causal model of `rows`; each row's last token should be EOS."""
+    """Return a causal model trained on `rows`; each row's last token should be EOS."""
     model = _new_language_model(recipe, seed)
     generator = torch.Generator().manual_seed(seed)
     batches = [b for _ in range(recipe.lm_epochs) for b in _bucketed(rows, recipe.lm_batch, generator)]
@@ -107,7 +107,7 @@ def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> 
 
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, rows: Rows) -> float:
-    """Returns exp(mean negative log-likelihood per token); a row's first token is given, not predicted."""
+    """Return exp(mean negative log-likelihood per token); a row's first token is not predicted."""
     losses = [_next_token_losses(model, rows[i : i + 128]) for i in range(0, len(rows), 128)]
     return math.exp(torch.cat(losses).mean().item())
 
@@ -116,9 +116,9 @@ def perplexity(model: LlamaForCausalLM, rows: Rows) -> float:
 def sample(
     model: LlamaForCausalLM, prompts: Rows, *, new_tokens: int, seed: int, batch_size: int = 512
 ) -> list[list[int]]:
-    """Returns each prompt with its continuation, at temperature 1, up to and with EOS; PAD is never sampled.
+    """Return each prompt with its continuation at temperature 1, up to and including EOS; PAD is never sampled.
 
-    All prompts must have the same length: no row needs padding then.
+    All prompts must have the same length, so that no row needs padding.
     """
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = []
@@ -141,9 +141,9 @@ def sample(
 def train_reward_model(
     language_model: LlamaForCausalLM, rows: Rows, gold: Sequence[float], recipe: Recipe, *, seed: int, log: Log
 ) -> LlamaForSequenceClassification:
-    """Returns a Bradley-Terry reward model; its body starts from the language model's, its head at zero.
+    """Return a Bradley-Terry reward model, initialised with the language model's body and a zero head.
 
-    The loss is -log sigmoid(r_i - r_j), meaned over all in-batch pairs with gold_i - gold_j > `pair_margin`.
+    The loss is -log sigmoid(r_i - r_j), averaged over all in-batch pairs with gold_i - gold_j > `pair_margin`.
     `gold` has one score per row.
     """
     model = LlamaForSequenceClassification(_single_output_config(language_model))
@@ -168,21 +168,21 @@ def train_reward_model(
 
 @torch.no_grad()
 def score_rows(model: LlamaForSequenceClassification, rows: Rows) -> Tensor:
-    """Returns rewards [N], fp32: the logit at each row's last token (EOS where it has one)."""
+    """Return rewards [N], fp32: the logit at each row's last token (EOS if the row has one)."""
     return _last_logits(model, rows, chunk=128)
 
 
 def pair_accuracy(rewards: Tensor, gold: Sequence[float], *, margin: float) -> float:
-    """Returns the share of pairs with gold_i - gold_j > `margin` for which rewards [N] say r_i > r_j."""
+    """Return the share of pairs with gold_i - gold_j > `margin` for which `rewards` [N] has r_i > r_j."""
     targets = torch.tensor(gold)
     better = targets[:, None] - targets[None, :] > margin
     return (rewards[:, None] > rewards[None, :])[better].float().mean().item()
 
 
 def start_critic(language_model: LlamaForCausalLM) -> LlamaForTokenClassification:
-    """Returns a critic whose values are all 0: the language model's body and a zero head, without dropout."""
+    """Return a critic whose values are all 0: the language model's body and a zero head, without dropout."""
     config = _single_output_config(language_model)
-    config.classifier_dropout = 0.0  # left out, it would be 0.1
+    config.classifier_dropout = 0.0  # the default is 0.1
     critic = LlamaForTokenClassification(config)
     critic.model.load_state_dict(language_model.model.state_dict())
     torch.nn.init.zeros_(critic.score.weight)
@@ -191,7 +191,7 @@ def start_critic(language_model: LlamaForCausalLM) -> LlamaForTokenClassificatio
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes safetensors, config.json and the tokenizer: an ordinary Hugging Face folder."""
+    """Write an ordinary Hugging Face folder: safetensors, config.json and the tokenizer."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     model.save_pretrained(folder)
@@ -201,7 +201,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 
 class PreparationProgress:
-    """One line every few seconds: name, percent, loss, seconds so far and to go."""
+    """Logs a line every few seconds: name, percent, loss, seconds so far and to go."""
 
     def __init__(self, name: str, total: int, log: Log, every_s: float = 3.0) -> None:
         self._name, self._total, self._log, self._every_s = name, total, log, every_s
@@ -209,6 +209,7 @@ class PreparationProgress:
         self._shown = self._start
 
     def show(self, loss: Tensor) -> None:
+        """Count one step, and log a line if one is due."""
         self._done += 1
         now = time.monotonic()
         if now - self._shown >= self._every_s or self._done == self._total:
@@ -245,7 +246,7 @@ def _single_output_config(language_model: LlamaForCausalLM) -> LlamaConfig:
 
 
 def _bucketed(rows: Rows, batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """One epoch of batches in random order; each holds rows of similar length, so little is padding."""
+    """Yield one epoch of batches in random order; each has rows of similar length, to keep padding low."""
     order = torch.randperm(len(rows), generator=generator).tolist()
     window = 32 * batch_size
     batches: list[list[int]] = []
@@ -257,7 +258,7 @@ def _bucketed(rows: Rows, batch_size: int, generator: torch.Generator) -> Iterat
 
 
 def _padded(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Tokens [B, S], padded on the right, and lengths [B]. Being causal, no real token sees the padding."""
+    """Return tokens [B, S], padded on the right, and lengths [B]. In a causal model no real token sees the padding."""
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.full((len(rows), int(lengths.max())), PAD)
     for i, row in enumerate(rows):
@@ -266,16 +267,16 @@ def _padded(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _next_token_losses(model: LlamaForCausalLM, rows: Rows) -> Tensor:
-    """Negative log-likelihoods of every token but each row's first, as one flat vector."""
+    """Return the negative log-likelihoods of all tokens but each row's first, as one flat vector."""
     tokens, lengths = _padded(rows)
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     real = torch.arange(1, tokens.shape[1])[None, :] < lengths[:, None]
-    # Padding leaves before the vocabulary's width comes in.
+    # Drop the padding before the LM head: the logits are as wide as the vocabulary.
     return F.cross_entropy(model.lm_head(hidden[:, :-1][real]), tokens[:, 1:][real], reduction="none")
 
 
 def _last_logits(model: LlamaForSequenceClassification, rows: Rows, *, chunk: int) -> Tensor:
-    """The head's output at index length - 1 of each row: [B]. Rows of similar length share a forward."""
+    """Return the head's output at index length - 1 of each row, [B]. Rows of similar length share a forward pass."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     parts = []
     for start in range(0, len(order), chunk):
@@ -288,7 +289,10 @@ def _last_logits(model: LlamaForSequenceClassification, rows: Rows, *, chunk: in
 def _stepper(
     model: PreTrainedModel, muon_lr: float, adamw_lr: float, warmup_steps: int, num_steps: int
 ) -> Callable[[Tensor], None]:
-    """Returns one update: backward, clip at norm 1, step; linear warm-up, then a cosine to 0."""
+    """Return a function that does one update: backward, clip the gradient norm to 1, optimizer step.
+
+    The learning rate warms up linearly, then follows a cosine to 0.
+    """
     matrices = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
     taken = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in taken]
@@ -312,9 +316,9 @@ def _stepper(
 
 
 class _Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` (https://kellerjordan.github.io/posts/muon), equal shapes stacked and in fp32.
+    """`torch.optim.Muon` (https://kellerjordan.github.io/posts/muon) in fp32, with matrices of equal shape batched.
 
-    The original works in bfloat16, one matrix at a time: on a CPU without bfloat16 units 60 % of a step.
+    The original works in bfloat16, one matrix at a time, which takes 60 % of a step on a CPU without bfloat16 units.
     """
 
     def __init__(self, params: list[torch.nn.Parameter], lr: float) -> None:
@@ -337,11 +341,11 @@ class _Muon(torch.optim.Optimizer):
 
 
 def _orthogonalized(matrices: Tensor) -> Tensor:
-    """Five Newton-Schulz steps: [N, R, C] with all singular values brought near 1."""
+    """Return the matrices [N, R, C] with all singular values near 1, by five Newton-Schulz steps."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT.contiguous() if tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(5):
+    for _ in range(5):  # coefficients of the Muon post: a quintic polynomial that converges fast, but only roughly
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x.mT if tall else x

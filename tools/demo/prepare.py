@@ -1,6 +1,6 @@
-"""`python -m tools prepare`: the checkpoints and prompts of a demo, in a folder that is built once.
+"""`python -m tools prepare`: prepares the checkpoints and prompts of a demo, in a folder that is built once.
 
-The recipe `sentences` is here: corpus -> tokenizer -> language model -> reward, critic and prompts.
+This module has the recipe `sentences`: corpus -> tokenizer -> language model -> reward, critic and prompts.
 """
 
 import argparse
@@ -32,9 +32,9 @@ _SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py", "random_models.py
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`, built if need be.
+    """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`; build it if needed.
 
-    The figures' accuracies and perplexity are over held-out sentences. Raises as `build_once`.
+    Accuracies and perplexity in the figures are those on held-out sentences. Raises PreparationError.
     """
     fingerprint = {
         "seed": seed,
@@ -59,9 +59,9 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
 
 
 def import_torch() -> ModuleType:
-    """Imports torch with OpenMP threads that sleep while they wait, unless it is imported already.
+    """Import torch with OpenMP threads that sleep while they wait; no effect if torch is already imported.
 
-    Spinning ones, the default, made two threads on a shared machine seven times slower than one. The variable
+    Spinning threads, the default, made two threads on a shared machine seven times slower than one. The variable
     is read once, at the import, and must not reach the processes that the caller starts later.
     """
     chosen = os.environ.get("OMP_WAIT_POLICY")
@@ -74,7 +74,7 @@ def import_torch() -> ModuleType:
 
 
 def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[str, Any]:
-    """The whole story, top to bottom."""
+    """Train all models, write them and the prompts to `root`, and return the figures."""
     from tools.demo import models as m
 
     start = time.monotonic()
@@ -122,7 +122,7 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[s
 
 @dataclass(frozen=True)
 class _RewardTexts:
-    """Rows as PPO's rollouts have them: a prompt and at most `new_tokens` more."""
+    """Training texts of the reward model, shaped like PPO's rollouts: a prompt and at most `new_tokens` more."""
 
     policy: "LlamaForCausalLM"
     tokenizer: "PreTrainedTokenizerFast"
@@ -132,7 +132,7 @@ class _RewardTexts:
         return [row[: self.recipe.prompt_tokens + self.recipe.new_tokens] for row in rows]
 
     def samples(self, prompts: dict[str, list[int]], number: int, *, seed: int) -> list[list[int]]:
-        """`number` continuations of prompts drawn with replacement."""
+        """Return `number` continuations of prompts drawn with replacement."""
         from tools.demo.models import sample
 
         drawn = random.Random(seed).choices(list(prompts.values()), k=number)
@@ -158,8 +158,11 @@ def _prompts(
     num_tokens: int,
     known: Collection[str] = frozenset(),
 ) -> dict[str, list[int]]:
-    """The text and token ids of each sentence's beginning, once each; those that end the sentence, that are
-    `known`, or whose text is tokenized otherwise (cut inside a word) are dropped."""
+    """Return {text: token ids} of the sentences' first `num_tokens` tokens.
+
+    Left out are beginnings that reach the sentence's end, whose text is `known`, or whose text is tokenized
+    differently because they were cut inside a word.
+    """
     starts = [row[:num_tokens] for row in rows if len(row) > num_tokens + 2]
     texts = tokenizer.batch_decode(starts)
     again = tokenizer(texts)["input_ids"]
@@ -172,7 +175,7 @@ def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare what `demo.recipe` names; 1 with one sentence where something that it needs is missing."""
+    """Prepare a recipe and print its figures; return 1 with a message if something that it needs is missing."""
     parser = argparse.ArgumentParser(prog="python -m tools prepare", description="Prepare checkpoints and prompts.")
     parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")

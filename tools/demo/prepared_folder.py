@@ -1,4 +1,4 @@
-"""Folders that are built once: complete or absent, and built again when what they depend on changes."""
+"""Builds a folder once and atomically, and again when its fingerprint changes."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ MANIFEST = "prepared.json"
 
 
 class PreparationError(RlhfError, ValueError):
-    """A demo cannot be prepared; the message says what is in the way."""
+    """A demo cannot be prepared; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Built:
 def build_once(
     out_dir: Path, fingerprint: dict[str, Any], build: Callable[[Path], dict[str, Any]], log: Log = print
 ) -> Built:
-    """Return the folder `out_dir`, built by `build(folder)` unless it is there with the same fingerprint.
+    """Return the folder `out_dir`; build it with `build(folder)` unless it exists with the same fingerprint.
 
-    Built in a sibling folder and renamed at the end: what has a manifest is complete. Raises PreparationError
-    when `out_dir` holds something else than a preparation.
+    It is built in a sibling folder and renamed at the end, so that a folder with a manifest is complete. Raises
+    PreparationError if `out_dir` holds anything but a prepared demo.
     """
     out_dir = Path(out_dir).absolute()
     ready = _load(out_dir, fingerprint)
@@ -57,7 +57,7 @@ def build_once(
 
 
 def code_fingerprint(sources: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """Return the hash of modules of this folder, which covers the recipe's constants, and packages' versions."""
+    """Return a hash of modules in this folder, which covers the recipe's constants, and the packages' versions."""
     code = b"".join((Path(__file__).parent / name).read_bytes() for name in sources)
     return {"sources": hashlib.sha256(code).hexdigest(), "versions": {name: version(name) for name in packages}}
 
@@ -71,7 +71,7 @@ def _load(out_dir: Path, fingerprint: dict[str, Any]) -> Built | None:
 
 
 def _remove_abandoned(out_dir: Path) -> None:
-    """Remove what killed preparations of this folder left; another one that still runs keeps its own."""
+    """Remove what killed preparations of this folder left behind; folders of running processes stay."""
     for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
         pid = path.name.rpartition("-")[2]
         if pid == str(os.getpid()) or not _is_running(int(pid)):
@@ -89,7 +89,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _move_into_place(building: Path, out_dir: Path) -> None:
-    """Rename; an older preparation steps aside first, since a rename cannot replace a full folder."""
+    """Rename into place; an older preparation is moved away first: a rename cannot replace a non-empty folder."""
     if out_dir.exists():
         aside = building.with_name(building.name.replace(".building-", ".replaced-"))
         out_dir.rename(aside)

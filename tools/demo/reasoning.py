@@ -27,7 +27,7 @@ _SOURCES = ("pretrained.py", "reasoning.py")
 def prepare(out_dir: Path, log: Log = print) -> Built:
     """Return the folder with `policy`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError.
 
-    The same for every seed of a run: seeds differ in the order of the prompts and in what is sampled.
+    The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise PreparationError("reasoning-gym is not installed: pip install --constraint constraints.txt -e '.[rlvr]'")
@@ -38,6 +38,7 @@ def prepare(out_dir: Path, log: Log = print) -> Built:
 def write_tasks(folder: Path, num_train: int = NUM_TRAIN, num_held_out: int = NUM_HELD_OUT) -> None:
     """Write the two prompt files. Held-out questions differ from each other and from all training questions."""
     held_out: dict[str, dict[str, Any]] = {}
+    # Draw more than needed: reasoning-gym repeats questions, and some training questions are held out.
     for entry in _drawn(HELD_OUT_SEED, 2 * num_held_out):
         if len(held_out) < num_held_out:
             held_out.setdefault(entry["question"], entry)
@@ -59,12 +60,12 @@ def _build(folder: Path, log: Log) -> dict[str, Any]:
 
 
 def _drawn(seed: int, size: int) -> Iterable[dict[str, Any]]:
-    reasoning_gym = importlib.import_module("reasoning_gym")  # of the extra `rlvr`, and slow
+    reasoning_gym = importlib.import_module("reasoning_gym")  # from the extra `rlvr`, and slow to import
     return reasoning_gym.create_dataset(TASK, seed=seed, size=size, **TASK_SETTINGS)
 
 
 def _write(path: Path, name: str, entries: Iterable[dict[str, Any]]) -> None:
-    """Prompts whose column `task` is what the verifier needs: the whole entry of reasoning-gym."""
+    """Write prompts; the column `task` is the whole entry of reasoning-gym, which the verifier needs."""
     lines = (
         {"text": entry["question"].strip(), "prompt_id": f"{name}-{number:05d}", "task": entry}
         for number, entry in enumerate(entries)

@@ -19,16 +19,16 @@ REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRecipe:
-    """Sizes and rates of the reward's training."""
+    """Batch size, learning rates and frozen layers of the reward model's training."""
 
     epochs: int = 4
     batch: int = 64
     lr: float = 2e-4
     head_lr: float = 1e-3
     frozen_layers: int = 2
-    """Lowest layers that stay as they are, with the embeddings."""
+    """Lowest layers that are frozen, as are the embeddings."""
     pair_margin: float = 0.05
-    """Pairs whose gold differs by less are ties."""
+    """Pairs whose gold scores differ by no more are ties."""
 
 
 def load_encoder(folder: Path) -> BertForSequenceClassification:
@@ -50,7 +50,7 @@ def train_reward(
     seed: int,
     log: Callable[[str], None],
 ) -> None:
-    """Train in place; the loss is -log sigmoid(r_i - r_j) over all pairs of a batch with gold_i > gold_j."""
+    """Train in place; the loss is the mean -log sigmoid(r_i - r_j) over in-batch pairs with gold_i > gold_j."""
     frozen = [model.bert.embeddings, *model.bert.encoder.layer[: recipe.frozen_layers]]
     for module in frozen:
         module.requires_grad_(False)
@@ -96,7 +96,7 @@ def _scores(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: S
 def save_reward(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, mean: float, std: float
 ) -> None:
-    """Write an ordinary Hugging Face folder; the scores' mean and deviation travel in its config."""
+    """Write an ordinary Hugging Face folder whose config has the scores' mean and standard deviation."""
     model.config.reward_standardization = {"mean": mean, "std": std}
     tokenizer.chat_template = REPLY_TEMPLATE
     save_checkpoint(model, tokenizer, folder)

@@ -1,6 +1,7 @@
-"""The steps of the ensembles `critic_infer` and, where the YAML has `rewards`, `reward_model`.
+"""The steps of the ensembles `critic_infer` and, if the YAML has `rewards`, `reward_model`.
 
-Each step takes an output of the one before it, so that they run one after the other.
+Each step takes an output of the step before it, so that Triton runs them in sequence: tritonserver 2.51 can crash when
+two steps of one request fail at the same time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SCORED = (contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.SENTENCES, contra
 
 @dataclass(frozen=True)
 class Step:
-    """A model of an ensemble; its tensors' names in the model, and in the ensemble."""
+    """A step of an ensemble: a model, and its tensors as {name in the model: name in the ensemble}."""
 
     model: str
     inputs: dict[str, str]
@@ -24,7 +25,7 @@ class Step:
 
 
 def critic_infer_steps(rewards: Collection[str]) -> list[Step]:
-    """The critic, then the reward model or the parts of the mixture with these names."""
+    """Return the steps of `critic_infer`: the critic, then the reward model or, with `rewards`, their mixture."""
     outputs = (contract.VALUES, contract.RESPONSE_VALUES, contract.WEIGHTS_VERSION, contract.AFTER_CRITIC)
     critic = Step(contract.CRITIC, _same(*SCORED, contract.PROMPT_LENGTHS), _same(*outputs))
     if rewards:
@@ -33,7 +34,11 @@ def critic_infer_steps(rewards: Collection[str]) -> list[Step]:
 
 
 def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None) -> list[Step]:
-    """The rewards with these names, the checkpoint first, and their sum; `after`: what the first of them waits for."""
+    """Return a step for each reward, the checkpoint first, and one for their weighted sum.
+
+    Args:
+        after: further inputs of the first step, which make it wait for an earlier step's output.
+    """
     steps, sums = [], dict[str, str]()
     for name in sorted(rewards, key=lambda name: name != MODEL_TERM):
         component, error = f"component_{name}", f"error_{name}"
@@ -48,7 +53,7 @@ def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None
 
 
 def model_of(name: str) -> str:
-    """The model that gives the reward of this name."""
+    """Return the model that computes the reward of this name."""
     return contract.REWARD_CHECKPOINT if name == MODEL_TERM else contract.REWARD_FUNCTION_PREFIX + name
 
 

@@ -1,4 +1,4 @@
-"""The reference model's own parameters in config.pbtxt, which the actor compares at its start."""
+"""The reference model's own parameters in config.pbtxt, which the actor compares with its settings when it starts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRIN
 
 
 def reference_parameters(config: RunConfig) -> dict[str, str]:
-    """Temperature and banned ids of the actor's sampling, and the fingerprint of the reference's weights.
+    """Return temperature and banned token ids of the actor's sampling, and the fingerprint of the reference's weights.
 
-    Of a checkpoint that is not there yet nothing is known: its parameter is empty, and the model does not load.
+    The parameter of a checkpoint that does not exist yet is empty, and the model does not load.
 
     Raises:
-        ConfigError: a checkpoint is there and cannot be read, or names no end-of-sequence token.
+        ConfigError: a checkpoint exists but cannot be read, or has no end-of-sequence token.
     """
     return {
         TEMPERATURE: repr(config.actor.temperature),

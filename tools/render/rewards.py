@@ -19,7 +19,7 @@ from python_backend.wire.contract import (
 )
 from tools.render.ensembles import mixture_steps, model_of
 
-MAX_WAITING_ROWS = 100_000  # beyond it callers are told to come back: the memory of a server is finite
+MAX_WAITING_ROWS = 100_000  # backlog of a reward function; beyond it requests are refused, to bound the memory
 Render = Callable[..., str]
 
 
@@ -27,13 +27,13 @@ def render_rewards(
     config: RunConfig, place: Callable[[Path], Path], *, render: Render, checkpoint: Callable[[str], str],
     fingerprint: Callable[[Path], str],
 ) -> dict[str, str]:  # fmt: skip
-    """The reward models of a configuration whose `rewards` are set.
+    """Return `{model: config.pbtxt}` of the reward models of a configuration whose `rewards` are set.
 
     Args:
-        place: makes a path what it should be in the files.
-        render: a template by its name, with values.
-        checkpoint: config.pbtxt of the reward checkpoint under a name.
-        fingerprint: of a checkpoint folder's tokenizer.
+        place: converts a path to the form that the files use: absolute, or as in the YAML.
+        render: renders the template of a name with values.
+        checkpoint: returns config.pbtxt of the reward checkpoint, served under a name.
+        fingerprint: returns the fingerprint of the tokenizer in a checkpoint folder.
     """
     assert config.rewards
     tokenizer = tokenizer_folder(config)

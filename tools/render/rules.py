@@ -10,7 +10,7 @@ from python_backend.wire.contract import TOKENS
 
 
 def check_rules(configs: Mapping[str, Any]) -> None:
-    """Names, ragged inputs, batch sizes, the ensembles' wiring. Raises ConfigError."""
+    """Check names, ragged inputs, batch sizes and the ensembles' wiring. Raises ConfigError."""
     for model, config in configs.items():
         if config.name != model:
             raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}")
@@ -57,7 +57,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
             theirs = {tensor.name: tensor for tensor in tensors}
             for key, value in mapping.items():
                 known = theirs.get(key)
-                # What passes between two steps has the type that its first user gives it.
+                # A tensor between two steps is not declared: it has the type of the step that first uses it.
                 if known is None or _type(ours.setdefault(value, known)) != _type(known):
                     raise ConfigError(f"{model}/config.pbtxt: tensor {key} does not fit {step.model_name}")
 

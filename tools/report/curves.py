@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG for the page and as a PNG of the four that say most."""
+"""Draws the report's pictures: all of them as SVG for the page, and the four most informative ones as a PNG."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ STYLE = {
 
 
 def panels(run: RunRecord) -> list[tuple[str, str]]:
-    """Returns (caption, SVG text) for every picture that this run has data for."""
+    """Return (caption, SVG text) for every picture that this run has data for."""
     return [(CAPTIONS[draw], svg(draw, run)) for draw in drawn(run)]
 
 
 def drawn(run: RunRecord) -> list[Draw]:
-    """Returns the pictures that this run has data for, in the report's order."""
+    """Return the pictures that this run has data for, in the report's order."""
     recorded: dict[Draw, bool] = {
         draw_reward: _has(run.steps, "train_rollouts/rewards"),
         draw_gold: run.gold,
@@ -47,7 +47,7 @@ def drawn(run: RunRecord) -> list[Draw]:
 
 
 def write_curves(run_dir: Path, out_png: Path) -> None:
-    """Writes one PNG of 1500 x 1020 pixels with the four pictures that say most of what this run has."""
+    """Write one PNG of 1500 x 1020 pixels with the four most informative pictures that this run has data for."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -84,7 +84,7 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_gold(axes: Axes, run: RunRecord) -> None:
-    """Gains as intervals against zero; the levels stand in the title."""
+    """Draw gains as intervals against zero; the levels are in the title."""
     rows = run.gains[::-1]
     for y, gain in enumerate(rows):
         colour = BLUE if gain.low > 0 else RED if gain.high < 0 else GREY
@@ -168,7 +168,7 @@ def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_distinct(axes: Axes, run: RunRecord) -> None:
-    """On a scale of its own: where responses are long or many, few bigrams in a hundred are new."""
+    """Draw the share of distinct bigrams, scaled to its maximum: with long or many responses it is a few per cent."""
     axes.set_ylim(0, 1.1 * max(_plot(axes, run, DISTINCT, color=GREEN, lw=1.6)) or 1.0)
     _finish(axes, "Distinct bigrams (share of all)", "step")
 
@@ -227,7 +227,7 @@ def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
 
 
 def svg(draw: Draw, run: RunRecord) -> str:
-    """Returns one picture as an SVG text, the same bytes for the same run."""
+    """Return one picture as an SVG text, the same bytes for the same run."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -18,10 +18,10 @@ from tools.report.summary import Pair, gold_gains, has_samples, read_pairs
 
 SETTINGS_FILE = "settings.json"
 ALL_WORDS = "all words"
-MOST_DRAWN = 2000  # steps, and critic updates: more are not seen, and make a page of many megabytes
+MOST_DRAWN = 2000  # steps, and critic updates: more cannot be told apart, and make a page of many megabytes
 MOST_TEXTS = 8  # from the beginning of a run, and as many from its end
-SHOWN_S = 0.005  # a phase shorter than this would read 0.00
-# Timer -> what it is called; "other" is what no timer covers.
+SHOWN_S = 0.005  # a shorter phase would be shown as 0.00
+# Timer -> label; "other" is the part of a step that no timer covers.
 PHASES = {
     "timers/generate": "generate",
     "timers/logprobs": "log-probs",
@@ -50,7 +50,7 @@ class RolloutText:
     step: int
     prompt: str
     response: str
-    reward: float | None  # None: it has no score
+    reward: float | None  # None: no score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,11 @@ class RunRecord:
 
     name: str
     summary: dict[str, Any]
-    settings: dict[str, Any]  # `section.key`: value, all of them; empty for a run before 2026-11-22
-    steps: list[dict[str, Any]]  # of a long run every n-th
-    critic: list[dict[str, Any]]  # the same of each kind of line; empty where the algorithm has no critic
+    settings: dict[str, Any]  # {`section.key`: value}; empty for runs from before 2026-11-22
+    steps: list[dict[str, Any]]  # every n-th step of a long run
+    critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
     pairs: list[Pair]
-    texts: list[RolloutText]  # of its training rollouts, where it has no pairs
+    texts: list[RolloutText]  # from training rollouts, if the run has no pairs
 
     @property
     def gold(self) -> bool:
@@ -72,7 +72,7 @@ class RunRecord:
 
     @cached_property
     def gains(self) -> list[Gain]:
-        """The gold gain with the whole lexicon, and without the top word; empty where there is no gold."""
+        """The gold gain with the whole lexicon, and without the top word; empty without gold scores."""
         if not self.gold:
             return []
         gains = [_gain(ALL_WORDS, *gold_gains(self.pairs))]
@@ -83,14 +83,14 @@ class RunRecord:
 
 
 def load_run(run_dir: Path) -> RunRecord:
-    """Raises FileNotFoundError naming the missing file; only samples.jsonl may be absent."""
+    """Read a run's folder. Raises FileNotFoundError that names a missing file; samples.jsonl is optional."""
     run_dir = Path(run_dir).resolve()
     path = run_dir / "summary.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
     summary = json.loads(path.read_text(encoding="utf-8"))
     pairs = read_pairs(run_dir) if has_samples(run_dir) else []
-    if "ppo_steps" in summary:  # of a run before 2026-11-22
+    if "ppo_steps" in summary:  # the key's name before 2026-11-22
         summary = {"steps": summary.pop("ppo_steps"), **summary}
     return RunRecord(
         name=run_dir.name,
@@ -104,7 +104,7 @@ def load_run(run_dir: Path) -> RunRecord:
 
 
 def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested objects as one, whose keys are joined by dots."""
+    """Return nested objects as one, with keys joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in sections.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -112,7 +112,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns metrics.jsonl by rising step, thinned; of a step done again after a resume, the last line."""
+    """Return metrics.jsonl in ascending order of steps, thinned; of a step repeated after a resume, the last line."""
     chosen = Thinned()
     for row in each_line(run_dir / "metrics.jsonl", required=True):
         while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
@@ -122,7 +122,7 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_texts(run_dir: Path) -> list[RolloutText]:
-    """Returns the first and the last MOST_TEXTS lines of rollouts.jsonl; nothing where that is absent."""
+    """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; none if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
     first = list(islice(rows, MOST_TEXTS))
     names = ("step", "prompt", "response", "reward")
@@ -130,7 +130,7 @@ def read_texts(run_dir: Path) -> list[RolloutText]:
 
 
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns critic_metrics.jsonl in its order, updates and each kind of reload thinned by themselves."""
+    """Return critic_metrics.jsonl in its order; updates and each kind of reload are thinned separately."""
     chosen: dict[str | None, Thinned] = {}
     for row in each_line(run_dir / "critic_metrics.jsonl", required=True):
         chosen.setdefault(row.get("reload"), Thinned()).add(row)
@@ -138,7 +138,7 @@ def read_critic(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class Thinned:
-    """Every n-th of any number of rows, so that they are MOST_DRAWN at most; all of them where there are no more."""
+    """Keeps every n-th row of a stream; n doubles whenever more than MOST_DRAWN rows are kept."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -146,7 +146,7 @@ class Thinned:
         self._seen = 0
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take in the next row."""
+        """Process the next row."""
         if self._seen % self._every == 0:
             self.rows.append(row)
         self._seen += 1
@@ -156,7 +156,7 @@ class Thinned:
 
 
 def reward_gain(run: RunRecord) -> Gain | None:
-    """Returns the gain of the reward model's score over the pairs that have both scores."""
+    """Return the gain in reward over the pairs that have both scores; None without such a pair."""
     scored = [
         (pair.reward_before, pair.reward_after)
         for pair in run.pairs
@@ -166,27 +166,27 @@ def reward_gain(run: RunRecord) -> Gain | None:
 
 
 def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
-    """Returns seconds by the names in PHASES; what no timer covers is "other"."""
+    """Return a step's seconds by the labels in PHASES; what no timer covers is "other"."""
     seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
     total = number(row.get("timers/step_time")) or 0.0
     return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
 
 def formatted(value: float, spec: str) -> str:
-    """As `format`, but without a minus before what rounds to 0."""
+    """Format like `format`, but without a minus sign if the result is 0."""
     text = format(value, spec)
     return text if text.strip("+-0.,") else format(0.0, spec)
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Returns (steps, values) where the value is a finite number."""
+    """Return (steps, values) of the rows in which `key` is a finite number."""
     found = [(row["step"], number(row.get(key))) for row in rows]
     kept = [(step, value) for step, value in found if value is not None]
     return [step for step, _ in kept], [value for _, value in kept]
 
 
 def number(value: Any) -> float | None:
-    """Returns the value as a float, None unless it is a finite number."""
+    """Return the value as a float; None unless it is a finite number."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 

@@ -28,17 +28,17 @@ from tools.report.data import PHASES, SHOWN_S, formatted, number, phase_seconds
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
 SPARKLINE_WIDTH = 24
-CURVE_POINTS = 1000  # even; far more than a sparkline shows
-NARROW_WIDTH = 66  # columns that the display takes beside the sparkline
-PLAIN_LINES = 100  # at most about so many steps are printed where there is no terminal
-ETA_STEPS = 20
+CURVE_POINTS = 1000  # even, since pairs are merged; far more than a sparkline shows
+NARROW_WIDTH = 66  # columns that the display needs beside the sparkline
+PLAIN_LINES = 100  # without a terminal, about this many steps are printed
+ETA_STEPS = 20  # steps whose intervals the estimate uses
 
 
 class RunDisplay:
     """A context manager; call `refresh` a few times a second while it is open."""
 
     def __init__(self, run_dir: Path, total_steps: int, *, console: Console | None = None) -> None:
-        # Decided here, since rich would also believe a FORCE_COLOR of a CI machine.
+        # Decided here, since rich would also obey FORCE_COLOR on a CI machine.
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
@@ -56,14 +56,14 @@ class RunDisplay:
         self._mark: RenderableType = Spinner("dots")
 
     def __enter__(self) -> "RunDisplay":
-        for row in self._read():  # what an earlier part of a resumed run wrote is no news
+        for row in self._read():  # steps from before a resume are not reported again
             self._resumed_at = row["step"]
         if self._is_live:
             self._live = Live(
                 get_renderable=self._render,
                 console=self._console,
                 refresh_per_second=4,
-                redirect_stderr=sys.stderr.isatty(),  # one that goes to a file keeps going there
+                redirect_stderr=sys.stderr.isatty(),  # leave a redirected stderr alone
             )
             self._live.start()
         return self
@@ -77,12 +77,12 @@ class RunDisplay:
             if self._live is not None:
                 self._mark = Text("✗" if kind else "✓", style="red" if kind else "green")
                 for stream in (sys.stdout, sys.stderr):
-                    stream.flush()  # a line without its end would be lost with rich's proxy
+                    stream.flush()  # rich's proxy would lose an unfinished line
                 self._live.stop()
                 self._live = None
 
     def phase(self, text: str) -> None:
-        """Says what happens now; the phase before is ticked off with its seconds."""
+        """Show the current phase; in a terminal, log the previous one as done, with its seconds."""
         seconds = time.monotonic() - self._phase_start
         if self._is_live and self._phase:
             self.log(f"✓ {self._phase} ({seconds:.1f} s)")
@@ -91,22 +91,22 @@ class RunDisplay:
         self._phase, self._phase_start = text, time.monotonic()
 
     def log(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Print a line that stays above the display."""
         if self._is_live:
             self._console.print(Text(text), soft_wrap=True)
         else:
             print(text, file=self._console.file, flush=True)
 
     def refresh(self) -> None:
-        """Takes in what the actor and the sidecar wrote since the last call."""
+        """Read what the actor and the sidecar have written since the last call."""
         for row in self._read():
             step = row["step"]
             if not self._is_live and (step % self._every == 0 or step in (1, self._total)):
                 self.log(self._plain_line(row))
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        """The steps that are news; the display stands at each of them meanwhile."""
-        # What rich's thread may be drawing from is replaced, not changed.
+        """Yield the new steps; the display is at a step while it is yielded."""
+        # rich's thread may be drawing from these objects: they are replaced, never mutated.
         for row in self._critic_metrics.read_new():
             kind = row.get("reload")
             if kind:
@@ -118,7 +118,7 @@ class RunDisplay:
             if not isinstance(step, int):
                 continue
             last = self._last().get("step", 0)
-            if step <= last:  # a resumed run has written the file anew
+            if step <= last:  # a resumed run has rewritten the file
                 known, self._recent, self._rewards = last, (row,), Curve()
             else:
                 self._recent = (*self._recent[-ETA_STEPS:], row)
@@ -130,7 +130,7 @@ class RunDisplay:
         return self._recent[-1] if self._recent else {}
 
     def _eta(self) -> str:
-        """From the median time between the lines of this start: it has the waits, but not the pause before a resume."""
+        """Estimate from the median interval between steps since this start: with waits, without a resume's pause."""
         rows = self._recent
         if not rows:
             return "-"
@@ -145,7 +145,7 @@ class RunDisplay:
         return "  ".join([*parts, f"ETA {self._eta()}"])
 
     def _figures(self, row: dict[str, Any]) -> list[tuple[str, str]]:
-        """What both displays say, in this order."""
+        """Return (name, text) of the figures in both displays, in their order."""
         swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
         newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
         served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
@@ -159,7 +159,7 @@ class RunDisplay:
             ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
-        return [(name, text) for name, text in figures if text]  # a run without a critic has nothing to say of it
+        return [(name, text) for name, text in figures if text]  # a run without a critic has no figures of it
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = [self._head()]
@@ -206,15 +206,15 @@ class RunDisplay:
 
 
 class Curve:
-    """A series of any length in a bounded number of means, each of as many values."""
+    """A series of any length, kept as a bounded number of means over equally many values."""
 
     def __init__(self) -> None:
         self.means: tuple[float, ...] = ()
-        self._size = 1  # values in each
-        self._begun: list[float] = []  # values of the next one
+        self._size = 1  # values in each mean
+        self._begun: list[float] = []  # values of the next mean
 
     def add(self, value: float | None) -> None:
-        """Add a value; None is none."""
+        """Add a value; None is ignored."""
         if value is not None:
             self._begun.append(value)
         if len(self._begun) == self._size:
@@ -225,7 +225,7 @@ class Curve:
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
-    """Returns the values as blocks, at most `width` of them: means where there are more values."""
+    """Return the values as at most `width` block characters, which show means if there are more values."""
     count = min(width, len(values))
     cuts = [round(i * len(values) / count) for i in range(count + 1)] if count else []
     means = [statistics.fmean(values[a:b]) for a, b in pairwise(cuts)]
@@ -234,7 +234,7 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
 
 
 def _step_time(row: dict[str, Any]) -> list[RenderableType]:
-    """A bar cut by phase, and what its colours mean."""
+    """Return a bar divided by phase, and its legend; nothing for a step without timers."""
     seconds = {name: value for name, value in phase_seconds(row).items() if value >= SHOWN_S}
     total = sum(seconds.values())
     if not total:

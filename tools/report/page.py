@@ -1,4 +1,4 @@
-"""report.html: what a run did, in words, numbers, pictures and texts, in one file that needs no other."""
+"""Writes report.html: a run's results as numbers, pictures and sample texts, in one self-contained file."""
 
 import re
 import statistics
@@ -35,7 +35,7 @@ NUM_TEXTS = 24
 def write_report(run_dir: Path) -> Path:
     """Write report.html into the folder of a finished run; return its path.
 
-    Raises FileNotFoundError naming a missing file; a run without gold or without held-out texts lacks none.
+    Gold scores and held-out texts are optional. Raises FileNotFoundError that names a missing file.
     """
     run = load_run(run_dir)
     words = word_gains(run.pairs) if run.gold else []
@@ -67,7 +67,8 @@ def write_report(run_dir: Path) -> Path:
 def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[Pair, float]]]]:
     """Return (label, [(pair, gain)]): the largest gains, those around the median, and the largest losses.
 
-    No pair comes twice; fewer than NUM_TEXTS pairs are cut into thirds. Gains are gold's, else the reward's.
+    No pair appears twice; fewer than NUM_TEXTS pairs are split into thirds. The gain is that of the gold score if
+    `gold`, else that of the reward.
     """
     ranked = sorted(
         ((pair, gain) for pair in pairs if (gain := _change(pair, gold)) is not None),
@@ -85,7 +86,7 @@ def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[
 
 
 def verdict(what: str, gain: Gain) -> str:
-    """Return one honest sentence: an interval that includes 0 is no change."""
+    """Return a sentence on the gain; an interval that includes 0 counts as no change."""
     interval = f"95 % interval [{gain.low:.3f}, {gain.high:.3f}]"
     if gain.low > 0:
         return f"{what} rose by {gain.mean:.3f}, {interval}."
@@ -95,7 +96,7 @@ def verdict(what: str, gain: Gain) -> str:
 
 
 def highlight(text: str, marked: re.Pattern[str]) -> Markup:
-    """Return the escaped text with the matches of `marked` wrapped; split first, so that no match cuts an entity."""
+    """Return the escaped text with the matches of `marked` wrapped; it is split first, so no match cuts an entity."""
     pieces = marked.split(text)
     return Markup("").join(
         Markup("<mark>{}</mark>").format(piece) if i % 2 else piece for i, piece in enumerate(pieces)
@@ -103,7 +104,7 @@ def highlight(text: str, marked: re.Pattern[str]) -> Markup:
 
 
 def word_pattern(words: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern whose one group is any of the words, whole and in any case; without words it never matches."""
+    """Return a pattern whose one group is any of the words, whole, in any case; without words it matches nothing."""
     if not words:
         return re.compile(r"(?!)()")
     return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", re.IGNORECASE)
@@ -119,7 +120,7 @@ def _results(run: RunRecord) -> list[tuple[str, Gain]]:
 
 
 def _training_rewards(run: RunRecord) -> dict[str, Any] | None:
-    """Mean rewards of the first and the last tenth of the steps; None for a run of one step."""
+    """Return mean rewards of the first and the last tenth of the steps; None for a run of one step."""
     _, rewards = series(run.steps, "train_rollouts/rewards")
     count = max(1, len(rewards) // 10)
     if len(rewards) < 2 * count:
@@ -129,7 +130,7 @@ def _training_rewards(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _words(run: RunRecord, words: Sequence[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Return the rows of the words that gained most, and of the last that lost."""
+    """Return table rows for the words that gained most, and for up to five that lost most."""
     total = run.summary["gold_after"] - run.summary["gold_before"] if run.gold else 0.0
     scale = max((abs(gain) for _, gain in words), default=1.0)
     rows = []
@@ -137,7 +138,7 @@ def _words(run: RunRecord, words: Sequence[tuple[str, float]]) -> list[dict[str,
         pattern = word_pattern([word])
         rows.append({
             "word": word, "gain": gain, "width": 100 * abs(gain) / scale,
-            "share": gain / total if total > 0.01 else None,  # of a gain that is hardly there it means nothing
+            "share": gain / total if total > 0.01 else None,  # a share of a negligible gain is meaningless
             "before": sum(bool(pattern.search(pair.text_before)) for pair in run.pairs),
             "after": sum(bool(pattern.search(pair.text_after)) for pair in run.pairs),
         })  # fmt: skip
@@ -150,7 +151,7 @@ def _change(pair: Pair, gold: bool) -> float | None:
 
 
 def _changed_settings(settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return those that are not the defaults, ports aside."""
+    """Return the settings that differ from their defaults, except ports."""
     defaults = flattened(RunConfig().model_dump(mode="json"))
     changed = ((key, value) for key, value in settings.items() if value != defaults.get(key))
     return [(key, value) for key, value in changed if not key.endswith("_port")]

@@ -1,6 +1,6 @@
-"""Writes summary.json of a finished run, and reads the run's texts in pairs.
+"""Writes summary.json of a finished run, and reads the run's held-out texts in pairs.
 
-With `gold`, samples.jsonl gets each text's gold score as well.
+With `gold`, each text's gold score is added to samples.jsonl as well.
 """
 
 import json
@@ -17,7 +17,7 @@ from python_backend.store.jsonl import each_line, write_jsonl
 from tools.demo.gold import gold_scorer, paired_ci95, words_that_gained
 
 OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
-SUMMARY_KEYS = {  # what summary.json may hold, in its order, and what the report says of each
+SUMMARY_KEYS = {  # possible keys of summary.json, in its order, with their descriptions in the report
     "steps": "Steps: one batch of rollouts and its update each.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
     "reward_after": "The same for the final policy, same prompts and sampling seeds.",
@@ -54,7 +54,7 @@ SUMMARY_KEYS = {  # what summary.json may hold, in its order, and what the repor
 class Pair:
     """One held-out prompt, continued by the initial and by the final policy.
 
-    Texts are prompt + response; of a chat the response alone, and `prompt` is the last message.
+    A text is prompt + response. For a chat it is the response alone, and `prompt` is the last message.
     """
 
     prompt_id: str
@@ -78,17 +78,20 @@ def write_summary(
     peak_rss_mb: float,
     seconds_total: float,
 ) -> dict[str, Any]:
-    """Writes summary.json and returns it: SUMMARY_KEYS, without those that the run did not measure.
+    """Write summary.json and return it: SUMMARY_KEYS, without those that the run did not measure.
 
     The gold score is that of prompt + response, as in the reward model's training labels: a negation or a
-    booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides. Of a
+    booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides. For a
     chat it is that of the reply, which is what the reward model reads.
-    Raises FileNotFoundError for a missing file, ValueError for a broken one or for texts that do not pair.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is broken, or its texts do not pair.
     """
     run_dir = Path(run_dir)
     actor = _actor_summary(run_dir / "actor_summary.json")
     figures = dict(actor)
-    # A run that validated says so by its rewards; only one that did not may come without texts.
+    # `reward_before` shows that the run validated; only a run that did not may lack samples.jsonl.
     if gold or "reward_before" in actor or has_samples(run_dir):
         if gold:
             _add_gold(run_dir / "samples.jsonl")
@@ -108,13 +111,13 @@ def write_summary(
 
 
 def has_samples(run_dir: Path) -> bool:
-    """Returns whether the run validated: a samples.jsonl that is not empty."""
+    """Return whether the run validated, which is whether samples.jsonl has lines."""
     path = run_dir / "samples.jsonl"
     return path.is_file() and path.stat().st_size > 0
 
 
 def read_pairs(run_dir: Path) -> list[Pair]:
-    """Returns samples.jsonl as pairs in the file's order. Raises ValueError for texts that do not pair."""
+    """Return samples.jsonl as pairs in the file's order. Raises ValueError if the texts do not pair."""
     path = run_dir / "samples.jsonl"
     sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
     for row in each_line(path, required=True):
@@ -129,24 +132,24 @@ def read_pairs(run_dir: Path) -> list[Pair]:
     if unpaired or not before:
         found = f"{len(before)} texts before, {len(after)} after"
         raise ValueError(f"{path} has {found}; without a partner: {', '.join(unpaired[:5]) or 'none'}")
-    # A decoder that strips leaves no leading space anywhere; glued bare, two words would become one.
+    # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
     stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
     return [_pair(row, after[prompt_id], " " if stripped else "") for prompt_id, row in before.items()]
 
 
 def gold_gains(pairs: Sequence[Pair], extra_dropped: Sequence[str] = ()) -> tuple[list[float], list[float]]:
-    """Returns the gold scores (before, after) of the pairs, with more words taken out of the lexicon."""
+    """Return the gold scores (before, after) of the pairs, with `extra_dropped` taken out of the lexicon."""
     score = gold_scorer(extra_dropped=extra_dropped)
     return [score(pair.text_before) for pair in pairs], [score(pair.text_after) for pair in pairs]
 
 
 def word_gains(pairs: Sequence[Pair]) -> list[tuple[str, float]]:
-    """Returns (word, gold gained per text), largest first."""
+    """Return (word, gold gained per text), largest first."""
     return words_that_gained([pair.text_before for pair in pairs], [pair.text_after for pair in pairs])
 
 
 def distinct2(texts: Sequence[str]) -> float | None:
-    """Returns distinct bigrams over all bigrams of words; None when no text has two words."""
+    """Return distinct bigrams over all bigrams of words; None if no text has two words."""
     words = [text.split() for text in texts]
     bigrams = [pair for row in words for pair in pairwise(row)]
     return len(set(bigrams)) / len(bigrams) if bigrams else None
@@ -192,7 +195,7 @@ def _add_gold(path: Path) -> None:
 
 
 def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Diversity, and the rewards, which are recounted from the texts' own lines where there are any."""
+    """Return the diversity of the responses, and mean rewards over the pairs that have both, if any."""
     figures: dict[str, Any] = {}
     for when in ("before", "after"):
         responses = [getattr(pair, f"response_{when}") for pair in pairs]

@@ -14,8 +14,9 @@ from python_backend.errors import RlhfError
 from python_backend.stop_signal import how_ended
 from tools.server.log import set_aside_if_large, tail
 
-# prctl(PR_SET_PDEATHSIG): if the parent is killed outright, the kernel tells the child to stop. A small process does
-# it, then becomes the child; Python code between fork and exec (preexec_fn) can deadlock with threads.
+# prctl(PR_SET_PDEATHSIG): if the parent is killed, the kernel sends SIGTERM to the child. A small process sets this and
+# then execs the child, because Python code between fork and exec (preexec_fn) can deadlock with threads. The parent may
+# have died before the prctl, which the check of getppid() catches.
 _STARTER = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -29,10 +30,10 @@ _MESSAGE = re.compile(r"^[\d:]{8} (?:(?:WARNING|ERROR) |INFO (?=resuming ))(.*)"
 def start_bound(
     command: Sequence[str], log: IO[bytes], env: Mapping[str, str], *, inherits: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one, in a session of its own: a Ctrl-C in the terminal is ours to pass on.
+    """Start a process that ends with this one, in a session of its own, so that Ctrl-C reaches this process alone.
 
-    Must be called from a thread that lives as long as the child should: the kernel watches the thread. `inherits`:
-    further open file descriptors that the child gets.
+    Call it from a thread that lives as long as the child should: the kernel signals the child when that *thread* ends.
+    `inherits`: further file descriptors to pass to the child.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *command],
@@ -42,11 +43,11 @@ def start_bound(
 
 
 class ChildDied(RlhfError):
-    """A process of the run ended by itself; the message names it, how it ended, and what it said last."""
+    """A process of the run has ended on its own; the message says which and how, and has the end of its log."""
 
 
 class Child:
-    """One Python module of the run."""
+    """A Python module that runs in a process of its own."""
 
     def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
         """Start `python -m <arguments>`."""
@@ -56,21 +57,21 @@ class Child:
         self._reported_bytes = 0
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
-        with log_path.open("ab") as log:  # appending: `bound_log` cuts it under the child's hands
+        with log_path.open("ab") as log:  # append mode: `bound_log` truncates the file while the child writes
             self.process = start_bound([sys.executable, "-u", "-m", *arguments], log, {**os.environ, **env})
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while it runs."""
         return self.process.poll()
 
     def bound_log(self, limit_mb: int) -> None:
-        """Set the log aside if it has grown beyond `limit_mb`."""
+        """Rotate the log if it is larger than `limit_mb`."""
         set_aside_if_large(self.log_path, limit_mb << 20)
 
     def new_messages(self) -> list[str]:
-        """Warnings, errors and where it resumes, as logged in whole lines since the last call."""
+        """Return warnings, errors and "resuming" messages from whole lines logged since the last call."""
         with self.log_path.open("rb") as log:
-            if log.seek(0, os.SEEK_END) < self._reported_bytes:  # `bound_log` has cut it
+            if log.seek(0, os.SEEK_END) < self._reported_bytes:  # truncated by `bound_log`
                 self._reported_bytes = 0
             log.seek(self._reported_bytes)
             text, end, _ = log.read().rpartition(b"\n")
@@ -84,12 +85,12 @@ class Child:
             raise ChildDied(self.obituary())
 
     def obituary(self) -> str:
-        """How it ended, and the last lines of its log."""
+        """Return how it ended, with the last lines of its log."""
         how = how_ended(self.process.wait())
         return f"the {self.name} {how}; its log, {self.log_path}, ends with:\n{tail(self.log_path)}"
 
     def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:
-        """Ask it to stop, kill it if it does not; returns the exit code."""
+        """Send `signum`, kill the process if it runs on for `timeout_s`, and return its exit code."""
         if self.poll() is None and not self._stopping:
             self._stopping = True
             self.process.send_signal(signum)

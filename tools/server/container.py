@@ -1,8 +1,8 @@
-"""`python3 -m tools.server.container`: becomes tritonserver on the image's model repository, closed as far as possible.
+"""`python3 -m tools.server.container`: execs tritonserver on the image's model repository, locked down.
 
-Imports the standard library alone: the image has what serves, and nothing more. The server gets a copy of the
-repository, because the training key is not known when the image is built. Where `TRAINING_KEY` is not set, a key is
-made and kept in `runs/training.key`.
+Imports the standard library only, since the image holds only what serves. The server gets a copy of the repository,
+because the training key is not known when the image is built. If `TRAINING_KEY` is not set, a key is generated once and
+kept in `runs/training.key`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10
 LARGEST_BODY_BYTES = 256 << 20  # a training payload may exceed the server's own limit of 64 MB
 SERVER_ARGUMENTS = (
     "--model-control-mode=explicit",
-    "--load-model=*",  # whatever was rendered, before the ports open: no client meets a server without its models
+    "--load-model=*",  # all models, before the ports open: no client reaches a server without its models
     "--disable-auto-complete-config",
     "--strict-readiness=true",
     "--http-header-forward-pattern=x-triton-.*",
@@ -32,14 +32,14 @@ SERVER_ARGUMENTS = (
     "--allow-sagemaker=false",
     "--allow-vertex-ai=false",
 )
-"""What every tritonserver of ours is started with, in the image or beside it."""
+"""Arguments of every tritonserver that the project starts, in the image or outside."""
 _NO_KEY = re.compile(r'(key: "training_key_sha256" value \{ string_value: )""')
 _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
 
 
 def main() -> None:
-    """Become tritonserver; the environment says which addresses it binds."""
-    os.umask(0o077)  # the journal has prompts and responses, and so may the logs
+    """Replace this process with tritonserver; the environment sets the addresses that it binds."""
+    os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
     repository = Path(tempfile.mkdtemp(prefix="model_repository-"))
     copy_repository(REPOSITORY, repository, training_key(RUNS))
     command = tritonserver_command(
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def training_key(runs: Path) -> str:
-    """Return the key in the environment, or the one in `runs`, made the first time."""
+    """Return the key from the environment, or else the one in `runs`, which is generated on first use."""
     given = os.environ.get(KEY_VARIABLE)
     if given:
         return given
@@ -68,18 +68,19 @@ def copy_repository(source: Path, target: Path, key: str) -> None:
     digest = hashlib.sha256(key.encode()).hexdigest()
     for path in target.glob("*/config.pbtxt"):
         path.write_text(_NO_KEY.sub(rf'\g<1>"{digest}"', path.read_text()))
-    compileall.compile_dir(target, quiet=2)  # written during a load it would be a change, and Triton loads again
+    # Bytecode written during a load would be a change, and Triton would load the model again.
+    compileall.compile_dir(target, quiet=2)
 
 
 def weights_dir(repository: Path) -> Path:
-    """Return the folder of the critic's weights; where no critic is served, the default."""
+    """Return the folder of the critic's weights; the default one if no critic is served."""
     config = repository / "critic" / "config.pbtxt"
     found = _STORE.search(config.read_text()) if config.is_file() else None
     return Path(found[1]) if found else RUNS / "default" / "weights" / "critic"
 
 
 def tritonserver_command(repository: Path, *, key: str, address: str, control_address: str) -> list[str]:
-    """Return the command line. `key` opens model control, which stays on `control_address` besides."""
+    """Return the command line. Model control requires `key`; its gRPC port is on `control_address` besides."""
     return [
         "tritonserver",
         f"--model-repository={repository}",

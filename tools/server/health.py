@@ -1,7 +1,7 @@
-"""Watches one running tritonserver: replaces models that have died or hang, and tells when the server itself hangs.
+"""Health checks of a running tritonserver: reloads models that died or hang, and reports if the server itself hangs.
 
-Triton does neither: it goes on calling itself ready, and answers every request to a dead model with an error. A model
-that works on long requests is not hung: its forwards are counted, or its process computes.
+Triton does neither: it continues to report ready, and answers every request to a dead model with an error. A model
+that works on a long request does not count as hung: its forward counter increases, or its process uses the CPU.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
 SERVER_SILENT_S = 20.0  # no answer over HTTP, or none over gRPC: the server hangs
 STOPPED_S = 10.0  # no answer, and its process is stopped (SIGSTOP): the model hangs
-SILENT_S = 60.0  # no answer, no forward, and its process does next to nothing
-COMPUTING_SILENT_S = 600.0  # no answer and no forward, but its process computes: perhaps one very long row
-COMPUTING_CPU_SHARE = 0.2
-LONGEST_PAUSE_S = 60.0
+SILENT_S = 60.0  # no answer, no forward pass, and its process hardly uses the CPU: the model hangs
+COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process computes, perhaps on one very long row
+COMPUTING_CPU_SHARE = 0.2  # of one core since the model fell silent: above it the process computes
+LONGEST_PAUSE_S = 60.0  # between attempts to replace a model
 WAITING = "nv_inference_pending_request_count"
 PROGRESS = ("rlhf_forwards_total", "nv_inference_exec_count", "nv_inference_request_success")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
@@ -36,7 +36,7 @@ _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 
 @dataclass
 class _Watched:
-    """What is known of one model."""
+    """State of the checks of one model."""
 
     successes: int = -1
     progress: tuple[float, ...] = ()
@@ -44,16 +44,17 @@ class _Watched:
     cpu_s: float = 0.0
     """CPU time of its processes when it fell silent."""
     replacements: int = 0
-    """In a row, without an answer between them."""
+    """Consecutive replacements without an answer in between."""
     again_at: float = 0.0
+    """Time (monotonic) before which it is not replaced again."""
 
 
 class ServerHealth:
-    """Watches in a thread of its own until `stop`; `trouble` says why the server must be started again."""
+    """Checks the server in a background thread until `stop`; `trouble` says why the server must be restarted."""
 
     def __init__(self, server: TritonServer, log: Callable[[str], None]) -> None:
         self.trouble: str | None = None
-        """Set when only a new server helps; nothing is watched any more then."""
+        """Set when only a restart of the server helps; the checks end then."""
         self._server = server
         self._log = log
         self._stopping = threading.Event()
@@ -62,11 +63,11 @@ class ServerHealth:
         self._thread = threading.Thread(target=self._watch, name="server-health", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the checks."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop the checks."""
         self._stopping.set()
         if self._thread.is_alive():  # a signal may have come before it was started
             self._thread.join()
@@ -83,7 +84,10 @@ class ServerHealth:
                     self._look_at(control, model, watched, processes.get(model, []))
 
     def _server_answers(self, control: ControlPlane) -> bool:
-        """Ask over both protocols what never waits behind other requests; sets `trouble` after a long silence."""
+        """Return whether the server answers over both protocols; set `trouble` after a long silence.
+
+        It is probed with requests that never queue behind others.
+        """
         answers = {
             "HTTP": bool(get_page(self._server.section.http_url, "/v2/health/live")),
             "gRPC": control.answers_inference(PROBE_TIMEOUT_S),
@@ -101,7 +105,7 @@ class ServerHealth:
     ) -> None:
         try:
             answers = self._answers(control, model, watched, processes)
-        except ModelProcessDied:  # so Triton says of a stopped process as well
+        except ModelProcessDied:  # Triton reports a stopped process as dead, too
             _kill([process for process in processes if _is_stopped([process])])
             self._replace(control, model, watched, f"the process of {model} has died")
             return
@@ -122,10 +126,10 @@ class ServerHealth:
     def _answers(
         self, control: ControlPlane, model: str, watched: _Watched, processes: Sequence[psutil.Process]
     ) -> bool:
-        """Whether it has answered since the last look, or answers now. Raises ControlPlaneError.
+        """Return whether the model has answered since the last check, or answers a probe now. Raises ControlPlaneError.
 
-        What trains, saves or adds up has no request without effect but wrong ones, which would count as failed: of
-        these the process is looked for, and whether requests wait while none is executed.
+        For the models that train, save or mix rewards, only invalid requests are without side effects, and these would
+        count as failed. So the check is that their process runs, and that no requests are pending without progress.
         """
         if model in SCORING_OUTPUTS:
             successes = control.statistics(model).success_count
@@ -139,7 +143,7 @@ class ServerHealth:
         return not _is_stopped(processes) and self._progresses(model, watched)
 
     def _progresses(self, model: str, watched: _Watched) -> bool:
-        """Whether it has done anything since the last look, or has nothing to do."""
+        """Return whether the model has made progress since the last check, or has nothing to do."""
         page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
         found = {name: float(value) for name, labelled, value in page if labelled == model}
         progress = tuple(found.get(name, 0.0) for name in PROGRESS)
@@ -147,7 +151,7 @@ class ServerHealth:
         return moved or (model not in SCORING_OUTPUTS and not found.get(WAITING))
 
     def _replace(self, control: ControlPlane, model: str, watched: _Watched, reason: str) -> None:
-        """Load the model anew; where the load gets no answer or does not help, only a new server does."""
+        """Reload the model; if the load gets no answer or does not help, set `trouble` to have the server restarted."""
         begin = time.monotonic()
         if begin < watched.again_at:
             return
@@ -194,7 +198,7 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 def get_page(url: str, path: str) -> str:
-    """The page; empty if there is no answer."""
+    """Return the body of a GET request, or the reason phrase for an empty body; empty if there is no answer."""
     host, _, port = url.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=PROBE_TIMEOUT_S)
     try:

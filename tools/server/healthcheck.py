@@ -1,6 +1,7 @@
 """`python3 -m tools.server.healthcheck`: exit code 0 if the models of the image answer an inference request.
 
-Triton's own readiness stays true when a model's process has died. The standard library alone, as in the image.
+Triton's own readiness stays true after a model's process has died. Imports the standard library only, like
+`tools.server.container`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(repository: Path = REPOSITORY, url: str | None = None) -> int:
-    """Ask each model that clients ask; 1 and the reason if one does not answer."""
+    """Probe each model that clients use; return 1 and print the reason if one does not answer."""
     address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
     whole = CRITIC_INFER if (repository / CRITIC_INFER).is_dir() else REWARD_MODEL  # the former runs both models
     models = [model for model in (whole, REFERENCE) if (repository / model).is_dir()]

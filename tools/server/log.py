@@ -1,4 +1,4 @@
-"""The server's log: lines for a person, its tail for an error, and failures that Triton does not report."""
+"""Reads the server's log: readable lines, the tail for an error message, and failures that Triton does not report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLLOW_INTERVAL_S = 0.1
 BYTES_PER_LINE = 400
 
 _TRITON_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([\w.]+):\d+\] ?(.*)")
-# What a server without a GPU complains of, and what belongs to a table or a traceback.
+# Warnings of a server without a GPU, and lines of tables and tracebacks.
 _NOISE = re.compile(
     r"CudaDriverHelper has not been|CUDA driver version is insufficient|no pinned memory pool"
     r"|DCGM unable to start|Failed to initialize NVML|^Signal \(\d+\) received"
@@ -25,7 +25,7 @@ _PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
 _POLL_FAILURE = re.compile(
     r"Error parsing text-format \S+: (.*?)\.?$|Poll failed for model directory [^:]*: (.*)\"", re.MULTILINE
 )
-# After these lines Triton waits for the model for ever, and says nothing.
+# After these lines Triton waits for the model indefinitely, and reports nothing.
 _STUB_FAILURES = (
     (
         re.compile(r"Python model file not found in '(.*)'"),
@@ -40,12 +40,12 @@ _STUB_FAILURES = (
 
 
 def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
-    """Pass on each line that a person wants to see; return when `ended` and the file is read to its end."""
+    """Pass each readable line to `log`; return when `ended` and the file is read to its end."""
     with path.open("rb") as file:
         pending = b""
         while True:
-            last = ended()  # before reading: what is written until then is still read
-            if os.fstat(file.fileno()).st_size < file.tell():  # it was set aside and begins anew
+            last = ended()  # before reading, so that nothing written up to the end is missed
+            if os.fstat(file.fileno()).st_size < file.tell():  # the log was rotated
                 file.seek(0)
             *lines, pending = (pending + file.read()).split(b"\n")
             for text in filter(None, map(readable, lines)):
@@ -56,10 +56,10 @@ def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) ->
 
 
 def set_aside_if_large(path: Path, limit_bytes: int) -> None:
-    """Begin a log anew that has grown beyond `limit_bytes`; its newest part is kept as `<name>.previous.log`.
+    """Rotate a log larger than `limit_bytes`: keep its newest part as `<name>.previous.log` and truncate the file.
 
-    The process that writes goes on with the same open file: it must have it open for appending. What it writes in the
-    moment between the copy and the cut is lost. A disk that refuses leaves the log as it is, for the next call.
+    The writing process keeps its file descriptor, which it must have opened in append mode. What it writes between the
+    copy and the truncation is lost. After an error of the disk, the log is left as it is until the next call.
     """
     with contextlib.suppress(OSError):
         size = path.stat().st_size
@@ -77,7 +77,7 @@ def set_aside_if_large(path: Path, limit_bytes: int) -> None:
 
 
 def readable(line: bytes) -> str | None:
-    """A line of the log as a person wants it; None for what only the full log needs."""
+    """Return a line of the log in readable form; None for a line that belongs in the full log only."""
     text = line.decode("utf-8", "backslashreplace").rstrip()
     if _NOISE.search(text):
         return None
@@ -92,7 +92,7 @@ def readable(line: bytes) -> str | None:
 
 
 def tail(path: Path, num_lines: int = 12) -> str:
-    """The last lines of the log, tables left out."""
+    """Return the last lines of the log, without tables."""
     start = max(0, path.stat().st_size - num_lines * BYTES_PER_LINE)
     with path.open("rb") as file:
         file.seek(start)
@@ -103,13 +103,13 @@ def tail(path: Path, num_lines: int = 12) -> str:
 
 
 def poll_failure(path: Path) -> str:
-    """What the log says of a configuration that Triton could not read; empty if nothing."""
+    """Return why Triton could not read a configuration, from the log; empty if the log has no reason."""
     reasons = ["".join(groups) for groups in _POLL_FAILURE.findall(tail(path, 100))]
     return ": ".join(reversed(reasons[-2:]))  # the parser's reason comes before the file's name
 
 
 def stub_failure(path: Path) -> str | None:
-    """A sentence on why a model's process cannot start, and the way out; None if the log shows none."""
+    """Return why a model's process cannot start and what to do about it; None if the log shows no such failure."""
     text = tail(path, 100)
     for pattern, sentence in _STUB_FAILURES:
         found = pattern.search(text)

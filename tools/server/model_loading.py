@@ -1,4 +1,4 @@
-"""Proves that a freshly started tritonserver works: every model is loaded and answers a request."""
+"""Makes sure that a newly started tritonserver works: every model is loaded and answers a request."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ def load_and_probe(
 ) -> None:
     """Return when each model of the repository has answered a request.
 
-    The server has tried to load them all; one that failed is loaded again, because this call is told the reason.
+    The server has already tried to load all of them. One that failed is loaded again, because only the answer to a load
+    call has the reason.
 
     Args:
         section: its `start_timeout_s` bounds the whole, its `load_timeout_s` each load.
-        check: called while a load is under way; raises to give up.
-        log: gets a line for each model.
+        check: called repeatedly during a load; raises to give up.
+        log: receives a line for each model.
 
     Raises:
-        ServerStartError: the repository is empty, or the time is over.
+        ServerStartError: the repository is empty, or the timeout has expired.
         ControlPlaneError: a model did not load, or did not answer.
     """
     models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
@@ -80,7 +81,7 @@ def load_and_probe(
 
 
 def too_slow(section: ServerSection) -> str:
-    """The sentence of a server whose models take longer than they may."""
+    """Return the error message for models that are not ready in time."""
     return (
         f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
         "what they wait for; if only time is missing, raise server.start_timeout_s"
@@ -88,7 +89,7 @@ def too_slow(section: ServerSection) -> str:
 
 
 def load_order(models: set[str]) -> list[set[str]]:
-    """The models in groups, each to be loaded at the same time, after those that it consists of."""
+    """Return the models in groups to load in parallel, in an order in which ensembles follow their models."""
     parts = {model for model in models if _is_function(model) or model in (REWARD_CHECKPOINT, REWARD_MIXTURE)}
     first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
     order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
@@ -103,11 +104,11 @@ def _is_function(model: str) -> bool:
 def compile_ahead(repository: Path) -> None:
     """Write each model's bytecode before Triton first looks at its folder.
 
-    Stubs run isolated, so PYTHONDONTWRITEBYTECODE does not reach them. A `__pycache__` that appears during
-    the first load is a change to Triton: loading the ensemble would then load both its models once more.
+    Stubs run in isolated mode and ignore PYTHONDONTWRITEBYTECODE. To Triton, a `__pycache__` that appears during the
+    first load is a change of the model: loading the ensemble would then load both its models once more.
     """
     for model in repository.glob("*/[1-9]*/model.py"):
-        compileall.compile_file(model, quiet=2)  # what it cannot write, a stub cannot write either
+        compileall.compile_file(model, quiet=2)  # if this cannot write, a stub cannot either
 
 
 def _load_together(
@@ -135,10 +136,10 @@ def _load_together(
 
 
 def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
-    """Have the model answer a request that changes nothing. Raises ControlPlaneError."""
+    """Send the model a request without side effects and wait for its answer. Raises ControlPlaneError."""
     if model in SCORING_OUTPUTS:
         control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
-    elif _is_function(model):  # of an invented sample NaN is an answer as good as any
+    elif _is_function(model):  # the sample is made up: NaN is a valid answer
         control.probe_scoring(model, (REWARD_COMPONENT, REWARD_ERROR), timeout_s)
     elif model in (CRITIC_TRAIN, CRITIC_SAVE):
         control.probe_rejection(model, timeout_s)

@@ -11,12 +11,12 @@ PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
 
 
 def with_free_ports(section: ServerSection) -> ServerSection:
-    """The section with each port of 0 replaced by one that is free now."""
+    """Return the section with each port of 0 replaced by one that is free now."""
     family, address = _address(section.host)
     keys = [key for key in PORT_KEYS if getattr(section, key) == 0]
     sockets = [socket.socket(family) for _ in keys]
     try:
-        for bound in sockets:  # all at once, so that they differ
+        for bound in sockets:  # bind all before closing any, so that they differ
             bound.bind((address, 0))
         ports = [bound.getsockname()[1] for bound in sockets]
     except OSError as error:
@@ -48,7 +48,7 @@ def check_ports(section: ServerSection) -> None:
 
 
 def is_open(url: str) -> bool:
-    """Whether somebody accepts connections at `host:port`."""
+    """Return whether a process accepts connections at `host:port`."""
     host, _, port = url.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()

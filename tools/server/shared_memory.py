@@ -1,7 +1,7 @@
-"""Shared-memory regions of tritonserver's stubs: named after their server, removed when all of its processes are gone.
+"""Shared-memory regions of tritonserver's stubs: named after their server, removed once all its processes have ended.
 
-A lock on a file beside the regions tells whether they are in use. The server and its stubs inherit it, so the kernel
-holds it until the last of them is gone, however they end and whatever process namespace they are in.
+A lock on a file beside the regions shows whether they are in use. The server and its stubs inherit it, so the kernel
+holds it until the last of them has ended, however they end and in whatever process namespace they run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Regions:
         return self._lock
 
     def remove(self) -> None:
-        """Remove them; the server must have ended."""
+        """Remove the regions and the lock; the server must have ended."""
         _remove(self.prefix)
         if self._lock is not None:
             os.close(self._lock)
@@ -53,7 +53,7 @@ def remove_abandoned() -> list[str]:
 def _abandoned(path: Path) -> re.Match[str] | None:
     """Remove the regions of this owner file unless they are in use or another user's."""
     found = _OWNER_FILE.fullmatch(path.name)
-    with contextlib.suppress(OSError):  # another start removes them, or they are not ours
+    with contextlib.suppress(OSError):  # a concurrent start has removed them, or they are not ours
         if found is None or path.lstat().st_uid != os.getuid():
             return None
         with path.open("rb") as file:

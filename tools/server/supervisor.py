@@ -9,34 +9,34 @@ from tools.server.health import ServerHealth
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
 
-STEADY_S = 10.0  # a server that ended sooner has not recovered: the next start waits
-LONGEST_PAUSE_S = 60.0
+STEADY_S = 10.0  # a server that ran for less counts as a failed start: restarts back off
+LONGEST_PAUSE_S = 60.0  # of the back-off
 
 
 class Supervisor:
-    """Owns the server; the owner of this object calls `look` now and then, and `stop` at the end."""
+    """Owns a server. Call `look` regularly, which restarts it when needed, and `stop` at the end."""
 
     def __init__(self, start: Callable[[], TritonServer], *, log: Callable[[str], None]) -> None:
         """Start the server.
 
         Args:
             start: returns a server whose models have answered; called from the thread that calls `look`.
-            log: gets what happened, a line each.
+            log: receives a line for each event.
 
         Raises:
-            ServerStartError: as `start` does; later starts that fail are tried again, with growing pauses.
+            ServerStartError: the first start failed; later ones are retried with exponential back-off.
         """
         self._start = start
         self._log = log
         self._short_lives = 0
-        self._start_at: float | None = None  # None: it runs
+        self._start_at: float | None = None  # None while the server runs
         self.failed_starts = 0
-        """Of a server that had died or hung, so far."""
+        """Failed restarts so far."""
         self.server = start()
         self._watch()
 
     def look(self) -> None:
-        """Start the server again if it has died or hangs, and keep its log within bounds."""
+        """Restart the server if it has died or hangs, and rotate its log."""
         if self._start_at is None:
             reason = self._reason_to_restart()
             if reason is None:
@@ -48,7 +48,7 @@ class Supervisor:
             self._start_again()
 
     def stop(self) -> None:
-        """Stop the server and the watching."""
+        """Stop the health checks and the server."""
         self._health.stop()
         self.server.stop()
 
@@ -64,7 +64,7 @@ class Supervisor:
         self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
         self._start_at = self._down_at + self._pause_s()
         self._log(f"{reason}\nstarting it again")
-        self.server.kill()  # one that hangs would let a polite request time out
+        self.server.kill()  # a hung server would only let SIGTERM time out
         self._health.stop()
         self.server.stop()
 

@@ -1,6 +1,6 @@
 """Finds tritonserver (in the nvidia-pytriton wheel, on PATH, or at a given path) and prepares its environment.
 
-A server that cannot work with this Python is refused here, before anything starts.
+A server that does not work with this Python is rejected here, before anything starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 class ServerStartError(RlhfError):
-    """The server cannot start; the message is one sentence with the way out."""
+    """The server cannot start; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class TritonHome:
     stub: Path
     """The python backend's stub for the running Python."""
     library_path: tuple[Path, ...]
-    """What LD_LIBRARY_PATH begins with: the server's own libraries, the running interpreter's libpython."""
+    """Folders to put first in LD_LIBRARY_PATH: the server's own libraries, the running interpreter's libpython."""
     from_wheel: bool
-    """Whether it is the wheel's: an old release, whose backend folder has to be laid out."""
+    """Whether it is the one in the wheel, an old release whose backend folder has to be laid out."""
 
 
 def find_tritonserver(explicit: Path | None = None) -> TritonHome:
-    """The server at `explicit`, or the one in the nvidia-pytriton wheel, or the one on PATH.
+    """Return the server at `explicit`, else the one in the nvidia-pytriton wheel, else the one on PATH.
 
     Raises:
         ServerStartError: there is none, or this Python cannot run models in it.
@@ -70,7 +70,7 @@ def find_tritonserver(explicit: Path | None = None) -> TritonHome:
 
 
 def lay_out_backends(home: TritonHome, into: Path) -> Path:
-    """The folder for `--backend-directory`: the system's own, or `into` with links to the wheel's files."""
+    """Return the folder for `--backend-directory`: the system's own, or `into` with links to the wheel's files."""
     if not home.from_wheel:
         return home.backend_source_dir
     folder = into.absolute() / "python"
@@ -79,16 +79,16 @@ def lay_out_backends(home: TritonHome, into: Path) -> Path:
         link = folder / source.name
         fresh = link.with_name(f".{link.name}.{os.getpid()}")
         fresh.symlink_to(source)
-        fresh.replace(link)  # a server that runs from the same folder never sees it incomplete
+        fresh.replace(link)  # atomic: a server that runs from the same folder never finds it incomplete
     return folder.parent
 
 
 def server_environment(home: TritonHome) -> dict[str, str]:
-    """The environment of the server process: this one, changed so that its stubs use the running Python."""
+    """Return the environment of the server process: this one, changed so that its stubs use the running Python."""
     environment = dict(os.environ)
     libraries = [*(str(folder) for folder in home.library_path), environment.get("LD_LIBRARY_PATH", "")]
     environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
-    # The stub finds site-packages through the first python3 on PATH; PYTHONPATH means nothing to it.
+    # The stub finds site-packages through the first python3 on PATH, and ignores PYTHONPATH.
     path = environment.get("PATH", os.defpath)
     environment["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), path])
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # for Python processes that models start; stubs ignore it
@@ -105,7 +105,7 @@ def _binary(explicit: Path | None) -> Path:
                 "of a tritonserver binary; without it the one in the nvidia-pytriton wheel is used"
             )
         return explicit.resolve()
-    wheel = importlib.util.find_spec("pytriton")  # finds, does not import
+    wheel = importlib.util.find_spec("pytriton")  # locates the package without importing it
     for folder in (wheel.submodule_search_locations or ()) if wheel else ():
         binary = Path(folder) / "tritonserver" / "bin" / "tritonserver"
         if binary.is_file():
@@ -120,7 +120,7 @@ def _binary(explicit: Path | None) -> Path:
 
 
 def _libpython_dir() -> Path:
-    """Folder of the running interpreter's own libpython: the stub embeds it, and no other patch works."""
+    """Return the folder of the running interpreter's libpython; the stub embeds it and needs the same patch release."""
     name = f"libpython{_PYTHON}.so.1.0"
     library_dir = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""

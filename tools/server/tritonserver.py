@@ -1,4 +1,4 @@
-"""One tritonserver process: started, loaded with models, proven by requests, stopped without leftovers."""
+"""One tritonserver process: starts it, probes every model, and stops it without leftovers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class TritonServer:
         control_key: str,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`backends` is what `lay_out_backends` returned; `log` gets the progress and the readable log.
+        """`backends` is what `lay_out_backends` returned; `log` receives the progress and the readable log.
 
-        `control_key` locks what can run code in the server; loads need it.
+        `control_key` protects the endpoints that can run code in the server; loading a model requires it.
         """
         self.home = home
         self.repository = repository
@@ -74,7 +74,7 @@ class TritonServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process, in a session of its own: a Ctrl-C in the terminal is for us to pass on.
+        """Start the process in a session of its own, so that Ctrl-C reaches this process alone.
 
         Raises:
             ServerStartError: a port is taken, or the address cannot be bound.
@@ -87,9 +87,10 @@ class TritonServer:
             self._log(f"removed the shared memory {prefix}* of a server that was killed")
         compile_ahead(self.repository)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self.log_path.exists():  # perhaps of a server that died: its reason is in there
+        if self.log_path.exists():  # it may say why an earlier server died
             self.log_path.replace(self.log_path.with_suffix(".previous.log"))
-        with self.log_path.open("ab") as log_file:  # appending: `bound_log` cuts it under the server's hands
+        # Append mode, since `bound_log` truncates the file while the server writes.
+        with self.log_path.open("ab") as log_file:
             environment, lock = server_environment(self.home), self._regions.lock()
             self._process = start_bound(self._command(), log_file, environment, inherits=[lock])
         self._follower = threading.Thread(
@@ -101,13 +102,13 @@ class TritonServer:
         self._follower.start()
 
     def wait_ready(self, state_file: Path | None = None) -> None:
-        """Return when the server is up, which is when its models are loaded, and each has answered a real request.
+        """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
         Args:
-            state_file: written then, `{pid, http, grpc, metrics}`, and removed by `stop`.
+            state_file: gets `{pid, http, grpc, metrics}` then; `stop` removes it.
 
         Raises:
-            ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` is over.
+            ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` has expired.
         """
         try:
             with self.control() as control:
@@ -128,7 +129,7 @@ class TritonServer:
                 )
         except ControlPlaneError as error:
             self._raise_if_dying()
-            # Of a configuration that it cannot read, Triton tells the reason to its log alone.
+            # Triton's answer does not say why it cannot read a configuration; only its log does.
             reason = f" ({poll_failure(self.log_path)})" if "failed to poll" in str(error) else ""
             raise ServerStartError(f"{error}{reason}; the whole log is in {self.log_path}") from error
         if state_file is not None:
@@ -138,24 +139,24 @@ class TritonServer:
             write_json(state_file, state, durable=False)
 
     def control(self) -> ControlPlane:
-        """A connection that may load models."""
+        """Return a connection with the key that loading models requires."""
         return ControlPlane(self.section.grpc_url, self._control_key)
 
     def models(self) -> list[str]:
-        """Models of the repository that run in processes of their own: all but ensembles."""
+        """Return the models of the repository that run in processes of their own: all but ensembles."""
         return sorted(path.parents[1].name for path in self.repository.glob("*/[1-9]*/model.py"))
 
     def processes_of(self, model: str) -> list[psutil.Process]:
-        """The processes of the model; two while it is being reloaded."""
+        """Return the processes of the model; there are two during a reload."""
         return self.processes()[model]
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """The processes of each model."""
+        """Return the processes of each model."""
         stubs = [(stub, " ".join(stub.info["cmdline"])) for stub in self._stubs()]
         return {m: [stub for stub, command in stubs if f"{os.sep}{m}{os.sep}" in command] for m in self.models()}
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the server runs or before it is started."""
+        """Return the exit code, negative for a signal; None while the server runs or before it is started."""
         return None if self._process is None else self._process.poll()
 
     def raise_if_dead(self) -> None:
@@ -168,21 +169,21 @@ class TritonServer:
         )
 
     def bound_log(self) -> None:
-        """Set the log aside if it has grown beyond `log_limit_mb`."""
+        """Rotate the log if it is larger than `log_limit_mb`."""
         set_aside_if_large(self.log_path, self.section.log_limit_mb << 20)
 
     def log_tail(self, num_lines: int = 12) -> str:
-        """The last lines of the log, whatever bytes it holds."""
+        """Return the last lines of the log; invalid UTF-8 is escaped."""
         return tail(self.log_path, num_lines)
 
     def kill(self) -> None:
-        """Kill the server outright, as `stop` cannot be waited for; call `stop` afterwards."""
+        """Kill the server at once, without the grace period of `stop`; call `stop` afterwards to clean up."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def stop(self) -> None:
-        """Stop the server; return when no process of it runs and none of its shared memory is left."""
+        """Stop the server; return when none of its processes runs and its shared memory is removed."""
         if self._process is None:
             return
         self._stopping = True
@@ -204,12 +205,12 @@ class TritonServer:
         deadline = time.monotonic() + KILL_AFTER_S
         while (stubs := self._stubs()) and time.monotonic() < deadline:
             for stub in stubs:
-                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself, as it should
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended on its own
                     stub.kill()
             time.sleep(POLL_INTERVAL_S)
 
     def _stubs(self) -> list[psutil.Process]:
-        # Among a stub's arguments is the name of its shared-memory region, which begins with our prefix.
+        # A stub has the name of its shared-memory region, which begins with our prefix, among its arguments.
         return [
             process
             for process in psutil.process_iter(["cmdline"])
@@ -224,7 +225,7 @@ class TritonServer:
             f"--backend-directory={self._backends}",
             f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
             *SERVER_ARGUMENTS,
-            "--exit-on-error=false",  # the reason why one does not load is asked for afterwards
+            "--exit-on-error=false",  # `load_and_probe` then finds out why a model does not load
             f"--exit-timeout-secs={section.exit_timeout_s}",
             f"--http-address={section.host}",
             f"--http-port={section.http_port}",
@@ -247,16 +248,16 @@ class TritonServer:
     def _raise_if_dying(self) -> None:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # a broken connection is seen a moment before the exit code
+            self._process.wait(1.0)  # a broken connection shows a moment before the exit code
         self.raise_if_dead()
 
 
 def _hide_argument(pid: int, secret: str) -> None:
     """Overwrite a secret among the arguments of a process, which all users of the machine can list.
 
-    tritonserver takes its keys as arguments alone, and has copied them by the time its ports are open.
+    tritonserver accepts its keys only as arguments, and has copied them by the time its ports are open.
     """
-    with contextlib.suppress(OSError):  # a kernel that forbids it; the key is then as secret as the list of processes
+    with contextlib.suppress(OSError):  # if the kernel forbids it, the key stays visible in the process list
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
         with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:

@@ -1,4 +1,4 @@
-"""Stand-in for the module that exists only inside Triton's stub: it lets a test run a model in its own process."""
+"""Stand-in for the module that exists only inside Triton's stub, so that a test can run a model in its own process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InferenceResponse:
 
 
 class Request:
-    """A request for `outputs`, and its own response sender; `responses` gets what the model sends."""
+    """A request for `outputs`, and its own response sender; `responses` receives what the model sends."""
 
     def __init__(self, inputs: Mapping[str, np.ndarray], outputs: Collection[str], parameters: str = "") -> None:
         self.inputs = inputs
@@ -79,7 +79,7 @@ def get_input_tensor_by_name(request: Request, name: str) -> Tensor | None:
 
 
 class MetricFamily:
-    """A family of metrics, and any metric in it; shows nothing."""
+    """A family of metrics, and any metric in it; records nothing."""
 
     COUNTER = GAUGE = None
 
@@ -97,7 +97,7 @@ class MetricFamily:
 
 
 class Logger:
-    """The server's log, into pytest's captured output."""
+    """The server's log, printed to pytest's captured output."""
 
     log_info: Any = print
     log_error: Any = print
