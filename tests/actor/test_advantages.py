@@ -4,6 +4,7 @@ Public vectors are quoted as numbers, with the file that published them beside e
 """
 
 import math
+import typing
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms import advantages as adv
+from python_backend.config import ActorSection
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40, deadline=None)
@@ -85,7 +87,9 @@ def test_kl_golden():
         "k2": [0.0, 0.5, 2.0],
         "k3": [0.0, math.exp(-1), math.exp(2) - 3],
     }
-    assert set(expected) == set(adv.KL_KINDS)
+    assert set(expected) == set(adv.KL_KINDS), "golden numbers for every kind"
+    offered = typing.get_args(typing.get_type_hints(ActorSection)["kl_estimator"])
+    assert {*offered} == {"auto", *adv.KL_KINDS}
     for kind, numbers in expected.items():
         close(adv.kl_estimate(logprobs, ref, kind), f64([numbers]))
 
@@ -99,7 +103,7 @@ def test_k1_and_k3_have_the_mean_of_the_true_kl():
 
 
 def test_kl_refuses_unknown_kinds_and_shapes():
-    with pytest.raises(ValueError, match=r"kind.*'k4'"):
+    with pytest.raises(ValueError, match=r"kl_estimator.*'k4'"):
         adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 3), "k4")
     with pytest.raises(ValueError, match="ref_logprobs"):
         adv.kl_estimate(torch.zeros(1, 3), torch.zeros(1, 2), "k1")
