@@ -80,7 +80,7 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
             ):  # it cannot be taken back
                 patch.setattr(importer, "use_allocator", lambda setting: True, raising=False)
             config = parse_config(model, text)
-            assert {output.name for output in config.output} == set(OUTPUTS[model])
+            assert {output.name for output in config.output} == set(OUTPUTS[model]), f"{model}: update OUTPUTS"
             loaded[model] = module.TritonPythonModel()
             parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
             arguments = {"model_config": json.dumps({"name": model, "parameters": parameters})}

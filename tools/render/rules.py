@@ -38,6 +38,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     whole = configs[model]
     ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
     before: set[str] | None = None
+    given: set[str] = set()
     for step in whole.ensemble_scheduling.step:
         part = configs[step.model_name]
         if part.platform == "ensemble":
@@ -51,6 +52,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
                 "at the same time can deadlock tritonserver when one of them fails"
             )
         before = set(step.output_map.values())
+        given |= before
         if part.max_batch_size < whole.max_batch_size:
             raise ConfigError(f"{model}: max_batch_size {whole.max_batch_size} exceeds that of {step.model_name}")
         for mapping, tensors in ((step.input_map, part.input), (step.output_map, part.output)):
@@ -60,6 +62,9 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
                 # A tensor between two steps is not declared: it has the type of the step that first uses it.
                 if known is None or _type(ours.setdefault(value, known)) != _type(known):
                     raise ConfigError(f"{model}/config.pbtxt: tensor {key} does not fit {step.model_name}")
+    missing = [tensor.name for tensor in whole.output if tensor.name not in given]
+    if missing:
+        raise ConfigError(f"{model}/config.pbtxt: no step gives output {missing[0]}; see tools/render/ensembles.py")
 
 
 def _type(tensor: Any) -> tuple[int, list[int]]:
