@@ -26,8 +26,11 @@ ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Tensor prefixes of value heads; the first match wins. `v_head.summary` is TRL's, whose v_head also holds a dropout.
 VALUE_HEADS = ("v_head.summary", "v_head", "value_head")
-# Final linear layers of Hugging Face's classification classes. The last two end a head of several layers.
-CLASSIFIERS = ("score", "classifier", "classifier.out_proj", "logits_proj")
+# A decoder's head on its last token, as Hugging Face's sequence classification classes have it.
+DECODER_HEADS = ("score",)
+# Final linear layers of other Hugging Face classification classes, behind a pooler or layers of their own; the last two
+# belong to heads with several layers.
+CLASSIFIERS = ("classifier", "classifier.out_proj", "logits_proj")
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
     "tokenizer.model": "SentencePiece (tokenizer.model)",
@@ -195,20 +198,19 @@ def fingerprint_weights(folder: Path) -> str:
 def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Head | None:
     architecture = str(next(iter(config.get("architectures") or []), ""))
     named = config.get("value_head_prefix")  # written by OpenRLHF
-    for prefix in [*([named] if named else []), *VALUE_HEADS, *CLASSIFIERS]:
+    for prefix in [*([named] if named else []), *VALUE_HEADS, *DECODER_HEADS, *CLASSIFIERS]:
         weight = tensors.get(f"{prefix}.weight")
         if weight is None or len(weight.shape) != 2:
             continue
         is_value = prefix == named or prefix in VALUE_HEADS
         kind: HeadKind = "value" if is_value else "token" if "TokenClassification" in architecture else "sequence"
-        # Hugging Face decoders name their sequence head `score`. Heads with other names follow a pooler.
-        is_plain = kind != "sequence" or prefix == "score"
+        is_plain = kind != "sequence" or prefix in DECODER_HEADS
         return Head(kind, prefix, weight.shape[0], f"{prefix}.bias" in tensors, is_plain)
-    stacked = re.compile(rf"({'|'.join(map(re.escape, (*VALUE_HEADS, *CLASSIFIERS)))})\.\d+\.weight")
+    stacked = re.compile(rf"({'|'.join(map(re.escape, (*VALUE_HEADS, *DECODER_HEADS, *CLASSIFIERS)))})\.\d+\.weight")
     layered = sorted(name for name in tensors if stacked.fullmatch(name))
     if layered:
         raise CheckpointError(
-            f"{folder}: its value head has several layers ({', '.join(layered[:3])}, as trlX makes them), which is not "
+            f"{folder}: its head has several layers ({', '.join(layered[:3])}, as trlX makes them), which is not "
             "supported; use a checkpoint with a linear head, or train one on this body"
         )
     return None
