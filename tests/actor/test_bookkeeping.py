@@ -22,7 +22,7 @@ from actor.data.rollout import Prompt, Rollout, Scores
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
 from actor.run.recorder import Bookkeeper
 from actor.run.validation import Validation
-from actor.scoring.client import Counters, RequestFailed
+from actor.scoring.client import RequestCounters, RequestFailed
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import ActorSection, RunConfig
 from python_backend.store.jsonl import read_jsonl
@@ -51,7 +51,7 @@ class Server:
     """Takes critic_save down; refuses it while `fails` is set, which the real one does not do on demand."""
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = RequestCounters()
         self.saved: list[tuple[int, list[int]]] = []
         self.rewound: list[int] = []
         self.fails = False

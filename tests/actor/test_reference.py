@@ -16,7 +16,7 @@ from live_system import Checkpoints, make_run
 from actor.algorithms.experience import TooManyFailed, check_failures, rollout_metrics, sequence_kl
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout, ScoredRollout, Scores
 from actor.loop import PPORun
-from actor.scoring.client import Counters, RequestFailed, TrainAnswer
+from actor.scoring.client import RequestCounters, RequestFailed, TrainAnswer
 from actor.scoring.reference import ServedReference, only_known
 from python_backend.wire.contract import REWARDS
 
@@ -27,7 +27,7 @@ class Server:
     """Stands for a server whose reference answers or fails as a test wants: the real one cannot on demand."""
 
     def __init__(self, answer: Callable[[list[np.ndarray]], np.ndarray]) -> None:
-        self.counters = Counters()
+        self.counters = RequestCounters()
         self.answer = answer
         self.rows: list[np.ndarray] = []
         self.sizes: list[int] = []

@@ -15,7 +15,7 @@ from actor.data.rollout import Prompt, Rollout
 from actor.loop import PPORun
 from actor.run.metrics import MetricsLog
 from actor.run.staleness import KEPT_VERSIONS, VersionSteps, needed_update, staleness_metrics
-from actor.scoring.client import Counters, TrainAnswer
+from actor.scoring.client import RequestCounters, TrainAnswer
 from actor.scoring.retry import ServerFailed
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
@@ -147,7 +147,7 @@ class SlowCritic:
     """Stands for server and sidecar: serves an update no sooner than the actor waits for it."""
 
     def __init__(self, tokenizer: Any, *, every: int) -> None:
-        self.counters = Counters()
+        self.counters = RequestCounters()
         self.parameters = {"tokenizer_fingerprint": fingerprint(tokenizer)}
         self.every = every
         self.awaited = 0  # the last update that the actor has waited for

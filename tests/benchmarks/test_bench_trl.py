@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
 TRAINER = """
 import time
-from benchmarks.trl_turns import Turns
-turns = Turns()
+from benchmarks.trl_turns import ContenderTurns
+turns = ContenderTurns()
 print("a library's greeting")
 for step in range({steps}):
     turns.begin()
