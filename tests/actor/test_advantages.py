@@ -1,4 +1,4 @@
-"""The functions of `actor.advantages` against hand-worked numbers, public vectors and obvious loops.
+"""The functions of `actor.algorithms.advantages` against hand-worked numbers, public vectors and obvious loops.
 Given nothing but tensors made here, in float64 where a tolerance would hide a mistake.
 Public vectors are quoted as numbers, with the file that published them beside each.
 """

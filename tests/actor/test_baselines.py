@@ -1,4 +1,4 @@
-"""`actor.baselines` against slow loops, by hand, and what must never matter."""
+"""`actor.algorithms.baselines` against slow loops, by hand, and what must never matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.bookkeeping`: an actor's checkpoint names the critic's, says which are needed, and a failed save is told."""
+"""`actor.run.recorder`: an actor's checkpoint names the critic's and those still needed; a failed save is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.client` over real HTTP, against a server that fails on demand: retries, deadlines, limits, order, the end."""
+"""`actor.scoring.client` over HTTP, against a server that fails on demand: retries, deadlines, order, closing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settings(*servers: FakeTriton, **changes: Any) -> ClientSection:
 
 
 def client_of(*servers: FakeTriton, **changes: Any) -> TritonClient:
-    return TritonClient("nobody:1", settings(*servers, **changes))
+    return TritonClient("unused:1", settings(*servers, **changes))
 
 
 def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:

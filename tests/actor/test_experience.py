@@ -1,4 +1,4 @@
-"""`actor.experience`: what is masked reaches nothing, and the metrics carry the names that people chart."""
+"""`actor.algorithms.experience`: what is masked reaches nothing, and the metrics carry the names that people chart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.only_actor`: two actors in one folder, as processes; the second one says so and ends."""
+"""`actor.run.lock`: two actors in one folder, as processes; the second one says so and ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Chec
         assert second.stderr.splitlines() == [
             f"error: another actor works in {run_dir}: stop it first, or give this one a folder of its own (run.dir)"
         ]
-        first.kill()  # nobody tidies up after it
+        first.kill()  # leaves its lock file behind
         first.communicate()
         with only_actor(run_dir), pytest.raises(ActorRuns), only_actor(run_dir):
             pass

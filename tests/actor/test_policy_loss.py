@@ -1,4 +1,4 @@
-"""`actor.policy_loss`: dual clip, REINFORCE, and the KL penalty as a part of the loss."""
+"""`actor.algorithms.policy_loss`: dual clip, REINFORCE, and the KL penalty as a part of the loss."""
 
 from __future__ import annotations
 

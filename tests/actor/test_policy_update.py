@@ -1,4 +1,4 @@
-"""`actor.policy_update`: what must never change an update (micro-batches, padding, order of the samples, recomputed
+"""`actor.policy.update`: what must never change an update (micro-batches, padding, order of the samples, recomputed
 activations), and what each setting does. Real models of a few thousand weights, in float64 where bits would hide it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions of `actor.ppo_loss` and `python_backend.models.logprobs` against hand-worked numbers and obvious loops.
+"""`actor.algorithms.ppo_loss` and `python_backend.models.logprobs` against hand-worked numbers and obvious loops.
 Given nothing but tensors made here, in float64 where a tolerance would hide a mistake.
 Public vectors are quoted as numbers, with the file that published them beside each.
 """

@@ -1,4 +1,4 @@
-"""`actor.prompt_files`: the same prompts from JSONL, Parquet, Arrow and a folder as `datasets` saves it."""
+"""`actor.data.prompt_files`: the same prompts from JSONL, Parquet, Arrow and a folder as `datasets` saves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.prompts` and the JSONL files around it: every line is a prompt, every seed an order, nothing is lost."""
+"""`actor.data.prompts` and the JSONL files around it: every line is a prompt, every seed an order, nothing is lost."""
 
 from __future__ import annotations
 

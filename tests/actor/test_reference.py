@@ -173,7 +173,7 @@ def test_a_row_needs_both_score_and_reference() -> None:
 
 
 def test_the_loop_reads_the_same_for_both(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """With the actor's own copy nobody is asked, and at the start the KL is 0."""
+    """The actor's own copy takes no request, and the KL starts at 0."""
     server = Server(by_first_token)
     run = make_ppo(tmp_path, checkpoints, server, reference="actor")
     assert not isinstance(run.reference, ServedReference)

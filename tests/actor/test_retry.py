@@ -1,4 +1,4 @@
-"""`actor.retry` and `actor.turns`: who may ask again, at whose cost, and in which order."""
+"""`actor.scoring.retry` and `actor.scoring.ordering`: who may ask again, at whose cost, and in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.reward_shaping` and `actor.kl_control`: each step by hand, running statistics against the whole history."""
+"""`actor.algorithms.shaping` and `kl_control`: each step by hand, running statistics against the whole history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.servers` and names: looked up again when a server is lost; connections to servers that are gone are closed."""
+"""`actor.scoring.pool` and names: looked up again when a server is lost; connections to removed servers are closed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_name_is_looked_up_again_when_one_of_its_servers_is_lost(monkeypatch: 
             await servers.fail("10.0.0.2:8000", REFUSED)
             asked = len(servers["10.0.0.2:8000"].connection.asked)
             await until(lambda: len(servers["10.0.0.2:8000"].connection.asked) > asked)
-            assert len(servers.servers) == 2, "a name service that is away takes nobody away"
+            assert len(servers.servers) == 2, "an unavailable name service removes no server"
 
     scene(play)
 

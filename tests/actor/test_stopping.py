@@ -1,4 +1,4 @@
-"""`actor.stopping`: signals as processes see them, and a run that leaves in the middle of each phase of a step."""
+"""`actor.run.stopping`: signals as processes see them, and a run that leaves in the middle of each phase of a step."""
 
 from __future__ import annotations
 

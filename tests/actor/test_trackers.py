@@ -1,4 +1,4 @@
-"""`actor.trackers`: what each tracker is told, in its own words; trouble with one never ends a run.
+"""`actor.run.trackers`: what each tracker receives, under its own names; an error in one never ends a run.
 
 Neither package is a dependency, so stand-ins with the calls that theirs document take their places.
 """

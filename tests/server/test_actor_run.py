@@ -243,14 +243,16 @@ def test_a_process_that_dies_stops_the_run_and_is_named(
 ) -> None:
     process = command()
     wait_for_steps(tmp_path, process)
+    last_line = {"actor": "step ", "sidecar": "weights_version="}[role]
+    log = tmp_path / "run" / "logs" / f"{role}.log"
+    wait_for(lambda: last_line in log.read_text(), timeout_s=60)  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
     children(process)[role].send_signal(signal.SIGKILL)
     assert process.wait(120) == 1
     output = (tmp_path / "output").read_text()
     print(output[-2500:])
     name = {"actor": "the actor", "sidecar": "the critic sidecar"}[role]
-    assert f"error: {name} was killed by SIGKILL; its log, {tmp_path / 'run' / 'logs'}" in output
-    last_line = {"actor": "step ", "sidecar": "weights_version="}[role]
+    assert f"error: {name} was killed by SIGKILL; its log, {log}" in output
     assert last_line in output.rpartition("ends with:\n")[2]
     assert "Traceback" not in output
     assert_nothing_is_left(process.pid, family)

@@ -1,4 +1,4 @@
-"""`actor.checkpoint`: a policy of any family goes on where it was; damage is found; what is written is on the disk."""
+"""`actor.policy.checkpoint`: a policy of any family resumes; damage is found; what is written is on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`actor.servers`: which server gets a request, which is set aside, and who waits; connections are scripted."""
+"""`actor.scoring.pool`: which server gets a request, which is set aside, and who waits; connections are scripted."""
 
 from __future__ import annotations
 
