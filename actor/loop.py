@@ -56,26 +56,26 @@ class PPORun:
     def __init__(self, config: RunConfig, client: TritonClient) -> None:
         self.settings, self.run_id, self.seed = config.actor, config.run.identity, config.run.seed
         self.client = client
-        self.method = Method.of(self.settings)
-        self.has_critic = self.settings.uses_critic
+        self.method = Method.of(self.settings.algorithm, self.settings.kl)
+        self.has_critic = self.settings.algorithm.uses_critic
         torch.manual_seed(self.seed)  # LoRA adapters are initialised randomly
-        self.policy = Policy(self.settings.checkpoint, self.settings)
-        self.policy_update = PolicyUpdate(self.policy, self.method)
-        self.shaper = RewardShaper(self.settings)
-        self.kl = KLControl(self.settings.kl_coef, target=self.settings.kl_target, horizon=self.settings.kl_horizon)
+        self.policy = Policy.of(self.settings)
+        self.policy_update = PolicyUpdate.of(self.settings, self.policy, self.method)
+        self.shaper = RewardShaper(self.settings.rewards, max_new_tokens=self.settings.generation.max_new_tokens)
+        self.kl = KLControl(self.settings.kl.coef, target=self.settings.kl.target, horizon=self.settings.kl.horizon)
         self.scorer = Scorer(
             client, self.policy.tokenizer, rows_per_request=self.settings.client.rows_per_request,
             with_critic=self.has_critic,
         )  # fmt: skip
         self.reference = make_reference(config, client, self.policy)
         limits: dict[str, Any] = {
-            "max_tokens": self.settings.max_prompt_tokens, "too_long": self.settings.long_prompts,
+            "max_tokens": self.settings.prompts.max_tokens, "too_long": self.settings.prompts.too_long,
             "vocab_size": self.policy.vocab_size,
         }  # fmt: skip
-        self.prompts = read_prompts(self.settings.prompts, self.policy.tokenizer, **limits)
+        self.prompts = read_prompts(self.settings.prompts.path, self.policy.tokenizer, **limits)
         state = RunState(self.policy, self.shaper, self.kl)
         self.books = Bookkeeper(config, state, client, num_prompts=len(self.prompts), has_critic=self.has_critic)
-        held_out, size = self.settings.validation_prompts, self.settings.validation_size
+        held_out, size = self.settings.validation.prompts, self.settings.validation.size
         self.held_out = read_prompts(held_out, self.policy.tokenizer, limit=size, **limits) if held_out and size else []
         self.updates: dict[int, asyncio.Task[int | None]] = {}  # critic updates in flight, by step
         self.wait_for = functools.partial(
@@ -125,7 +125,7 @@ class PPORun:
                 await self.books.checkpoint(done)
             if is_last:
                 break
-            if self.settings.validate_every and done % self.settings.validate_every == 0:
+            if self.settings.validation.every and done % self.settings.validation.every == 0:
                 await self.validate("between", step=done)
         await cancelled(self.rollouts_ahead())
         version = await self.await_updates(done)
@@ -143,7 +143,7 @@ class PPORun:
         self.ahead = None
         timers.include(rollout.timers)
         scored = rollout.scored
-        check_failures(scored.scores, self.settings.max_failed_fraction)
+        check_failures(scored.scores, self.settings.rewards.max_failed_fraction)
         batch = await self.in_thread(self.make_batch, scored)
         if self.has_critic:
             self.updates[step] = asyncio.create_task(self.train_critic(step, batch))
@@ -152,7 +152,7 @@ class PPORun:
             await self.in_thread(self.policy.renew_sampler)
             self.ahead = self.begin_rollout(step + 1, updated=step - 1)
         update: dict[str, float] = {}
-        if step > self.settings.critic_warmup_steps:
+        if step > self.settings.algorithm.critic_warmup_steps:
             with timers.phase("train_time"):
                 update = await self.in_update_thread(
                     self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef
@@ -189,7 +189,7 @@ class PPORun:
                     scored = await collect(
                         self.policy, self.scorer, self.reference, self.prompts_of(step), seed=self.seed_of(step),
                         ready=ready, in_thread=self.in_thread, timers=timers,
-                        with_kl=self.settings.measures_kl(step), with_logprobs=not self.settings.is_one_update,
+                        with_kl=self.settings.kl.measures(step), with_logprobs=not self.settings.is_one_update,
                     )  # fmt: skip
             finally:
                 await cancelled([ready])
@@ -200,9 +200,9 @@ class PPORun:
     def prompts_of(self, step: int) -> list[Prompt]:
         """Return the prompts of `step`, one entry per response."""
         s = self.settings
-        count = s.rollout_size // s.responses_per_prompt
+        count = s.rollout_size // s.algorithm.responses_per_prompt
         taken = take(self.prompts, start=self.books.prompts_taken(step - 1), count=count, seed=self.seed)
-        return [prompt for prompt in taken for _ in range(s.responses_per_prompt)]
+        return [prompt for prompt in taken for _ in range(s.algorithm.responses_per_prompt)]
 
     def rollouts_ahead(self) -> list[asyncio.Task[Any]]:
         """Prefetched rollouts to cancel on exit."""
@@ -213,7 +213,7 @@ class PPORun:
         rewards = self.shaper.shape(scored.scores.rewards, scored.scores.scored, scored.rollout)
         return make_batch(
             scored, self.method, rewards=rewards, kl_coef=self.kl.coef,
-            responses_per_prompt=self.settings.responses_per_prompt,
+            responses_per_prompt=self.settings.algorithm.responses_per_prompt,
         )  # fmt: skip
 
     async def train_critic(self, step: int, batch: PPOBatch) -> int | None:
@@ -251,8 +251,8 @@ class PPORun:
                 await self.stop.or_done(asyncio.wait([self.ahead]))  # the sampler is in use until then
             await self.in_thread(self.policy.renew_sampler)
             validation = validate(
-                self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation_greedy,
-                in_thread=self.in_thread, with_kl=s.uses_reference,
+                self.policy, self.scorer, self.reference, self.held_out, seed=self.seed, greedy=s.validation.greedy,
+                in_thread=self.in_thread, with_kl=s.kl.uses_reference,
             )  # fmt: skip
             result = await self.stop.or_done(validation)
             await self.books.log_validation(when, step, result, seconds=time.monotonic() - start)

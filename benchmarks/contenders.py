@@ -17,7 +17,7 @@ from benchmarks.children import BenchChild
 from benchmarks.trace import LONGEST
 from benchmarks.tritonservers import replace_model, start_triton
 from benchmarks.usage import difference, snapshot
-from python_backend.config import ActorSection, RewardSection, RunConfig, RunSection, ServerSection
+from python_backend.config import ActorSection, AlgorithmSection, RewardSection, RunConfig, RunSection, ServerSection
 from python_backend.wire.contract import REWARD_MODEL
 
 MAX_ROWS = 64
@@ -88,7 +88,8 @@ def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel",
         allocator="retain" if setup.tuned_allocator else "default", queue_delay_us=setup.queue_delay_us,
     )  # fmt: skip
     config = RunConfig(
-        run=RunSection(dir=folder, run_id="bench"), reward=reward, actor=ActorSection(algorithm="reinforce++"),
+        run=RunSection(dir=folder, run_id="bench"), reward=reward,
+        actor=ActorSection(algorithm=AlgorithmSection(name="reinforce++")),
         server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
     )  # fmt: skip
 

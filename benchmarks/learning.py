@@ -84,15 +84,19 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
         "rewards": {"share": {"function": "benchmarks.reward_functions:share_of_word"}},
         "critic": served,
         "trainer": {
-            "lr": 3e-3, "warmup_steps": 0, "constant_steps": 1000, "max_steps": 2000, "weight_decay": 0.0,
-            "betas": [0.9, 0.95], "checkpoint_every": 1000, "reload_on_save": "none",
+            "optimizer": {
+                "lr": 3e-3, "warmup_steps": 0, "constant_steps": 1000, "max_steps": 2000, "weight_decay": 0.0,
+                "betas": [0.9, 0.95],
+            },
+            "checkpoint_every": 1000, "reload_on_save": "none",
         },
         "actor": {
-            "algorithm": algorithm, "checkpoint": str(folder / "policy"), "prompts": str(folder / "prompts.jsonl"),
-            "validation_size": 0, "steps": settings.steps, "rollout_size": settings.rollout_size,
-            "generation_batch": settings.rollout_size, "minibatch_size": settings.rollout_size // 4,
-            "max_new_tokens": 12, "lr": 3e-3, "weight_decay": 0.0, "betas": [0.9, 0.95], "kl_coef": 0.0, "kl_every": 1,
-            "mask_unfinished": False, "checkpoint_every": 1000, **ALGORITHMS[algorithm],
+            "steps": settings.steps, "rollout_size": settings.rollout_size, "checkpoint_every": 1000,
+            "policy": {"checkpoint": str(folder / "policy")}, "prompts": {"path": str(folder / "prompts.jsonl")},
+            "generation": {"batch_size": settings.rollout_size, "max_new_tokens": 12},
+            "algorithm": {"name": algorithm, "mask_unfinished": False, **ALGORITHMS[algorithm]},
+            "kl": {"coef": 0.0, "every": 1}, "update": {"minibatch_size": settings.rollout_size // 4},
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.0, "betas": [0.9, 0.95]}, "validation": {"size": 0},
         },
     }  # fmt: skip
 

@@ -18,14 +18,16 @@ from benchmarks.reload_stage import LOWEST_PRIORITY, RUN_ID, Bed, Stage, on_core
 from benchmarks.reload_windows import Samples, Window, p99, ratio
 from benchmarks.trace import make_trace, noise_payload
 from benchmarks.tritonservers import running_sidecar
-from python_backend.config import ClientSection, TrainerSection
+from python_backend.config import ClientSection, CriticOptimizerSection, TrainerSection
 from python_backend.wire.contract import CRITIC_TRAIN, SEQUENCE_LENGTHS, TOKENS
 
 SIZES = (1, 2, 4)
 MOST_GROWTH = 1.2
 SETTLE_S = 0.5
 DEADLINE_S = 600.0
-TRAINER = TrainerSection(lr=1e-5, token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none")
+TRAINER = TrainerSection(
+    optimizer=CriticOptimizerSection(lr=1e-5), token_budget=1024, checkpoint_every=1_000_000, reload_on_save="none"
+)
 
 
 def measure(stage: Stage) -> list[dict[str, Any]]:

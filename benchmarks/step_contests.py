@@ -74,9 +74,10 @@ def configuration(folder: Path, checkpoints: Path, size: int, longest: int, port
         "critic": scoring,
         "trainer": {"token_budget": 2048, "reload_on_save": "none", "checkpoint_every": 100_000, "nice": 0},
         "actor": {
-            "checkpoint": str(checkpoints / "policy"), "prompts": str(checkpoints / "prompts.jsonl"),
-            "validation_size": 0, "rollout_size": size, "minibatch_size": min(size, 32), "max_new_tokens": longest,
-            "token_budget": 2048, "lr": 1e-12, "weight_decay": 0.0, "checkpoint_every": 100_000, "steps": 100_000,
+            "steps": 100_000, "rollout_size": size, "checkpoint_every": 100_000,
+            "policy": {"checkpoint": str(checkpoints / "policy"), "token_budget": 2048},
+            "prompts": {"path": str(checkpoints / "prompts.jsonl")}, "generation": {"max_new_tokens": longest},
+            "optimizer": {"lr": 1e-12, "weight_decay": 0.0}, "validation": {"size": 0},
         },
     }  # fmt: skip
     (folder / "run.yaml").write_text(json.dumps(sections, indent=1))  # JSON is YAML
@@ -144,7 +145,7 @@ def measure_run(
 
     torch.set_num_threads(1)
     client = ClientSection(train_deadline_s=3600, deadline_s=3600)
-    size, longest = config.actor.rollout_size, config.actor.max_new_tokens
+    size, longest = config.actor.rollout_size, config.actor.generation.max_new_tokens
 
     def note(sample: dict[str, Any]) -> None:
         record.add({"contest": contest, "rollout": size, "longest": longest, **sample})

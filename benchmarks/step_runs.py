@@ -34,7 +34,7 @@ class GivenLengths(Generation):
 
         generator = torch.Generator().manual_seed(seed)
         draws = torch.rand(len(prompts), self._settings.max_new_tokens, dtype=torch.float64, generator=generator)
-        decoder = decoder_of(self.lengths)(self._model, self._rules(), slots=self._settings.generation_batch)
+        decoder = decoder_of(self.lengths)(self._model, self._rules(), slots=self._settings.batch_size)
         decoder.run(prompts, draws, finished)
 
 
@@ -83,7 +83,7 @@ class MeasuredRun(PPORun):
         # Shares the state of the policy's generation, and differs only in its class.
         given = GivenLengths.__new__(GivenLengths)
         given.__dict__ = self.policy.generation.__dict__
-        given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.max_new_tokens)
+        given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.generation.max_new_tokens)
         self.policy.generation = given
 
     def prompts_of(self, step: int) -> list[Prompt]:

@@ -135,11 +135,14 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
         "server": free_ports(),
         "rewards": {"variety": {"function": "benchmarks.reward_functions:variety"}},
         "actor": {
-            "algorithm": settings["algorithm"], "checkpoint": settings["checkpoint"], "prompts": settings["prompts"],
-            "validation_size": 0, "steps": 1_000_000, "checkpoint_every": 1_000_000, "threads": settings["threads"],
-            "rollout_size": settings["rows"], "minibatch_size": settings["rows"],
-            "responses_per_prompt": settings["group"], "max_new_tokens": tokens, "min_new_tokens": tokens,
-            "mask_unfinished": False, "kl_coef": 0.0, "lr": settings["lr"], "weight_decay": 0.0,
+            "steps": 1_000_000, "checkpoint_every": 1_000_000, "threads": settings["threads"],
+            "rollout_size": settings["rows"], "update": {"minibatch_size": settings["rows"]},
+            "policy": {"checkpoint": settings["checkpoint"]}, "prompts": {"path": settings["prompts"]},
+            "generation": {"max_new_tokens": tokens, "min_new_tokens": tokens}, "validation": {"size": 0},
+            "algorithm": {
+                "name": settings["algorithm"], "responses_per_prompt": settings["group"], "mask_unfinished": False,
+            },
+            "kl": {"coef": 0.0}, "optimizer": {"lr": settings["lr"], "weight_decay": 0.0},
         },
     }  # fmt: skip
 

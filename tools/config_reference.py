@@ -26,7 +26,7 @@ One YAML file configures a run, and every process reads it. Each section covers 
 takes its default; an unknown key is an error that names the nearest valid one. `section.key=value` on the command line
 overrides the file, with a value in YAML:
 
-    .venv/bin/python -m tools run --config my.yaml actor.steps=200 'actor.stop_strings=["\\n"]'
+    .venv/bin/python -m tools run --config my.yaml actor.steps=200 'actor.generation.stop_strings=["\\n"]'
 
 Relative paths start at the working directory, not at the file. A run writes the values that it used to
 `settings.json` in its folder. A checkpoint must exist only if the run uses it ([your models](your-models.md)).

@@ -63,9 +63,9 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
     place = Path.absolute if resolve_paths else Path
     render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
     texts = _rewards(config, place, render)
-    if config.actor.serves_reference:
+    if config.actor.kl.serves_reference:
         texts |= _reference(config, place, render)
-    if config.actor.uses_critic:
+    if config.actor.algorithm.uses_critic:
         texts |= _critic(config, place, render)
     check_rules({model: parse_config(model, text) for model, text in texts.items()})
     return texts

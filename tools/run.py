@@ -75,14 +75,14 @@ class Run:
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
-        if self.config.actor.uses_critic:
+        if self.config.actor.algorithm.uses_critic:
             self._display.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
             earlier = journal.heartbeat()
             self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
             while journal.heartbeat() == earlier:  # until then the server refuses the actor's requests
                 self._look()
-        self._display.phase(f"training: {self.config.actor.algorithm}")
+        self._display.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
             self._look()
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_prompts(config: RunConfig) -> None:
     """Read the first rows of the prompt files, before anything slow starts. Raises ConfigError."""
     actor = config.actor
-    paths = {"actor.prompts": actor.prompts, "actor.validation_prompts": actor.validation_prompts}
+    paths = {"actor.prompts.path": actor.prompts.path, "actor.validation.prompts": actor.validation.prompts}
     for key, path in paths.items():
         try:
             rows = itertools.islice(read_rows(path), CHECKED_ROWS) if path is not None else iter(())
@@ -246,11 +246,11 @@ def check_prompts(config: RunConfig) -> None:
 
 def check_templates(config: RunConfig, prompts: str) -> None:
     """Check that the models that read the conversations in `prompts` have a chat template. Raises ConfigError."""
-    policy, reward = config.actor.checkpoint, config.reward.checkpoint
+    policy, reward = config.actor.policy.checkpoint, config.reward.checkpoint
     if not has_chat_template(policy):
         raise ConfigError(
-            f"actor.checkpoint: {policy} has no chat template, and {prompts} holds conversations; save one in it as "
-            "chat_template.jinja, or give prompts as texts"
+            f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save one "
+            "in it as chat_template.jinja, or give prompts as texts"
         )
     if config.uses_reward_model and not has_chat_template(reward) and not _same_tokenizer(policy, reward):
         raise ConfigError(

@@ -28,9 +28,9 @@ from tools.server.tritonserver import TritonServer
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MADE_FOR_ACTOR = {
-    "actor.checkpoint": "policy",
-    "actor.prompts": "prompts.jsonl",
-    "actor.validation_prompts": "validation.jsonl",
+    "actor.policy.checkpoint": "policy",
+    "actor.prompts.path": "prompts.jsonl",
+    "actor.validation.prompts": "validation.jsonl",
 }
 SAFE_VERSION = (2, 69)  # of the 26.05 container; older releases have published vulnerabilities
 
@@ -95,7 +95,7 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
         "reward.checkpoint": out / "reward",
         "critic.checkpoint": shared / "critic",
         **{key: out / file for key, file in MADE_FOR_ACTOR.items()},
-        "actor.checkpoint": shared / "policy",
+        "actor.policy.checkpoint": shared / "policy",
     }
     quick = ["--quick"] if config.demo.quick else []
     return [*arguments, *quick], [f"{key}={path}" for key, path in paths.items()]
@@ -110,7 +110,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     Raises:
         ServerStartError: the trainer failed; its output says why.
     """
-    if not config.actor.uses_critic or (config.run.weights_dir / "CURRENT").exists():
+    if not config.actor.algorithm.uses_critic or (config.run.weights_dir / "CURRENT").exists():
         return
     _run_module(
         "making version 0 of the critic's weights",

@@ -17,7 +17,6 @@ from python_backend.errors import NotFinite
 from python_backend.models.adamw import make_adamw
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.collation import collate
-from python_backend.models.lr_schedule import scheduled_lr
 from python_backend.models.modeling import CriticModel
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
@@ -57,8 +56,9 @@ class CriticUpdate:
         self._settings = settings
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
-            self.parameters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-        )
+            self.parameters, lr=settings.optimizer.lr, betas=settings.optimizer.betas,
+            weight_decay=settings.optimizer.weight_decay,
+        )  # fmt: skip
 
     def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
         """Train on one payload: `epochs` passes over its global batches, in the order received.
@@ -97,19 +97,11 @@ class CriticUpdate:
         return UpdateReport(
             loss_sum / token_sum,
             float(np.mean(norms)),
-            self.learning_rate(self.optimizer_step - 1),
+            self._settings.optimizer.learning_rate(self.optimizer_step - 1),
             len(norms),
             skipped,
             time.monotonic() - start,
         )
-
-    def learning_rate(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 0."""
-        s = self._settings
-        return scheduled_lr(
-            step, lr=s.lr, min_lr=s.min_lr, warmup_steps=s.warmup_steps, constant_steps=s.constant_steps,
-            max_steps=s.max_steps,
-        )  # fmt: skip
 
     def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         lengths = [row.tokens.size for row in batch]
@@ -130,11 +122,11 @@ class CriticUpdate:
         return float(loss.detach())
 
     def _step(self) -> float | None:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.optimizer.grad_clip)
         finite = bool(torch.isfinite(norm))
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate(self.optimizer_step)
+                group["lr"] = self._settings.optimizer.learning_rate(self.optimizer_step)
             self.optimizer.step()
             self.optimizer_step += 1
         self.optimizer.zero_grad(set_to_none=True)

@@ -16,15 +16,17 @@ from typing import Any
 from python_backend.config import TrainerSection
 
 DECIDING = (
-    "lr", "min_lr", "warmup_steps", "constant_steps", "max_steps", "betas", "weight_decay", "grad_clip", "clip_value",
-    "global_batch_size", "epochs",
+    "optimizer.lr", "optimizer.min_lr", "optimizer.warmup_steps", "optimizer.constant_steps", "optimizer.max_steps",
+    "optimizer.betas", "optimizer.weight_decay", "optimizer.grad_clip", "clip_value", "global_batch_size", "epochs",
 )  # fmt: skip
 ROUNDING = ("token_budget", "threads", "device")
 
 
 def deciding_settings(section: TrainerSection) -> dict[str, Any]:
     """Return the settings that count, by name, as JSON values."""
-    return section.model_dump(mode="json", include={*DECIDING, *ROUNDING})
+    values = section.model_dump(mode="json")
+    flat = {**values, **{f"optimizer.{name}": value for name, value in values["optimizer"].items()}}
+    return {name: flat[name] for name in (*DECIDING, *ROUNDING)}
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -33,7 +35,7 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return a text such as `trainer.lr: was 0.1, now 0.2` for each setting that differs."""
+    """Return a text such as `trainer.optimizer.lr: was 0.1, now 0.2` for each setting that differs."""
     names = [name for name in (*DECIDING, *ROUNDING) if old.get(name) != new.get(name)]
     return [
         f"trainer.{name}: was {old.get(name)}, now {new.get(name)}{' (rounding only)' if name in ROUNDING else ''}"

@@ -78,7 +78,7 @@ def check_failures(scores: Scores, max_failed_fraction: float) -> None:
     failed = int((~scores.scored).sum())
     if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
         raise TooManyFailed(
-            f"{failed} of {len(scores.scored)} rewards are unavailable (actor.max_failed_fraction is "
+            f"{failed} of {len(scores.scored)} rewards are unavailable (actor.rewards.max_failed_fraction is "
             f"{max_failed_fraction:g}): {'; '.join(scores.failures[:3])}"
         )
 

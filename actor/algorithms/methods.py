@@ -15,7 +15,7 @@ from torch import Tensor
 from actor.algorithms.advantages import gae, token_rewards
 from actor.algorithms.baselines import group_standardise, leave_one_out
 from actor.algorithms.policy_loss import ClipRange, PolicyLoss, clipped_loss, reinforce_loss
-from python_backend.config import ActorSection
+from python_backend.config import AlgorithmSection, KLSection
 
 logger = logging.getLogger(__name__)
 
@@ -101,19 +101,20 @@ class Method:
     sequence_mean: bool
     mask_unfinished: bool
     clip: ClipRange
+    entropy_bonus: float
 
     @classmethod
-    def of(cls, settings: ActorSection) -> Method:
-        """Build the method that `settings` select; `auto` and unset values take the algorithm's defaults."""
-        algorithm = ALGORITHMS[settings.algorithm]
-        kl_in = algorithm.kl_in if settings.kl_in == "auto" else settings.kl_in
-        kl_estimator = settings.kl_estimator
+    def of(cls, settings: AlgorithmSection, kl: KLSection) -> Method:
+        """Build the method that the settings select; `auto` and unset values take the algorithm's defaults."""
+        algorithm = ALGORITHMS[settings.name]
+        kl_in = algorithm.kl_in if kl.penalty_in == "auto" else kl.penalty_in
+        kl_estimator = kl.estimator
         if kl_estimator == "auto":
             kl_estimator = "k3" if kl_in == "loss" else "abs"
         if (kl_in, kl_estimator) == ("loss", "k1"):
             logger.warning(
-                "actor.kl_estimator: k1 in the loss has a gradient of 0 in expectation and holds nothing; take "
-                "k2 or k3, or actor.kl_in: reward"
+                "actor.kl.estimator: k1 in the loss has an expected gradient of 0 and penalises nothing; use k2 or k3, "
+                "or actor.kl.penalty_in: reward"
             )
         loss_mean = algorithm.loss_mean if settings.loss_mean == "auto" else settings.loss_mean
         whitens = algorithm.whitens if settings.whiten_advantages is None else settings.whiten_advantages
@@ -121,7 +122,7 @@ class Method:
         return cls(
             algorithm, settings.gamma, settings.lam, whitens, kl_estimator,
             kl_in == "loss", loss_mean == "sequence", settings.mask_unfinished,
-            ClipRange(settings.clip_ratio, high, settings.dual_clip),
+            ClipRange(settings.clip_ratio, high, settings.dual_clip), settings.entropy_bonus,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor.algorithms.advantages import is_rounding
 from actor.data.rollout import Rollout
-from python_backend.config import ActorSection
+from python_backend.config import RewardsSection
 
 EPSILON = 1e-8
 
@@ -49,8 +49,9 @@ class RunningMoments:
 class RewardShaper:
     """Turns the server's scores of each rollout into rewards; keeps running statistics across rollouts."""
 
-    def __init__(self, settings: ActorSection) -> None:
+    def __init__(self, settings: RewardsSection, *, max_new_tokens: int) -> None:
         self._settings = settings
+        self._max_new_tokens = max_new_tokens
         self.moments = RunningMoments()
 
     def shape(self, rewards: Tensor, scored: Tensor, rollout: Rollout) -> Tensor:
@@ -63,22 +64,22 @@ class RewardShaper:
             scored: bool `[B]`; other rows are excluded from all statistics.
         """
         s = self._settings
-        shaped = rewards.clone() if s.reward_normalization == "none" else self._normalised(rewards, scored)
-        if s.reward_clip is not None:
-            shaped = shaped.clamp(-s.reward_clip, s.reward_clip)
+        shaped = rewards.clone() if s.normalization == "none" else self._normalised(rewards, scored)
+        if s.clip is not None:
+            shaped = shaped.clamp(-s.clip, s.clip)
         shaped = shaped - s.missing_eos_penalty * (~rollout.is_end)
         if s.overlong_tokens:
             lengths = (rollout.lengths - rollout.prompt_lengths).float()
-            share = (lengths - (s.max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
+            share = (lengths - (self._max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
             shaped = shaped - s.overlong_penalty * share.clamp(0.0, 1.0)
         return torch.where(scored, shaped, 0.0)
 
     def _normalised(self, rewards: Tensor, scored: Tensor) -> Tensor:
         """Return (reward - mean) / std; 0 if the scores seen so far differ only by rounding."""
         s = self._settings
-        if s.reward_normalization == "static":
-            return (rewards - s.reward_mean) / (s.reward_std + EPSILON)
-        moments = self.moments if s.reward_normalization == "running" else RunningMoments()
+        if s.normalization == "static":
+            return (rewards - s.mean) / (s.std + EPSILON)
+        moments = self.moments if s.normalization == "running" else RunningMoments()
         moments.update(rewards[scored])
         mean, std = (torch.tensor(value, dtype=torch.float64) for value in (moments.mean, moments.std))
         if is_rounding(std, mean):

@@ -46,7 +46,7 @@ def read_prompts(
         prompt = _prompt(row, tokenizer)
         size = prompt.tokens.size
         if not size or (size > max_tokens and too_long == "error"):
-            raise PromptError(f"{row.where}: {size} tokens, must be 1 to {max_tokens} (actor.max_prompt_tokens)")
+            raise PromptError(f"{row.where}: {size} tokens, must be 1 to {max_tokens} (actor.prompts.max_tokens)")
         if vocab_size is not None and (largest := int(prompt.tokens.max())) >= vocab_size:
             token = tokenizer.convert_ids_to_tokens(largest)
             raise PromptError(

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from actor.generation.cache import cache_layers
 from actor.generation.slots import Decoder, Finished, Response, Rules
-from python_backend.config import ActorSection
+from python_backend.config import GenerationSection
 from python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Generation:
     """Generates responses with the sampling settings of one configuration."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, settings: ActorSection, *, eos_ids: list[int], pad_id: int,
+        self, model: Any, tokenizer: Any, settings: GenerationSection, *, eos_ids: list[int], pad_id: int,
         banned_ids: list[int],
     ) -> None:  # fmt: skip
         """`model`: a causal LM, with its adapters if it has any."""
@@ -49,7 +49,7 @@ class Generation:
             greedy: take the most likely token instead of sampling.
         """
         if self._decodes is None:
-            self._decodes = self._settings.decoding == "slots" and self._is_proven(prompts)
+            self._decodes = self._settings.engine == "slots" and self._is_proven(prompts)
         if not self._decodes:
             self._plain(prompts, finished, seed=seed, greedy=greedy)
             return
@@ -57,7 +57,7 @@ class Generation:
         if not greedy:
             shape = len(prompts), self._settings.max_new_tokens
             draws = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        decoder = Decoder(self._model, self._rules(), slots=self._settings.generation_batch)
+        decoder = Decoder(self._model, self._rules(), slots=self._settings.batch_size)
         decoder.run(prompts, draws, finished)
 
     def _rules(self) -> Rules:
@@ -126,7 +126,7 @@ class Generation:
         """Generate with `transformers`, in batches of `generation_batch` prompts of similar length."""
         torch.manual_seed(seed)
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-        size = self._settings.generation_batch
+        size = self._settings.batch_size
         for batch in (order[i : i + size] for i in range(0, len(order), size)):
             width = len(prompts[batch[0]])
             ids = torch.full((len(batch), width), self._pad_id, dtype=torch.int64)

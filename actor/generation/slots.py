@@ -179,7 +179,7 @@ class Decoder:
         if not normaliser.isfinite().all():
             raise NotFinite(
                 "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
-                "steps before, and lower actor.lr"
+                "steps before, and lower actor.optimizer.lr"
             )
         allowed = self._restricted(rows, logits)
         if draws is None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import ActorSection
+from python_backend.config import PolicySection
 
 LAYERS = (nn.Linear, Conv1D)
 
 
-def with_adapters(model: Any, settings: ActorSection) -> Any:
+def with_adapters(model: Any, settings: PolicySection) -> Any:
     """Return the model with trainable adapters on `settings.lora_targets`; all other weights are frozen.
 
     Raises:
@@ -60,7 +60,7 @@ def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
             near = difflib.get_close_matches(target, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise CheckpointError(
-                f"actor.lora_targets: {target!r} names no linear layer of {model.name_or_path} that can take "
+                f"actor.policy.lora_targets: {target!r} names no linear layer of {model.name_or_path} that can take "
                 f"adapters; {hint}It has {', '.join(known)}"
             )
         found += paths
@@ -109,8 +109,8 @@ def load_trained(model: Any, tensors: dict[str, Tensor], source: Path) -> None:
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if {name: p.shape for name, p in own.items()} != {name: tensor.shape for name, tensor in tensors.items()}:
         raise CheckpointError(
-            f"{source} holds other adapters than actor.lora_rank and actor.lora_targets ask for; set these as they "
-            "were, or start a run in another folder (run.dir)"
+            f"the adapters in {source} do not match actor.policy.lora_rank and actor.policy.lora_targets; restore "
+            "these settings, or start a run in another folder (run.dir)"
         )
     for name, parameter in own.items():
         parameter.data.copy_(tensors[name])

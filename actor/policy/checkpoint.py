@@ -95,9 +95,9 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
 def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
     """Return the fingerprint of the reference weights; None if there is no KL or the weights are not accessible."""
     actor, folder = config.actor, config.reference.checkpoint
-    if not actor.uses_reference:
+    if not actor.kl.uses_reference:
         return None
-    if not actor.serves_reference:
+    if not actor.kl.serves_reference:
         return policy.fingerprint
     return fingerprint_weights(folder) if folder.is_dir() else None
 
@@ -110,16 +110,16 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
 
     Raises:
         DamagedCheckpoint: a file is missing or differs from what was written.
-        CheckpointError: it was saved under another `actor.checkpoint` or `reference.checkpoint`, or other
-            `actor.lora_...` settings.
+        CheckpointError: it was saved under another `actor.policy.checkpoint` or `reference.checkpoint`, or other
+            `actor.policy.lora_...` settings.
     """
     state = verify_folder(folder)
     settings = policy.settings
     if state["start_fingerprint"] != policy.fingerprint:
         raise CheckpointError(
-            f"{folder} was saved by a run that began with {state['start']}, and actor.checkpoint is now "
+            f"{folder} was saved by a run that began with {state['start']}, and actor.policy.checkpoint is now "
             f"{settings.checkpoint}, which has other weights: the KL would be measured against another reference; set "
-            f"actor.checkpoint back, {WAY_OUT}"
+            f"actor.policy.checkpoint back, {WAY_OUT}"
         )
     if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
         raise CheckpointError(
@@ -130,13 +130,13 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     if has_adapters != bool(settings.lora_rank):
         was = "adapters" if has_adapters else "a whole policy without adapters"
         raise CheckpointError(
-            f"{folder} was saved by a run that trained {was}, and actor.lora_rank is {settings.lora_rank}; set it as "
-            f"it was, {WAY_OUT}"
+            f"{folder} was saved by a run that trained {was}, but actor.policy.lora_rank is {settings.lora_rank}; "
+            f"restore it, {WAY_OUT}"
         )
     if has_adapters and state["lora_alpha"] != settings.lora_alpha:
         raise CheckpointError(
-            f"{folder} was saved with actor.lora_alpha {state['lora_alpha']}, not {settings.lora_alpha}; set it as it "
-            f"was, {WAY_OUT}"
+            f"{folder} was saved with actor.policy.lora_alpha {state['lora_alpha']}, not {settings.lora_alpha}; "
+            f"restore it, {WAY_OUT}"
         )
     return state
 

@@ -28,7 +28,7 @@ from actor.policy.adapters import merged, with_adapters
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
-from python_backend.config import ActorSection
+from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adamw import make_adamw
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.loading import load_weights
@@ -46,10 +46,22 @@ FinishedRow = Callable[[int, Rollout], None]
 class Policy:
     """The trained model, its frozen initial copy (the reference) and its optimizer."""
 
-    def __init__(self, folder: Path, settings: ActorSection) -> None:
-        """Raises CheckpointError if `folder` has no causal LM with a tokenizer, or rows may exceed its positions."""
+    def __init__(
+        self, settings: PolicySection, generation: GenerationSection, optimizer: OptimizerSection, *,
+        max_prompt_tokens: int, keeps_reference: bool = False, keeps_sampler: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            keeps_reference: keep a copy of the initial weights as the reference; LoRA needs none.
+            keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated.
+
+        Raises:
+            CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed its positions.
+        """
+        folder = settings.checkpoint
         check_checkpoint(folder)
         self.settings = settings
+        self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
             model = AutoModelForCausalLM.from_pretrained(
@@ -57,7 +69,7 @@ class Policy:
             )
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
-        _check_positions(model, folder, settings)
+        _check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
@@ -65,16 +77,19 @@ class Policy:
             self.reference = None  # the policy with its adapters disabled: no second copy needed
         else:
             self.model = model.to(settings.device).eval()
-            in_actor = settings.uses_reference and settings.reference == "actor"
-            self.reference = copy.deepcopy(self.model).requires_grad_(False) if in_actor else None
-        # The model that generates. With `one_step_off_policy` it is a copy, so that it stays fixed during an update.
-        self.sampler = copy.deepcopy(self.model).requires_grad_(False) if settings.one_step_off_policy else self.model
+            self.reference = copy.deepcopy(self.model).requires_grad_(False) if keeps_reference else None
+        self.sampler = copy.deepcopy(self.model).requires_grad_(False) if keeps_sampler else self.model
         if settings.precision == "bfloat16":  # by id, because the sampler may be the model itself
             for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
                 use_bfloat16(self._causal(each))
         if settings.gradient_checkpointing:
             _checkpoint_gradients(self.model)
-        self.generation = self._make_generation(model.generation_config.eos_token_id)
+        special = special_tokens(self.tokenizer, model.generation_config.eos_token_id, vocab_size=self.vocab_size)
+        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
+        self.generation = Generation(
+            self._causal(self.sampler), self.tokenizer, generation, eos_ids=self.eos_ids, pad_id=self.pad_id,
+            banned_ids=self.banned_ids,
+        )  # fmt: skip
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None
             # Shared prompts need a cache, which checkpointed layers do not take.
@@ -83,17 +98,18 @@ class Policy:
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         self.optimizer = make_adamw(
-            dict(self.model.named_parameters()), lr=settings.lr, betas=settings.betas,
-            weight_decay=settings.weight_decay, fused=True,  # one pass over the weights instead of one per operation
+            dict(self.model.named_parameters()), lr=optimizer.lr, betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay, fused=True,  # one pass over the weights instead of one per operation
         )  # fmt: skip
         self.optimizer_step = 0
 
-    def _make_generation(self, eos: int | list[int] | None) -> Generation:
-        special = special_tokens(self.tokenizer, eos, vocab_size=self.vocab_size)
-        self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
-        return Generation(
-            self._causal(self.sampler), self.tokenizer, self.settings, eos_ids=self.eos_ids, pad_id=self.pad_id,
-            banned_ids=self.banned_ids,
+    @classmethod
+    def of(cls, actor: ActorSection) -> Policy:
+        """Load the policy of a run. Raises CheckpointError."""
+        return cls(
+            actor.policy, actor.generation, actor.optimizer, max_prompt_tokens=actor.prompts.max_tokens,
+            keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
+            keeps_sampler=actor.one_step_off_policy,
         )  # fmt: skip
 
     def _causal(self, model: Any) -> Any:
@@ -208,9 +224,7 @@ class Policy:
         attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
         inputs = {"input_ids": tokens, "attention_mask": attention, "use_cache": False}
         targets = tokens[:, 1:][inside]
-        sampling: dict[str, Any] = {
-            "temperature": self.settings.temperature, "banned_token_ids": self.banned_ids,
-        }  # fmt: skip
+        sampling: dict[str, Any] = {"temperature": self.temperature, "banned_token_ids": self.banned_ids}
         causal = self._causal(model)
         if self._head_is_linear:
             with self.computing():
@@ -230,7 +244,7 @@ class Policy:
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Enable activation checkpointing within the block, for updates with `actor.gradient_checkpointing`.
+        """Enable activation checkpointing within the block, for updates with `actor.policy.gradient_checkpointing`.
 
         transformers checkpoints a layer only in training mode, and such a layer cannot use a cache, so generation needs
         eval mode. The computation itself, including dropout, stays in eval mode (see `_compute_again`).
@@ -245,7 +259,7 @@ class Policy:
                 layer.training = False
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context manager that forward passes run in, for `actor.precision`."""
+        """Return the context manager that forward passes run in, for `actor.policy.precision`."""
         return computing(self.model.device, self.settings.precision)
 
 
@@ -281,10 +295,10 @@ def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
     return torch.cat([torch.nn.functional.pad(logprobs, (0, width - 1 - logprobs.shape[1])) for logprobs in known])
 
 
-def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
+def _check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_tokens: int) -> None:
     """Fix the model's rotary embedding as loaded; raise CheckpointError if rows may exceed the model's positions."""
     fix_rotary(model)
-    config, longest = model.config.to_dict(), settings.max_prompt_tokens + settings.max_new_tokens
+    config, longest = model.config.to_dict(), max_prompt_tokens + max_new_tokens
     limit, reason = rotary_limit(config), "where its rotary table changes with the length of the rows"
     if limit is None:
         limit, reason = max_positions(config), "the last position that it has an embedding for"
@@ -292,8 +306,8 @@ def _check_positions(model: Any, folder: Path, settings: ActorSection) -> None:
             return
     if limit is not None and longest > limit:
         raise CheckpointError(
-            f"{folder}: actor.max_prompt_tokens ({settings.max_prompt_tokens}) and actor.max_new_tokens "
-            f"({settings.max_new_tokens}) are above {limit} together, {reason}; set smaller ones"
+            f"{folder}: actor.prompts.max_tokens ({max_prompt_tokens}) + actor.generation.max_new_tokens "
+            f"({max_new_tokens}) is above {limit}, {reason}; lower them"
         )
 
 
@@ -321,7 +335,8 @@ def _checkpoint_gradients(model: Any) -> None:
     """
     if not model.supports_gradient_checkpointing:
         raise CheckpointError(
-            f"{type(model).__name__} cannot compute its activations again; set actor.gradient_checkpointing to false"
+            f"{type(model).__name__} does not support gradient checkpointing; set "
+            "actor.policy.gradient_checkpointing to false"
         )
     # transformers 5.20, the last release for Python 3.10, has only the older name, gradient_checkpointing_enable.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

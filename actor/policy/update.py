@@ -13,22 +13,41 @@ from actor.algorithms.policy_loss import kl_loss
 from actor.data.rollout import PPOBatch
 from actor.policy.adapters import adapter_dropouts, in_training
 from actor.policy.policy import Policy
+from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 
 
 class PolicyUpdate:
     """Trains a policy with one method."""
 
-    def __init__(self, policy: Policy, method: Method) -> None:
+    def __init__(
+        self, policy: Policy, method: Method, settings: UpdateSection, optimizer: OptimizerSection, *,
+        is_one_update: bool, total_steps: int,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            is_one_update: each rollout is one minibatch, used once by the policy that sampled it.
+            total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+        """
         self._policy = policy
         self._method = method
-        self._settings = policy.settings
+        self._settings = settings
+        self._optimizer = optimizer
+        self._is_one_update, self._total_steps = is_one_update, total_steps
         self._dropouts = adapter_dropouts(policy.model)
 
-    def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
-        """Train `ppo_epochs` passes over the batch; return `train_optim/…` metrics, weighted means over tokens.
+    @classmethod
+    def of(cls, actor: ActorSection, policy: Policy, method: Method) -> PolicyUpdate:
+        """Create the update of a run."""
+        return cls(
+            policy, method, actor.update, actor.optimizer, is_one_update=actor.is_one_update,
+            total_steps=actor.optimizer_steps,
+        )  # fmt: skip
 
-        With `actor.max_update_kl` the update ends before the first minibatch whose KL from the policy that sampled
+    def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
+        """Train `epochs` passes over the batch; return `train_optim/…` metrics, weighted means over tokens.
+
+        With `actor.update.max_kl` the update ends before the first minibatch whose KL from the policy that sampled
         exceeds it; `train_optim/minibatches` counts the optimizer steps taken.
 
         Raises:
@@ -46,7 +65,7 @@ class PolicyUpdate:
                 continue
             total = float(batch.policy_weights[rows].sum())
             sums = self._gradients(batch, rows, total, kl_coef)
-            if s.max_update_kl is not None and sums["approx_kl"] / total > s.max_update_kl:
+            if s.max_kl is not None and sums["approx_kl"] / total > s.max_kl:
                 self._policy.optimizer.zero_grad(set_to_none=True)
                 break
             norms += self._step()
@@ -57,13 +76,13 @@ class PolicyUpdate:
         means["loss"] = totals.get("loss", 0.0) / max(1.0, taken)
         means.update(
             grad_norm=norms / max(1.0, taken), minibatches=taken, optim_step=float(self._policy.optimizer_step),
-            lr=s.learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step taken
+            lr=self._learning_rate(max(0, self._policy.optimizer_step - 1)),  # of the last optimizer step taken
         )  # fmt: skip
         return {f"train_optim/{name}": value for name, value in means.items()}
 
     def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:
         s = self._settings
-        orders = [torch.randperm(count, generator=generator) for _ in range(s.ppo_epochs)]
+        orders = [torch.randperm(count, generator=generator) for _ in range(s.epochs)]
         return [rows for order in orders for rows in order.split(s.minibatch_size)]
 
     def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
@@ -79,7 +98,7 @@ class PolicyUpdate:
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a micro-batch's share of the minibatch loss, and its statistics."""
-        s, policy, method = self._settings, self._policy, self._method
+        policy, method = self._policy, self._method
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]
 
@@ -88,11 +107,11 @@ class PolicyUpdate:
 
         advantages, weights = part(batch.advantages), part(batch.policy_weights)
         logprobs, entropies = policy.token_logprobs(
-            policy.model, tokens, lengths, weights, with_entropy=s.entropy_bonus > 0
+            policy.model, tokens, lengths, weights, with_entropy=method.entropy_bonus > 0
         )
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
-        old = logprobs.detach() if batch.logprobs is None or s.is_one_update else part(batch.logprobs)
+        old = logprobs.detach() if batch.logprobs is None or self._is_one_update else part(batch.logprobs)
         loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
         if method.kl_in_loss and kl_coef:
             assert batch.ref_logprobs is not None, "a KL penalty needs the reference"
@@ -101,23 +120,26 @@ class PolicyUpdate:
             loss = loss + penalty
             stats["scaled_kl"] = penalty.detach() * total
         if entropies is not None:
-            bonus = s.entropy_bonus * (entropies * weights).sum() / total
+            bonus = method.entropy_bonus * (entropies * weights).sum() / total
             loss = loss - bonus
             stats["scaled_entropy"] = bonus.detach() * total
         return loss, stats
 
     def _step(self) -> float:
-        policy, s = self._policy, self._settings
-        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), s.grad_clip)
+        policy = self._policy
+        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), self._optimizer.grad_clip)
         if not torch.isfinite(norm):
             policy.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(
-                f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower actor.lr "
-                f"({s.lr:g}) or look at the rewards of this step in metrics.jsonl"
+                f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower "
+                f"actor.optimizer.lr ({self._optimizer.lr:g}) or look at the rewards of this step in metrics.jsonl"
             )
         for group in policy.optimizer.param_groups:
-            group["lr"] = s.learning_rate(policy.optimizer_step)
+            group["lr"] = self._learning_rate(policy.optimizer_step)
         policy.optimizer.step()
         policy.optimizer.zero_grad(set_to_none=True)
         policy.optimizer_step += 1
         return float(norm)
+
+    def _learning_rate(self, step: int) -> float:
+        return self._optimizer.learning_rate(step, total_steps=self._total_steps)

@@ -32,7 +32,7 @@ async def collect(
     Raises:
         RequestFailed, or whatever `ready` raises.
     """
-    stream = ScoringStream(scorer, ready=ready, rows_per_request=policy.settings.client.rows_per_request)
+    stream = ScoringStream(scorer, ready=ready, rows_per_request=scorer.rows_per_request)
     asked = reference.stream(in_thread) if with_kl else None
 
     def finished(index: int, row: Rollout) -> None:

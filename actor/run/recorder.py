@@ -146,7 +146,7 @@ class Bookkeeper:
         Steps before the resume may have used other settings, so their count comes from the checkpoint.
         """
         resumed, taken = self._taken
-        return taken + (step - resumed) * (self._settings.rollout_size // self._settings.responses_per_prompt)
+        return taken + (step - resumed) * (self._settings.rollout_size // self._settings.algorithm.responses_per_prompt)
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
@@ -176,14 +176,15 @@ class Bookkeeper:
         taught = int(batch.policy_weights.any(-1).sum())
         if 0 < taught < len(scores.scored) / 2:
             logger.warning(
-                "step %d: %d of %d responses teach nothing, most because they did not end within actor.max_new_tokens "
-                "(%d); raise it, or set actor.mask_unfinished to false", step, len(scores.scored) - taught,
-                len(scores.scored), self._settings.max_new_tokens,
+                "step %d: %d of %d responses do not count in the update, most because they did not end within "
+                "actor.generation.max_new_tokens (%d); raise it, or set actor.algorithm.mask_unfinished to false",
+                step, len(scores.scored) - taught, len(scores.scored), self._settings.generation.max_new_tokens,
             )  # fmt: skip
         if not taught:
             logger.warning(
-                "step %d taught the policy nothing: no response ended within actor.max_new_tokens (%d); raise it, or "
-                "set actor.mask_unfinished to false", step, self._settings.max_new_tokens,
+                "step %d did not update the policy: no response ended within actor.generation.max_new_tokens (%d); "
+                "raise it, or set actor.algorithm.mask_unfinished to false",
+                step, self._settings.generation.max_new_tokens,
             )  # fmt: skip
 
     def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
@@ -237,7 +238,7 @@ class Bookkeeper:
 
     def _keep_if_best(self, step: int, reward: float) -> None:
         """Write the policy to `best/`, with its score, if it has the highest validation reward so far."""
-        if self._settings.validate_every == 0:
+        if self._settings.validation.every == 0:
             return
         if not math.isfinite(reward):
             logger.warning("validation at step %d: no response has a score, so best/ stays as it is", step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -56,11 +57,12 @@ class OwnStream:
 class ServedReference:
     """The `reference` model in tritonserver, which receives each row as soon as it ends."""
 
-    def __init__(self, client: TritonClient, policy: Policy, config: RunConfig) -> None:
+    def __init__(self, client: TritonClient, policy: Policy, checkpoint: Path, *, rows_per_request: int) -> None:
+        """`checkpoint`: the folder of the reference, which need not be accessible from here."""
         self._client = client
         self._policy = policy
-        self._settings = config.actor
-        self._checkpoint = config.reference.checkpoint
+        self._checkpoint = checkpoint
+        self._rows_per_request = rows_per_request
 
     async def compare(self) -> None:
         """Check that the served reference computes the log-probs that the initial policy would.
@@ -78,21 +80,21 @@ class ServedReference:
                 raise
             raise ModelMismatch(
                 f"the server has no model {REFERENCE} ({error}); start it with this configuration, or set "
-                "actor.reference to actor"
+                "actor.kl.reference to actor"
             ) from error
-        settings, policy = self._settings, self._policy
+        policy, precision = self._policy, self._policy.settings.precision
         if served.get("tokenizer_fingerprint") != fingerprint(policy.tokenizer):
             raise ModelMismatch(
                 f"the reference's tokenizer differs from the policy's ({served.get('checkpoint')} and "
                 f"{policy.tokenizer.name_or_path}): log-probs belong to the policy's tokens, so the reference must be "
                 "a checkpoint with the same vocabulary"
             )
-        if served.get("dtype") != settings.precision:
+        if served.get("dtype") != precision:
             raise ModelMismatch(
-                f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {settings.precision}: the "
-                "KL would not begin at 0; set reference.dtype and actor.precision alike"
+                f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {precision}: the "
+                "KL would not begin at 0; set reference.dtype and actor.policy.precision alike"
             )
-        expected = {TEMPERATURE: repr(settings.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
+        expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
         for name, ours in expected.items():
             if served.get(name) != ours:
                 raise ModelMismatch(
@@ -107,7 +109,7 @@ class ServedReference:
 
     def stream(self, in_thread: InThread) -> ServedStream:
         """Return the stream of one rollout; `in_thread` is unused."""
-        return ServedStream(self.ask, rows_per_request=self._settings.client.rows_per_request)
+        return ServedStream(self.ask, rows_per_request=self._rows_per_request)
 
     async def ask(self, rollout: Rollout) -> ReferenceLogprobs:
         """Request the log-probs of the rows of `rollout`; if the request fails, no row is known."""
@@ -141,8 +143,11 @@ Reference: TypeAlias = OwnReference | ServedReference
 
 
 def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> Reference:
-    """Create the reference that `actor.reference` selects."""
-    return ServedReference(client, policy, config) if config.actor.serves_reference else OwnReference(policy)
+    """Create the reference that `actor.kl.reference` selects."""
+    if not config.actor.kl.serves_reference:
+        return OwnReference(policy)
+    rows_per_request = config.actor.client.rows_per_request
+    return ServedReference(client, policy, config.reference.checkpoint, rows_per_request=rows_per_request)
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:

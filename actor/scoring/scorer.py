@@ -33,7 +33,7 @@ class Scorer:
         self._client = client
         self.has_critic = with_critic
         self._tokenizer = tokenizer
-        self._rows_per_request = rows_per_request
+        self.rows_per_request = rows_per_request
         self.sends_sentences = False
         self.mixture = RewardMixture()
 
@@ -79,13 +79,13 @@ class Scorer:
             if model != CRITIC or "unknown model" not in str(error):
                 raise
             raise ModelMismatch(
-                f"the server has no {CRITIC}, which actor.algorithm: ppo needs ({error}); start it with this "
+                f"the server has no {CRITIC}, which actor.algorithm.name: ppo needs ({error}); start it with this "
                 "configuration, or take grpo, rloo or reinforce++"
             ) from error
 
     async def score(self, rollout: Rollout) -> Scores:
         """Request rewards, values and the values' weights version for every row."""
-        count, step = len(rollout.prompts), self._rows_per_request
+        count, step = len(rollout.prompts), self.rows_per_request
         chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
         answers = await asyncio.gather(*(self._score_chunk(rollout, chunk) for chunk in chunks))
         return _assemble(rollout, chunks, answers, self.mixture)

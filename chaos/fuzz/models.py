@@ -19,7 +19,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "guarded": {
         "rewards": {"model": {}, "length": {"function": "chaos.fuzz.requests:num_tokens", "weight": 0.1}},
         "server": {"training_key_env": KEY_VARIABLE},
-        "actor": {"reference": "triton"},
+        "actor": {"kl": {"reference": "triton"}},
     },
 }
 
@@ -35,7 +35,7 @@ def write_config(out: Path, stage: str) -> RunConfig:
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
         **{name: {"checkpoint": str(checkpoints / name), **UNMEASURED} for name in ("reward", "critic")},
         "reference": dict(UNMEASURED),
-        "actor": {"checkpoint": str(checkpoints / "policy")},
+        "actor": {"policy": {"checkpoint": str(checkpoints / "policy")}},
     }  # fmt: skip
     for section, values in STAGES[stage].items():
         data[section] = {**data.get(section, {}), **values}

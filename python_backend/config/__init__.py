@@ -15,48 +15,75 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
-from python_backend.config.actor_sections import ActorSection, ClientSection, check_actor
+from python_backend.config.actor import ActorSection, check_actor
+from python_backend.config.actor_parts import (
+    AlgorithmSection,
+    ClientSection,
+    GenerationSection,
+    KLSection,
+    PolicySection,
+    PromptsSection,
+    RewardsSection,
+    UpdateSection,
+    ValidationSection,
+)
 from python_backend.config.deterministic import with_fixed_values
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.config.sections import (
+    CriticOptimizerSection,
     CriticSection,
     DemoSection,
     ModelSection,
+    OptimizerSection,
     ReferenceSection,
     RewardSection,
     RunSection,
     Section,
     ServerSection,
     TrainerSection,
+    check_optimizer,
 )
 from python_backend.errors import RlhfError
 
 __all__ = [
     "ActorSection",
+    "AlgorithmSection",
     "ClientSection",
     "ConfigError",
+    "CriticOptimizerSection",
     "CriticSection",
     "DemoSection",
+    "GenerationSection",
+    "KLSection",
     "ModelSection",
+    "OptimizerSection",
+    "PolicySection",
+    "PromptsSection",
     "ReferenceSection",
     "RewardSection",
     "RewardTerm",
+    "RewardsSection",
     "RunConfig",
     "RunSection",
     "ServerSection",
     "TrainerSection",
+    "UpdateSection",
+    "ValidationSection",
     "load_config",
 ]
 
 
 OTHER_NAMES = {  # section -> {name of a key in TRL and other trainers: ours}, for the hint at an unknown key
     "actor": {
-        "learning_rate": "lr", "max_grad_norm": "grad_clip", "num_generations": "responses_per_prompt",
-        "max_completion_length": "max_new_tokens", "max_prompt_length": "max_prompt_tokens", "beta": "kl_coef",
-        "epsilon": "clip_ratio", "num_iterations": "ppo_epochs", "model": "checkpoint", "dataset": "prompts",
-        "batch_size": "rollout_size", "mini_batch_size": "minibatch_size",
+        "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.grad_clip", "beta": "kl.coef",
+        "num_generations": "algorithm.responses_per_prompt", "epsilon": "algorithm.clip_ratio",
+        "max_completion_length": "generation.max_new_tokens", "max_prompt_length": "prompts.max_tokens",
+        "num_iterations": "update.epochs", "mini_batch_size": "update.minibatch_size", "batch_size": "rollout_size",
+        "model": "policy.checkpoint", "dataset": "prompts.path",
     },
-    "trainer": {"learning_rate": "lr", "max_grad_norm": "grad_clip", "batch_size": "global_batch_size"},
+    "trainer": {
+        "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.grad_clip", "batch_size": "global_batch_size",
+    },
 }  # fmt: skip
 
 
@@ -76,9 +103,9 @@ class RunConfig(Section):
     rewards: Terms | None = None
     """Terms of a weighted sum of rewards, by name; default: only the reward model."""
     critic: CriticSection = CriticSection()
-    """The critic model; needs a checkpoint if `actor.algorithm` is `ppo`, otherwise no critic is served."""
+    """The critic model; needs a checkpoint if `actor.algorithm.name` is `ppo`, otherwise no critic is served."""
     reference: ReferenceSection = ReferenceSection()
-    """The reference model, served if `actor.reference` is `triton`."""
+    """The reference model, served if `actor.kl.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()
     """The critic sidecar."""
     actor: ActorSection = ActorSection()
@@ -96,11 +123,8 @@ class RunConfig(Section):
                 f"actor.client.deadline_s ({self.actor.client.deadline_s:g}): the actor would give up first"
             )
         check_actor(self.actor)
-        if self.trainer.warmup_steps + self.trainer.constant_steps > self.trainer.max_steps:
-            raise ValueError(
-                f"trainer.warmup_steps ({self.trainer.warmup_steps}) + trainer.constant_steps "
-                f"({self.trainer.constant_steps}) is larger than trainer.max_steps ({self.trainer.max_steps})"
-            )
+        check_optimizer("actor.optimizer", self.actor.optimizer)
+        check_optimizer("trainer.optimizer", self.trainer.optimizer)
         return self
 
     @property
@@ -118,8 +142,8 @@ class RunConfig(Section):
         """Sections of the models that tritonserver loads from checkpoints, by section name."""
         sections: dict[str, tuple[bool, ModelSection]] = {
             "reward": (self.uses_reward_model, self.reward),
-            "critic": (self.actor.uses_critic, self.critic),
-            "reference": (self.actor.serves_reference, self.reference),
+            "critic": (self.actor.algorithm.uses_critic, self.critic),
+            "reference": (self.actor.kl.serves_reference, self.reference),
         }
         return {name: section for name, (is_served, section) in sections.items() if is_served}
 
@@ -158,13 +182,13 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 def _with_reference(config: RunConfig) -> RunConfig:
     """Default the reference's checkpoint and dtype to the policy's. Raises ValueError if the dtypes differ."""
     given, actor = config.reference.model_fields_set, config.actor
-    defaults = {"checkpoint": actor.checkpoint, "dtype": actor.precision}
+    defaults = {"checkpoint": actor.policy.checkpoint, "dtype": actor.policy.precision}
     update = {name: value for name, value in defaults.items() if name not in given}
     reference = config.reference.model_copy(update=update)
-    if actor.serves_reference and reference.dtype != actor.precision:
+    if actor.kl.serves_reference and reference.dtype != actor.policy.precision:
         raise ValueError(
-            f"reference.dtype ({reference.dtype}) differs from actor.precision ({actor.precision}), so the KL would "
-            "not begin at 0; leave reference.dtype out"
+            f"reference.dtype ({reference.dtype}) differs from actor.policy.precision ({actor.policy.precision}), so "
+            "the KL would not start at 0; remove reference.dtype"
         )
     return config.model_copy(update={"reference": reference})
 
@@ -207,27 +231,35 @@ def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> s
 
 def _describe(item: Any) -> str:
     location = ".".join(str(part) for part in item["loc"])
+    valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
+    if item["type"] == "model_type":
+        keys = ", ".join(key.rpartition(".")[2] for key in _keys_in(location, valid))
+        return f"{location} is a section, not a value (got {item['input']!r}); its keys are {keys}"
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
-    valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
-    near = _by_other_names(location) or difflib.get_close_matches(location, valid, n=1, cutoff=0.5)
-    if not near:  # perhaps a valid key in the wrong section
-        near = [key for key in valid if key.rsplit(".", 1)[-1] == str(item["loc"][-1])][:1]
-    hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(_siblings(item['loc'], valid))}"
-    return f"unknown key {location}{hint}"
-
-
-def _by_other_names(location: str) -> list[str]:
-    """Return the `actor` or `trainer` key whose name in other trainers is (nearly) that of `location`; [] if none."""
     section, _, name = location.rpartition(".")
+    near = _by_other_names(section.partition(".")[0], name) or _with_last_part(section, name, valid)
+    others = [key for key in valid if not location.startswith(key)]
+    near = near or difflib.get_close_matches(location, others, n=1, cutoff=0.5) or _with_last_part("", name, valid)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
+    return f"unknown key {location}; {hint}"
+
+
+def _by_other_names(section: str, name: str) -> list[str]:
+    """Return the key of `actor` or `trainer` that other trainers call (nearly) `name`; [] if none."""
     near = difflib.get_close_matches(name, OTHER_NAMES.get(section, {}), n=1, cutoff=0.85)
     return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
 
 
+def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:
+    """Return the first key at any depth of `section` whose last part is `name`; [] if none."""
+    return [key for key in valid if key.startswith(section) and key.rpartition(".")[2] == name][:1]
+
+
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
     """Return the valid keys of the reward term at `location`. Users name the terms, so `_keys_of` cannot list them."""
-    if location[0] != "rewards" or len(location) < 3:
+    if len(location) < 3 or location[0] != "rewards":
         return []
     return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]
 
@@ -242,6 +274,6 @@ def _keys_of(section: type[BaseModel], prefix: str) -> list[str]:
     return keys
 
 
-def _siblings(location: tuple[int | str, ...], valid: list[str]) -> list[str]:
-    prefix = "".join(f"{part}." for part in location[:-1])
+def _keys_in(section: str, valid: list[str]) -> list[str]:
+    prefix = f"{section}." if section else ""
     return [key for key in valid if key.startswith(prefix) and "." not in key[len(prefix) :]]

@@ -16,7 +16,7 @@ AnySection = TypeVar("AnySection", bound=BaseModel)
 MODELS = ("reward", "critic", "reference")
 FIXED: dict[str, Any] = {
     "actor.max_staleness": 0,  # otherwise timing decides which critic version scores a row
-    "actor.max_failed_fraction": 0.0,  # a masked row changes the update
+    "actor.rewards.max_failed_fraction": 0.0,  # a masked row changes the update
     "actor.one_step_off_policy": False,  # a resumed run has no rollout of the previous policy
     "trainer.publish.every": 1,  # staleness 0 requires it
     **{
@@ -27,7 +27,7 @@ FIXED: dict[str, Any] = {
             "compile": False,  # torch.compile specialises on the shapes that arrive first
         }.items()
     },
-    **{f"{room}.device": "cpu" for room in (*MODELS, "trainer", "actor")},
+    **{f"{section}.device": "cpu" for section in (*MODELS, "trainer", "actor.policy")},
 }
 
 

@@ -13,7 +13,7 @@ from python_backend.store.durable import read_json
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WAYS_OUT = {
     "reward": ", or give `rewards` functions alone",
-    "critic": ", or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
+    "critic": ", or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
 }
 
 
@@ -40,10 +40,10 @@ def has_chat_template(folder: Path) -> bool:
 
 def check_critic(config: RunConfig) -> None:
     """Check that the sidecar has a critic to train, from a published version or a checkpoint. Raises ConfigError."""
-    if not config.actor.uses_critic:
+    if not config.actor.algorithm.uses_critic:
         raise ConfigError(
-            f"actor.algorithm: {config.actor.algorithm} has no critic, so there is nothing to train; leave the sidecar "
-            "out, or set it to ppo"
+            f"actor.algorithm.name: {config.actor.algorithm.name} has no critic, so there is nothing to train; do not "
+            "start the sidecar, or set it to ppo"
         )
     has_version = (config.run.weights_dir / "CURRENT").exists()
     problem = None if has_version else _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
@@ -59,8 +59,8 @@ def tokenizer_folder(config: RunConfig) -> Path:
     """
     if config.uses_reward_model:
         return config.reward.checkpoint
-    folders = [config.actor.checkpoint, config.critic.checkpoint, config.reward.checkpoint]
-    return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.checkpoint)
+    folders = [config.actor.policy.checkpoint, config.critic.checkpoint, config.reward.checkpoint]
+    return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.policy.checkpoint)
 
 
 def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
@@ -71,7 +71,7 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     if config.uses_reward_model and problems["reward.checkpoint"] is None:
         problems["reward.checkpoint"] = _of_reward(config.reward.checkpoint, whole_run=whole_run)
     if not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
-        problems["actor.checkpoint"] = (
+        problems["actor.policy.checkpoint"] = (
             f"{folder} holds no tokenizer, with which reward functions read the policy's tokens; give the folder of "
             "the policy's checkpoint"
         )
@@ -83,13 +83,17 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
 
 def _of_actor(config: RunConfig) -> dict[str, str | None]:
     actor = config.actor
-    problems = {"actor.checkpoint": _of_checkpoint(actor.checkpoint), "actor.prompts": _of_prompts(actor.prompts)}
-    if problems["actor.checkpoint"] is None and not _has_tokenizer(actor.checkpoint):
-        problems["actor.checkpoint"] = (
-            f"{actor.checkpoint} holds no tokenizer; save the policy's into it, with tokenizer.save_pretrained(folder)"
+    problems = {
+        "actor.policy.checkpoint": _of_checkpoint(actor.policy.checkpoint),
+        "actor.prompts.path": _of_prompts(actor.prompts.path),
+    }
+    if problems["actor.policy.checkpoint"] is None and not _has_tokenizer(actor.policy.checkpoint):
+        problems["actor.policy.checkpoint"] = (
+            f"{actor.policy.checkpoint} has no tokenizer; save the policy's into it with "
+            "tokenizer.save_pretrained(folder)"
         )
-    if actor.validation_prompts is not None and actor.validation_size:
-        problems["actor.validation_prompts"] = _of_prompts(actor.validation_prompts)
+    if actor.validation.prompts is not None and actor.validation.size:
+        problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
     return problems
 
 

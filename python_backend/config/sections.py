@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from python_backend.config.addresses import Address
+from python_backend.models.lr_schedule import scheduled_lr
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -236,13 +237,13 @@ class CriticSection(ModelSection):
 
 
 class ReferenceSection(ModelSection):
-    """The frozen policy that the KL is measured against; served only if `actor.reference` is `triton`."""
+    """The frozen policy that the KL is measured against; served only if `actor.kl.reference` is `triton`."""
 
     checkpoint: Path = Path("checkpoints/policy")
-    """Hugging Face causal LM folder; default: `actor.checkpoint`."""
+    """Hugging Face causal LM folder; default: `actor.policy.checkpoint`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type of forward passes; default: `actor.precision`, from which it must not differ. Log-probs are computed
-    in float32."""
+    """Compute type of forward passes; default: `actor.policy.precision`, from which it must not differ. Log-probs are
+    computed in float32."""
 
 
 class PublishSection(Section):
@@ -254,8 +255,37 @@ class PublishSection(Section):
     """Newest versions to keep, in addition to version 0 and those in service."""
 
 
-class TrainerSection(Section):
-    """The critic sidecar."""
+class OptimizerSection(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 9e-7
+    """Peak learning rate."""
+    min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate at the end of the cosine; default: `lr`, so that it is constant after the warm-up."""
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps of linear warm-up."""
+    constant_steps: CountOrZero = 0
+    """Optimizer steps at `min_lr` after the cosine."""
+    max_steps: Count | None = None
+    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: those of the whole run."""
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    """AdamW's betas."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, on matrices only."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """Maximum gradient norm."""
+
+    def learning_rate(self, step: int, *, total_steps: int = 0) -> float:
+        """Return the learning rate of optimizer step `step`, counted from 0; without `max_steps` there are
+        `total_steps`."""
+        return scheduled_lr(
+            step, lr=self.lr, min_lr=self.lr if self.min_lr is None else self.min_lr, warmup_steps=self.warmup_steps,
+            constant_steps=self.constant_steps, max_steps=self.max_steps or total_steps,
+        )  # fmt: skip
+
+
+class CriticOptimizerSection(OptimizerSection):
+    """AdamW and the learning-rate schedule of the critic."""
 
     lr: Annotated[float, Field(gt=0)] = 9e-6
     """Peak learning rate."""
@@ -267,12 +297,26 @@ class TrainerSection(Section):
     """Optimizer steps at `min_lr` after the cosine."""
     max_steps: Count = 10_000
     """Optimizer steps of the whole schedule: warm-up, cosine and constant end."""
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """AdamW's betas."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's weight decay, on matrices only."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Largest gradient norm."""
+
+
+def check_optimizer(key: str, optimizer: OptimizerSection) -> None:
+    """Raise ValueError if the schedule of the section `key` contradicts itself."""
+    lr, min_lr, longest = optimizer.lr, optimizer.min_lr, optimizer.max_steps
+    warmup, constant = optimizer.warmup_steps, optimizer.constant_steps
+    if min_lr is not None and min_lr > lr:
+        raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
+    if longest is not None and warmup + constant > longest:
+        raise ValueError(
+            f"{key}.warmup_steps ({warmup}) + {key}.constant_steps ({constant}) is more than {key}.max_steps "
+            f"({longest})"
+        )
+
+
+class TrainerSection(Section):
+    """The critic sidecar."""
+
+    optimizer: CriticOptimizerSection = CriticOptimizerSection()
+    """AdamW and the learning-rate schedule of the critic."""
     clip_value: float = 0.2
     """Clip range of the value loss around the rollout's values; <= 0: unclipped squared error."""
     global_batch_size: Count = 64

@@ -102,7 +102,7 @@ def load_language_model(
     """Load the causal LM in a checkpoint folder.
 
     Args:
-        dtype: precision of forward passes, with the same meaning as `actor.precision`.
+        dtype: precision of forward passes, with the same meaning as `actor.policy.precision`.
         temperature: sampling temperature, > 0.
         banned_token_ids: ids that are never sampled.
         compile_forward: torch.compile the body.

@@ -21,7 +21,7 @@ CRITIC = "critic"
 CRITIC_INFER = "critic_infer"
 CRITIC_TRAIN = "critic_train"
 CRITIC_SAVE = "critic_save"
-REFERENCE = "reference"  # served only if `actor.reference` is `triton`
+REFERENCE = "reference"  # served only if `actor.kl.reference` is `triton`
 # Served only if the YAML has `rewards`: reward_model is then an ensemble of these models.
 REWARD_CHECKPOINT = "reward_checkpoint"
 REWARD_MIXTURE = "reward_mixture"

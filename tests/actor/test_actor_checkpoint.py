@@ -21,10 +21,10 @@ from actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_chec
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.config import ActorSection
 from python_backend.models.loading import load_weights
 from python_backend.models.modeling import quiet_transformers
 from python_backend.store.sealed_folder import DamagedCheckpoint
+from tests.support.settings import actor_section
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
@@ -47,8 +47,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(folder: Path, **settings: Any) -> Policy:
-    limits = {"checkpoint": folder, "max_new_tokens": 6, "max_prompt_tokens": 8}
-    return Policy(folder, ActorSection(**{**limits, "lr": 1e-2, **settings}))
+    limits = {"checkpoint": folder, "max_new_tokens": 6, "prompts_max_tokens": 8}
+    return Policy.of(actor_section(**{**limits, "lr": 1e-2, **settings}))
 
 
 def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:
@@ -176,7 +176,7 @@ def test_another_start_is_refused(tmp_path: Path, llama: Path):
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path, 1, states(make_policy(other)))
     message = str(caught.value)
-    assert f"a run that began with {llama}, and actor.checkpoint is now {other}" in message
+    assert f"a run that began with {llama}, and actor.policy.checkpoint is now {other}" in message
     assert not isinstance(caught.value, DamagedCheckpoint)
     shutil.copytree(llama, tmp_path / "moved")  # the same model at another path
     load_checkpoint(tmp_path, 1, states(make_policy(tmp_path / "moved")))

@@ -13,14 +13,13 @@ from policy_training import load_checkpoint, states, train
 from transformers import AutoModelForCausalLM
 
 from actor.algorithms.advantages import response_mask
-from actor.algorithms.methods import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout
 from actor.policy.adapters import trained_tensors
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import ActorSection, RunConfig
+from python_backend.config import RunConfig
+from tests.support.policy_training import trainable_policy, update_of
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
 
@@ -31,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(checkpoint: Path, **settings: Any) -> Policy:
-    return Policy(checkpoint, ActorSection(**{"max_new_tokens": 8, "lr": 1e-2, "lora_rank": 4, **settings}))
+    return trainable_policy(**{"checkpoint": checkpoint, "max_new_tokens": 8, "lr": 1e-2, "lora_rank": 4, **settings})
 
 
 def test_a_new_policy_is_its_reference(checkpoint: Path):
@@ -89,10 +88,19 @@ def test_a_resumed_policy_goes_on_where_it_was(checkpoint: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_rank": 2}, "adapters.safetensors holds other adapters than actor.lora_rank and actor.lora_targets ask"),
-        ({"lora_targets": ("q_proj",)}, "holds other adapters than actor.lora_rank and actor.lora_targets ask for"),
-        ({"lora_alpha": 8}, "was saved with actor.lora_alpha 16, not 8; set it as it was"),
-        ({"lora_rank": 0}, "was saved by a run that trained adapters, and actor.lora_rank is 0; set it as it was"),
+        (
+            {"lora_rank": 2},
+            "adapters.safetensors do not match actor.policy.lora_rank and actor.policy.lora_targets",
+        ),
+        (
+            {"lora_targets": ("q_proj",)},
+            "do not match actor.policy.lora_rank and actor.policy.lora_targets",
+        ),
+        ({"lora_alpha": 8}, "was saved with actor.policy.lora_alpha 16, not 8; restore it"),
+        (
+            {"lora_rank": 0},
+            "was saved by a run that trained adapters, but actor.policy.lora_rank is 0; restore it",
+        ),
     ],
 )
 def test_a_checkpoint_of_other_adapters_is_refused(
@@ -108,7 +116,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
 
 def test_a_whole_policy_s_checkpoint_is_no_start_for_adapters(checkpoint: Path, tmp_path: Path):
     save_checkpoint(tmp_path, states(make_policy(checkpoint, lora_rank=0)), {"step": 1}, keep=1)
-    with pytest.raises(CheckpointError, match=r"trained a whole policy without adapters, and actor\.lora_rank is 4"):
+    with pytest.raises(CheckpointError, match=r"a whole policy without adapters, but actor\.policy\.lora_rank is 4"):
         load_checkpoint(tmp_path, 1, states(make_policy(checkpoint)))
 
 
@@ -138,14 +146,14 @@ def test_a_name_that_no_linear_layer_has(checkpoint: Path, target: str, hint: st
     with pytest.raises(CheckpointError) as caught:
         make_policy(checkpoint, lora_targets=("v_proj", target))
     message = str(caught.value)
-    assert message.startswith(f"actor.lora_targets: '{target}' names no linear layer of {checkpoint}")
+    assert message.startswith(f"actor.policy.lora_targets: '{target}' names no linear layer of {checkpoint}")
     assert hint in message
     assert message.endswith("It has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
 
 
 def test_lora_settings_without_lora_are_refused():
-    with pytest.raises(ValueError, match=r"actor.lora_dropout \(0.1\) need actor.lora_rank above 0"):
-        RunConfig.model_validate({"actor": {"lora_dropout": 0.1}})
+    with pytest.raises(ValueError, match=r"actor.policy.lora_dropout \(0.1\) need actor.policy.lora_rank above 0"):
+        RunConfig.model_validate({"actor": {"policy": {"lora_dropout": 0.1}}})
 
 
 # ---- dropout ----
@@ -182,5 +190,5 @@ def update(policy: Policy, rollout: Rollout, *, seed: int) -> float:
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
     logprobs, zeros = policy.logprobs(rollout), torch.zeros_like(mask)
     batch = PPOBatch(rollout.tokens, rollout.lengths, mask, mask, logprobs, logprobs, mask, zeros, zeros, zeros)
-    stats = PolicyUpdate(policy, Method.of(policy.settings)).run(batch, seed=seed, kl_coef=0.0)
+    stats = update_of(policy).run(batch, seed=seed, kl_coef=0.0)
     return stats["train_optim/grad_norm"]

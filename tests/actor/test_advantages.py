@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actor.algorithms import advantages as adv
-from python_backend.config import ActorSection
+from python_backend.config import KLSection
 
 close = torch.testing.assert_close
 property_test = settings(max_examples=40, deadline=None)
@@ -88,7 +88,7 @@ def test_kl_golden():
         "k3": [0.0, math.exp(-1), math.exp(2) - 3],
     }
     assert set(expected) == set(adv.KL_KINDS), "golden numbers for every kind"
-    offered = typing.get_args(typing.get_type_hints(ActorSection)["kl_estimator"])
+    offered = typing.get_args(typing.get_type_hints(KLSection)["estimator"])
     assert {*offered} == {"auto", *adv.KL_KINDS}
     for kind, numbers in expected.items():
         close(adv.kl_estimate(logprobs, ref, kind), f64([numbers]))

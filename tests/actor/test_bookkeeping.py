@@ -24,17 +24,18 @@ from actor.run.recorder import Bookkeeper
 from actor.run.validation import Validation
 from actor.scoring.client import RequestCounters, RequestFailed
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config import ActorSection, RunConfig
+from python_backend.config import ActorSection, PolicySection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import STEP_AHEAD
+from tests.support.settings import nested
 
 
 class TinyPolicy:
     """What checkpoints are made of, and nothing that generates."""
 
     def __init__(self) -> None:
-        self.settings = ActorSection()
+        self.settings = PolicySection()
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.optimizer_step = 0
@@ -76,10 +77,14 @@ def server() -> Server:
 
 
 def books(folder: Path, server: Server, reference_folder: Path = Path("start"), **actor: Any) -> Bookkeeper:
-    settings = {"keep_checkpoints": 2, "steps": 4, "validate_every": 1, **actor}
+    settings = {"keep_checkpoints": 2, "steps": 4, "validation_every": 1, **actor}
     reference = {"checkpoint": reference_folder}
-    config = RunConfig.model_validate({"run": {"dir": folder}, "actor": settings, "reference": reference})
-    state = RunState(TinyPolicy(), RewardShaper(config.actor), KLControl(0.1, target=None, horizon=1))  # type: ignore[arg-type]
+    config = RunConfig.model_validate(
+        {"run": {"dir": folder}, "actor": nested(ActorSection, settings), "reference": reference}
+    )
+    state = RunState(
+        TinyPolicy(), RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None, horizon=1)
+    )  # type: ignore[arg-type]
     return Bookkeeper(config, state, server, num_prompts=1, has_critic=True)  # type: ignore[arg-type]
 
 
@@ -134,7 +139,7 @@ def test_the_event_loop_runs_while_large_files_are_written(tmp_path: Path, serve
 
     async def writes() -> list[bool]:
         book, loop = books(tmp_path, server), asyncio.get_running_loop()
-        book._settings = book._settings.model_copy(update={"validate_every": 1})
+        book._settings = book._settings.model_copy(update={"validation_every": 1})
         plain, ran = book._policy.save, []
 
         def save(folder: Path) -> None:
@@ -229,7 +234,7 @@ def test_another_start_is_refused_before_the_critic_goes_back(tmp_path: Path, se
 
 def test_another_served_reference_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
     """One that cannot be seen from here is not compared."""
-    served = {"reference": "triton", "kl_coef": 0.1}
+    served = {"kl_reference": "triton", "kl_coef": 0.1}
     weights = {"one": "a", "other": "b"}
     monkeypatch.setattr("actor.policy.checkpoint.fingerprint_weights", lambda folder: weights[folder.name])
     for name in weights:

@@ -19,7 +19,7 @@ from actor.run.collection import collect
 from actor.run.metrics import Timers
 from actor.scoring.client import RequestFailed
 from actor.scoring.reference import OwnReference
-from python_backend.config import ActorSection
+from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5, 6, 7], [8], [9, 10, 11, 12], [14]])]
 PATIENCE_S = 30.0
@@ -28,7 +28,7 @@ PATIENCE_S = 30.0
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     folder = make_checkpoint(tmp_path_factory.mktemp("policy") / "policy", "policy", make_tokenizer(), seed=3)
-    made = Policy(folder, ActorSection(max_new_tokens=12, generation_batch=2))
+    made = Policy.of(actor_section(checkpoint=folder, max_new_tokens=12, generation_batch_size=2))
     with torch.no_grad():
         made.model.lm_head.weight[made.eos_ids[0]] += 0.5  # responses end now and then
     return made
@@ -38,6 +38,7 @@ class Server:
     """Rewards a row with the sum of its tokens, each of its values with the token; answers when it is let."""
 
     has_critic = True
+    rows_per_request = 1
 
     def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
         self.asked = 0

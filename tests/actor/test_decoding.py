@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.engine import Generation
 from actor.generation.slots import Decoder, Response, Rules, draw
-from python_backend.config import ActorSection
+from python_backend.config import GenerationSection
 from python_backend.models.logprobs import target_logprobs
+from tests.support.settings import actor_section
 
 VOCAB, EOS = 64, 2
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -61,8 +62,8 @@ def make_prompts(count: int, *, longest: int = 20) -> list[np.ndarray]:
 
 
 def generation(model: Any, **settings: Any) -> Generation:
-    given = {"max_new_tokens": 16, "generation_batch": 4, **settings}
-    return Generation(model, None, ActorSection(**given), eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
+    given = {"max_new_tokens": 16, "generation_batch_size": 4, **settings}
+    return Generation(model, None, actor_section(**given).generation, eos_ids=[EOS], pad_id=0, banned_ids=[0, 1])
 
 
 def texts(written_by: Generation, prompts: list[np.ndarray], *, seed: int = 0, greedy: bool = False) -> list[list[int]]:
@@ -78,7 +79,7 @@ def test_greedy_texts_are_those_of_generate(family: str) -> None:
     ours = generation(model)
     written = texts(ours, prompts, greedy=True)
     assert ours._decodes, "it was not our decoding that wrote them"
-    assert written == texts(generation(model, decoding="transformers"), prompts, greedy=True)
+    assert written == texts(generation(model, engine="transformers"), prompts, greedy=True)
 
 
 def test_responses_end_at_different_times_there() -> None:
@@ -91,9 +92,9 @@ def test_responses_end_at_different_times_there() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 5, 11, 40])
 def test_a_response_does_not_depend_on_the_rows_beside_it(slots: int) -> None:
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
-    alone = texts(generation(model, generation_batch=3), prompts, seed=7)
-    assert texts(generation(model, generation_batch=slots), prompts, seed=7) == alone
-    assert texts(generation(model, generation_batch=slots), prompts, seed=8) != alone
+    alone = texts(generation(model, generation_batch_size=3), prompts, seed=7)
+    assert texts(generation(model, generation_batch_size=slots), prompts, seed=7) == alone
+    assert texts(generation(model, generation_batch_size=slots), prompts, seed=8) != alone
 
 
 def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows() -> None:
@@ -116,15 +117,15 @@ def test_the_cache_is_allocated_once_and_has_room_for_any_number_of_rows() -> No
         )
     assert len(sizes) == 1
     assert len(shifts) > 3
-    plain = generation(model, decoding="transformers", max_new_tokens=24, generation_batch=60)
+    plain = generation(model, engine="transformers", max_new_tokens=24, generation_batch_size=60)
     assert [found[i] for i in range(60)] == texts(plain, prompts, greedy=True)
 
 
 def test_a_row_is_reported_when_it_ends_not_when_all_have() -> None:
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(11)
     order: list[int] = []
-    generation(model, generation_batch=11).run(prompts, lambda i, *_: order.append(i), seed=0)
-    lengths = [len(text) for text in texts(generation(model, generation_batch=11), prompts)]
+    generation(model, generation_batch_size=11).run(prompts, lambda i, *_: order.append(i), seed=0)
+    lengths = [len(text) for text in texts(generation(model, generation_batch_size=11), prompts)]
     assert [lengths[i] for i in order] == sorted(lengths)
 
 
@@ -172,7 +173,7 @@ def test_first_tokens_have_the_distribution_of_generate(settings: dict[str, Any]
     shares = []
     for decoding in ("slots", "transformers"):
         written = texts(
-            generation(model, decoding=decoding, max_new_tokens=1, generation_batch=3000, **settings), prompts
+            generation(model, engine=decoding, max_new_tokens=1, generation_batch_size=3000, **settings), prompts
         )
         shares.append(torch.bincount(torch.tensor(written)[:, 0], minlength=VOCAB) / 3000)
     both = (shares[0] + shares[1]) / 2
@@ -240,7 +241,7 @@ def test_a_model_with_room_for_no_more_than_prompt_and_response_is_written_by_us
     written_by = generation(model, max_new_tokens=1)
     written = texts(written_by, prompts, greedy=True)
     assert written_by._decodes
-    assert written == texts(generation(model, max_new_tokens=1, decoding="transformers"), prompts, greedy=True)
+    assert written == texts(generation(model, max_new_tokens=1, engine="transformers"), prompts, greedy=True)
 
 
 def test_logits_that_are_no_numbers_are_an_error_that_says_so() -> None:
@@ -250,13 +251,13 @@ def test_logits_that_are_no_numbers_are_an_error_that_says_so() -> None:
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     for greedy in (True, False):
-        with pytest.raises(FloatingPointError, match=r"logits are not finite.* lower actor\.lr"):
+        with pytest.raises(FloatingPointError, match=r"logits are not finite.* lower actor\.optimizer\.lr"):
             texts(written_by, make_prompts(3), greedy=greedy)
 
 
 def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out() -> None:
     model, prompts = make_model("llama", eos_bias=2.0), make_prompts(3)
-    settings = ActorSection(max_new_tokens=6, min_new_tokens=4)
+    settings = GenerationSection(max_new_tokens=6, min_new_tokens=4)
     written_by = Generation(model, None, settings, eos_ids=[EOS, VOCAB + 3], pad_id=0, banned_ids=[0, 1])
     assert all(4 <= len(text) <= 6 for text in texts(written_by, prompts))
 

@@ -16,7 +16,7 @@ from actor.algorithms.advantages import KL_KINDS, explained_variance
 from actor.algorithms.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
 from actor.algorithms.methods import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
-from python_backend.config import ActorSection
+from tests.support.settings import actor_section
 
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
 PROMPT_LENGTHS, LENGTHS, WIDTH = [2, 1, 3, 2], [5, 4, 6, 3], 6
@@ -37,12 +37,17 @@ def scored_rollout(*, scored: list[bool] | None = None, seed: int = 0) -> Scored
     return ScoredRollout(rollout, scores, logprobs[0], logprobs[1])
 
 
+def method_of(**settings: Any) -> Method:
+    actor = actor_section(**settings)
+    return Method.of(actor.algorithm, actor.kl)
+
+
 def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
     """The batch under these settings of the actor, of the bare scores."""
-    actor = ActorSection(**settings)
+    actor = actor_section(**settings)
     return experience.make_batch(
-        scored, Method.of(actor), rewards=scored.scores.rewards, kl_coef=actor.kl_coef,
-        responses_per_prompt=actor.responses_per_prompt,
+        scored, method_of(**settings), rewards=scored.scores.rewards, kl_coef=actor.kl.coef,
+        responses_per_prompt=actor.algorithm.responses_per_prompt,
     )  # fmt: skip
 
 
@@ -90,7 +95,7 @@ def test_advantages_are_whitened_over_the_tokens_that_are_learned_from(algorithm
     scored = scored_rollout()
     rewards = scored.scores.rewards.index_fill(0, torch.tensor([1]), -50.0)
     scored = dataclasses.replace(scored, scores=dataclasses.replace(scored.scores, rewards=rewards))
-    batch = make_batch(scored, **SETTINGS, algorithm=algorithm, mask_unfinished=mask_unfinished)
+    batch = make_batch(scored, **SETTINGS, algorithm_name=algorithm, mask_unfinished=mask_unfinished)
     learned = batch.policy_weights > 0
     assert int(learned.sum()) == (7 if mask_unfinished else 10)
     assert float(batch.advantages[learned].mean()) == pytest.approx(0, abs=1e-6)
@@ -243,33 +248,38 @@ def test_a_sequence_mean_weighs_each_response_the_same():
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++", "rloo", "grpo"])
 def test_a_penalty_in_the_loss_is_not_in_the_advantages(algorithm: str):
-    settings = {"algorithm": algorithm, "responses_per_prompt": 4, "kl_in": "loss", "mask_unfinished": False}
+    settings = {
+        "algorithm_name": algorithm,
+        "responses_per_prompt": 4,
+        "kl_penalty_in": "loss",
+        "mask_unfinished": False,
+    }
     one, other = (make_batch(scored_rollout(), **settings, kl_coef=coef) for coef in (0.0, 5.0))
     assert_same(one, other)
-    charged = make_batch(scored_rollout(), **{**settings, "kl_in": "reward"}, kl_coef=5.0)
+    charged = make_batch(scored_rollout(), **{**settings, "kl_penalty_in": "reward"}, kl_coef=5.0)
     assert not torch.allclose(charged.advantages, one.advantages)
 
 
 def test_rloo_by_hand():
     """Rows 0, 1 and rows 2, 3 answer one prompt each; row 1 did not end, so row 0 has no other to compare with."""
     scored = scored_rollout()
-    batch = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.0)
+    batch = make_batch(scored, algorithm_name="rloo", responses_per_prompt=2, kl_coef=0.0)
     assert batch.advantages.tolist() == [[0] * 5, [0] * 5, [0, 0, -1.5, -1.5, -1.5], [0, 1.5, 0, 0, 0]]
-    everyone = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.0, mask_unfinished=False)
+    everyone = make_batch(scored, algorithm_name="rloo", responses_per_prompt=2, kl_coef=0.0, mask_unfinished=False)
     assert everyone.advantages[0].tolist() == [0, -1, -1, -1, 0]
     assert everyone.advantages[1].tolist() == [1, 1, 1, 0, 0]
 
 
 def test_rloo_charges_a_response_its_whole_penalty():
     scored = scored_rollout()
-    batch = make_batch(scored, algorithm="rloo", responses_per_prompt=2, kl_coef=0.1, kl_estimator="k1")
+    batch = make_batch(scored, algorithm_name="rloo", responses_per_prompt=2, kl_coef=0.1, kl_estimator="k1")
     kl = ((scored.logprobs - scored.ref_logprobs) * batch.mask).sum(-1)
     expected = (-1.0 - 0.1 * kl[2]) - (0.5 - 0.1 * kl[3])
     assert float(batch.advantages[2, 2]) == pytest.approx(float(expected), abs=1e-6)
 
 
 def test_grpo_by_hand():
-    batch = make_batch(scored_rollout(), algorithm="grpo", responses_per_prompt=4, mask_unfinished=False)
+    batch = make_batch(scored_rollout(), algorithm_name="grpo", responses_per_prompt=4, mask_unfinished=False)
     rewards = np.array([1.0, 2.0, -1.0, 0.5])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     assert batch.advantages.amax(-1)[1] == pytest.approx(expected[1], abs=1e-5)
@@ -279,26 +289,27 @@ def test_grpo_by_hand():
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
-        ({}, "abs"), ({"kl_in": "loss"}, "k3"), ({"algorithm": "grpo"}, "k3"),
-        ({"algorithm": "grpo", "kl_in": "reward"}, "abs"), ({"algorithm": "grpo", "kl_estimator": "k2"}, "k2"),
+        ({}, "abs"), ({"kl_penalty_in": "loss"}, "k3"), ({"algorithm_name": "grpo"}, "k3"),
+        ({"algorithm_name": "grpo", "kl_penalty_in": "reward"}, "abs"),
+        ({"algorithm_name": "grpo", "kl_estimator": "k2"}, "k2"),
     ],
 )  # fmt: skip
 def test_the_kl_estimate_where_nothing_is_set_depends_on_where_the_penalty_is(settings: dict[str, Any], kind: str):
-    assert Method.of(ActorSection(responses_per_prompt=4, **settings)).kl_estimator == kind
+    assert method_of(responses_per_prompt=4, **settings).kl_estimator == kind
 
 
 def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
-    Method.of(ActorSection(kl_in="loss", kl_estimator="k1"))
+    method_of(kl_penalty_in="loss", kl_estimator="k1")
     assert "k1 in the loss has a gradient of 0 in expectation" in caplog.text
     caplog.clear()
-    Method.of(ActorSection(kl_estimator="k1"))
+    method_of(kl_estimator="k1")
     assert not caplog.text
 
 
 def test_reinforce_plus_plus_is_the_whitened_return():
     scored = scored_rollout()
-    batch = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1")
-    plain = make_batch(scored, algorithm="reinforce++", kl_coef=0.1, kl_estimator="k1", whiten_advantages=False)
+    batch = make_batch(scored, algorithm_name="reinforce++", kl_coef=0.1, kl_estimator="k1")
+    plain = make_batch(scored, algorithm_name="reinforce++", kl_coef=0.1, kl_estimator="k1", whiten_advantages=False)
     learned = plain.policy_weights > 0
     inside = plain.advantages[learned]
     assert torch.allclose(inside, plain.returns[learned])
@@ -311,6 +322,6 @@ def test_without_a_critic_there_are_no_values_in_the_metrics():
     scored = dataclasses.replace(
         scored, scores=dataclasses.replace(scored.scores, versions=torch.full((4,), -1), values=torch.zeros(4, WIDTH))
     )
-    metrics = rollout_metrics(scored, make_batch(scored, algorithm="reinforce++"), kl_coef=0.1)
+    metrics = rollout_metrics(scored, make_batch(scored, algorithm_name="reinforce++"), kl_coef=0.1)
     assert not {f"train_rollouts/{n}" for n in ("values_mean", "explained_variance", "weights_version")} & set(metrics)
     assert math.isfinite(metrics["train_rollouts/advantages_std"])

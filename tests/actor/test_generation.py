@@ -18,7 +18,8 @@ from actor.data.rollout import Prompt, Rollout
 from actor.generation.engine import Generation
 from actor.loop import step_seed
 from actor.policy.policy import Policy
-from python_backend.config import ActorSection
+from python_backend.config import GenerationSection
+from tests.support.settings import actor_section
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
@@ -29,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(checkpoint: Path, **settings: Any) -> Policy:
-    return Policy(checkpoint, ActorSection(max_new_tokens=12, **settings))
+    return Policy.of(actor_section(checkpoint=checkpoint, max_new_tokens=12, **settings))
 
 
 def generate(policy: Policy, *, seed: int = 0, greedy: bool = False) -> Rollout:
@@ -113,10 +114,10 @@ def test_a_stop_string_ends_a_response(checkpoint: Path):
 
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
 def test_a_stop_string_ends_no_response_before_its_least_length(checkpoint: Path, decoding: str):
-    free = make_policy(checkpoint, decoding=decoding, min_new_tokens=5)
+    free = make_policy(checkpoint, engine=decoding, min_new_tokens=5)
     plain = responses(generate(free, seed=3))[0]
     policy = make_policy(
-        checkpoint, decoding=decoding, min_new_tokens=5, stop_strings=(free.tokenizer.decode(plain[1:3]),)
+        checkpoint, engine=decoding, min_new_tokens=5, stop_strings=(free.tokenizer.decode(plain[1:3]),)
     )
     written = responses(generate(policy, seed=3))
     assert min(map(len, written)) >= 5
@@ -141,7 +142,7 @@ class Letters:
 )  # fmt: skip
 def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, ends: bool):
     """As vLLM: of three tokens at least, `ab` may begin within them and must end after them."""
-    settings = ActorSection(min_new_tokens=3, stop_strings=("ab", "é"))
+    settings = GenerationSection(min_new_tokens=3, stop_strings=("ab", "é"))
     generation = Generation(None, Letters(), settings, eos_ids=[], pad_id=0, banned_ids=[])
     ids = list(written.encode())
     assert generation._has_stop(ids) == ends
@@ -150,10 +151,10 @@ def test_a_stop_string_that_ends_within_the_least_length_is_text(written: str, e
 
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
 def test_a_stop_string_that_began_in_the_prompt_ends_nothing(checkpoint: Path, decoding: str):
-    free = make_policy(checkpoint, decoding=decoding)
+    free = make_policy(checkpoint, engine=decoding)
     written = generate(free, greedy=True)
     stop = free.tokenizer.decode([PROMPTS[0][-1], responses(written)[0][0]])
-    policy = make_policy(checkpoint, decoding=decoding, stop_strings=(stop,))
+    policy = make_policy(checkpoint, engine=decoding, stop_strings=(stop,))
     rollout = generate(policy, greedy=True)
     check(policy, rollout)
     assert responses(rollout)[0] == responses(written)[0]
@@ -169,7 +170,7 @@ def test_who_writes_never_matters(checkpoint: Path, settings: dict[str, Any], pa
         pytest.skip("generate() of transformers 5.20, the last for Python 3.10, penalises the padding as well")
     found = []
     for decoding in ("slots", "transformers"):
-        policy = make_policy(checkpoint, decoding=decoding, **settings)
+        policy = make_policy(checkpoint, engine=decoding, **settings)
         asked = GenerationConfig(no_repeat_ngram_size=1, forced_eos_token_id=policy.eos_ids[0], eos_token_id=77)
         policy.model.generation_config = asked
         if pad_is_eos:
@@ -265,7 +266,7 @@ def test_log_probs_of_generation_that_are_wrong_are_not_taken(checkpoint: Path):
 
 
 def test_texts_of_transformers_get_their_log_probs_from_a_forward(checkpoint: Path):
-    policy = make_policy(checkpoint, decoding="transformers")
+    policy = make_policy(checkpoint, engine="transformers")
     rollout = generate(policy)
     assert rollout.logprobs is None
     assert torch.equal(policy.sampled_logprobs(rollout), policy.logprobs(rollout))

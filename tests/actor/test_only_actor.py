@@ -22,7 +22,7 @@ def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Chec
     )
     try:
         assert first.stdout.readline() == "works\n"
-        actor = f"actor: {{checkpoint: {checkpoints.policy}, prompts: {checkpoints.prompts}}}\n"
+        actor = f"actor: {{policy: {{checkpoint: {checkpoints.policy}}}, prompts: {{path: {checkpoints.prompts}}}}}\n"
         (tmp_path / "run.yaml").write_text(f"run: {{dir: {run_dir}}}\n{actor}")
         command = [sys.executable, "-m", "actor", "--config", str(tmp_path / "run.yaml")]
         second = subprocess.run(command, capture_output=True, text=True)

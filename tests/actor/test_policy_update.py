@@ -17,12 +17,11 @@ from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from actor.algorithms.advantages import KL_KINDS
-from actor.algorithms.methods import ALGORITHMS, Method
+from actor.algorithms.methods import ALGORITHMS
 from actor.data.rollout import PPOBatch
 from actor.policy.checkpoint import save_checkpoint, saved_steps
 from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
-from python_backend.config import ActorSection
+from tests.support.policy_training import trainable_policy, update_of
 
 LENGTHS, PROMPT = [9, 4, 12, 7, 5, 10], 3
 NAMES = sorted(ALGORITHMS)
@@ -34,7 +33,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_policy(checkpoint: Path, *, double: bool = True, **settings: Any) -> Policy:
-    policy = Policy(checkpoint, ActorSection(**{"lr": 1e-2, "weight_decay": 0.0, "minibatch_size": 6, **settings}))
+    policy = trainable_policy(
+        **{"checkpoint": checkpoint, "lr": 1e-2, "weight_decay": 0.0, "minibatch_size": 6, **settings}
+    )
     if double:
         policy.model.double()
     return policy
@@ -66,7 +67,7 @@ def select(batch: PPOBatch, rows: list[int]) -> PPOBatch:
 
 def updated(policy: Policy, batch: PPOBatch, *, kl_coef: float = 0.1) -> tuple[dict[str, float], Tensor]:
     """Statistics, and all weights after the update."""
-    found = PolicyUpdate(policy, Method.of(policy.settings)).run(batch, seed=0, kl_coef=kl_coef)
+    found = update_of(policy).run(batch, seed=0, kl_coef=kl_coef)
     return found, torch.cat([p.detach().flatten() for p in policy.model.parameters()])
 
 
@@ -80,8 +81,15 @@ def assert_same(results: list[tuple[dict[str, float], Tensor]]) -> None:
 def settings_of(name: str) -> Iterator[dict[str, Any]]:
     """Each algorithm as it is, and with everything that a loss can have."""
     groups = {"responses_per_prompt": 2} if name in ("rloo", "grpo") else {}
-    yield {"algorithm": name, **groups}
-    yield {"algorithm": name, **groups, "kl_in": "loss", "kl_estimator": "k3", "entropy_bonus": 0.01, "dual_clip": 3.0}
+    yield {"algorithm_name": name, **groups}
+    yield {
+        "algorithm_name": name,
+        **groups,
+        "kl_penalty_in": "loss",
+        "kl_estimator": "k3",
+        "entropy_bonus": 0.01,
+        "dual_clip": 3.0,
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,7 +97,7 @@ def test_the_plan_of_micro_batches_never_matters(checkpoint: Path, name: str):
     for settings in settings_of(name):
         results = []
         for budget in (8, 25, 1000):
-            policy = make_policy(checkpoint, token_budget=budget, ppo_epochs=2, minibatch_size=4, **settings)
+            policy = make_policy(checkpoint, token_budget=budget, update_epochs=2, minibatch_size=4, **settings)
             results.append(updated(policy, make_batch(policy)))
         assert_same(results)
 
@@ -143,7 +151,7 @@ def test_recomputed_layers_drop_nothing(tmp_path: Path):
     torch.manual_seed(0)
     OPTForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    results, limits = [], {"max_prompt_tokens": 32, "max_new_tokens": 32}
+    results, limits = [], {"prompts_max_tokens": 32, "max_new_tokens": 32}
     for recompute in (False, True):
         policy = make_policy(tmp_path, double=False, gradient_checkpointing=recompute, **limits)
         results.append(updated(policy, make_batch(policy)))
@@ -163,11 +171,11 @@ def test_bfloat16_is_close_and_weights_stay_float32(checkpoint: Path):
 
 
 def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
-    settings = {"ppo_epochs": 4, "minibatch_size": 3}
+    settings = {"update_epochs": 4, "minibatch_size": 3}
     policy = make_policy(checkpoint, **settings)
     stats, _ = updated(policy, make_batch(policy))
     assert (stats["train_optim/minibatches"], policy.optimizer_step) == (8, 8)
-    policy = make_policy(checkpoint, **settings, max_update_kl=1e-4)
+    policy = make_policy(checkpoint, **settings, update_max_kl=1e-4)
     stats, weights = updated(policy, make_batch(policy))
     assert 1 <= stats["train_optim/minibatches"] < 8
     assert policy.optimizer_step == stats["train_optim/minibatches"]
@@ -184,7 +192,7 @@ def test_a_minibatch_that_moved_too_far_ends_the_update(checkpoint: Path):
 @pytest.mark.parametrize("kind", sorted({*KL_KINDS} - {"k1"}))  # k1 has no gradient in expectation
 def test_a_penalty_in_the_loss_pulls_towards_the_reference(checkpoint: Path, kind: str):
     """Advantages of 0, and a reference that likes these tokens more: the penalty alone makes them likelier."""
-    settings = {"kl_in": "loss", "kl_estimator": kind, "algorithm": "reinforce++"}
+    settings = {"kl_penalty_in": "loss", "kl_estimator": kind, "algorithm_name": "reinforce++"}
     policy = make_policy(checkpoint, **settings)
     batch = make_batch(policy)
     batch = dataclasses.replace(
@@ -203,7 +211,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(checkpoint: Path):
     before = torch.cat([p.detach().flatten() for p in policy.model.parameters()])
     broken = batch.advantages.clone()
     broken[2, 5] = math.inf
-    with pytest.raises(FloatingPointError, match=r"not finite at optimizer step 0; lower actor.lr \(0.01\)"):
+    with pytest.raises(FloatingPointError, match=r"not finite at optimizer step 0; lower actor.optimizer.lr \(0.01\)"):
         updated(policy, dataclasses.replace(batch, advantages=broken))
     assert torch.equal(torch.cat([p.detach().flatten() for p in policy.model.parameters()]), before)
     assert all(p.grad is None for p in policy.model.parameters())

@@ -53,7 +53,7 @@ def by_first_token(rows: list[np.ndarray]) -> np.ndarray:
 
 def make_ppo(folder: Path, checkpoints: Checkpoints, server: Server, **settings: Any) -> PPORun:
     """A run without critic: eight responses, four at a time."""
-    actor = {"reference": "triton", "algorithm": "reinforce++", **settings}
+    actor = {"kl_reference": "triton", "algorithm_name": "reinforce++", **settings}
     return PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
 
 
@@ -175,7 +175,7 @@ def test_a_row_needs_both_score_and_reference() -> None:
 def test_the_loop_reads_the_same_for_both(tmp_path: Path, checkpoints: Checkpoints) -> None:
     """The actor's own copy takes no request, and the KL starts at 0."""
     server = Server(by_first_token)
-    run = make_ppo(tmp_path, checkpoints, server, reference="actor")
+    run = make_ppo(tmp_path, checkpoints, server, kl_reference="actor")
     assert not isinstance(run.reference, ServedReference)
     assert run.policy.reference is not None
     scored = collect(run)
@@ -210,7 +210,7 @@ def test_without_a_kl_penalty_the_reference_is_not_asked(
     tmp_path: Path, checkpoints: Checkpoints, reference: str
 ) -> None:
     server = Server(by_first_token)
-    run = make_ppo(tmp_path, checkpoints, server, reference=reference, kl_coef=0.0)
+    run = make_ppo(tmp_path, checkpoints, server, kl_reference=reference, kl_coef=0.0)
     assert run.policy.reference is None
     scored = collect(run)
     assert not server.rows

@@ -12,10 +12,15 @@ from torch import Tensor
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.shaping import RewardShaper, RunningMoments
 from actor.data.rollout import Rollout
-from python_backend.config import ActorSection
+from tests.support.settings import actor_section
 
 REWARDS = torch.tensor([1.0, 3.0, -2.0, 100.0])
 SCORED = torch.tensor([True, True, True, False])
+
+
+def shaper_of(**settings: Any) -> RewardShaper:
+    actor = actor_section(**settings)
+    return RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
 
 
 def rollout(*responses: int, ended: list[bool] | None = None) -> Rollout:
@@ -27,9 +32,7 @@ def rollout(*responses: int, ended: list[bool] | None = None) -> Rollout:
 
 
 def shape(rewards: Tensor = REWARDS, scored: Tensor = SCORED, **settings: Any) -> list[float]:
-    return (
-        RewardShaper(ActorSection(max_new_tokens=10, **settings)).shape(rewards, scored, rollout(1, 2, 3, 4)).tolist()
-    )
+    return shaper_of(max_new_tokens=10, **settings).shape(rewards, scored, rollout(1, 2, 3, 4)).tolist()
 
 
 def test_by_default_scores_are_as_they_came():
@@ -37,17 +40,17 @@ def test_by_default_scores_are_as_they_came():
 
 
 def test_static():
-    assert shape(reward_normalization="static", reward_mean=1.0, reward_std=2.0) == pytest.approx([0, 1, -1.5, 0])
+    assert shape(rewards_normalization="static", reward_mean=1.0, reward_std=2.0) == pytest.approx([0, 1, -1.5, 0])
 
 
 def test_batch_whitens_the_scored_rows():
     mean, std = 2 / 3, math.sqrt(((1 - 2 / 3) ** 2 + (3 - 2 / 3) ** 2 + (-2 - 2 / 3) ** 2) / 3)
     expected = [(r - mean) / std for r in (1, 3, -2)]
-    assert shape(reward_normalization="batch") == pytest.approx([*expected, 0], abs=1e-5)
+    assert shape(rewards_normalization="batch") == pytest.approx([*expected, 0], abs=1e-5)
 
 
 def test_running_statistics_are_those_of_everything_so_far():
-    shaper = RewardShaper(ActorSection(reward_normalization="running"))
+    shaper = shaper_of(rewards_normalization="running")
     generator = torch.Generator().manual_seed(0)
     history = []
     for count in (4, 1, 7):
@@ -66,7 +69,7 @@ def test_scores_that_differ_by_their_rounding_are_normalised_to_0(kind: str, sco
         rewards = torch.full((7,), score)
         for _ in range(steps):
             rewards[2] = torch.nextafter(rewards[2], torch.tensor(math.inf))
-        shaper = RewardShaper(ActorSection(reward_normalization=kind))
+        shaper = shaper_of(rewards_normalization=kind)
         assert shaper.shape(rewards, torch.ones(7).bool(), rollout(*[1] * 7)).tolist() == [0.0] * 7
 
 
@@ -89,16 +92,16 @@ def test_one_value_has_no_spread():
 
 
 def test_the_clip_comes_after_normalisation_and_before_the_penalties():
-    settings = {"reward_normalization": "static", "reward_mean": 1.0, "reward_std": 0.5, "reward_clip": 1.5}
+    settings = {"rewards_normalization": "static", "reward_mean": 1.0, "reward_std": 0.5, "reward_clip": 1.5}
     assert shape(**settings) == pytest.approx([0, 1.5, -1.5, 0])
-    shaper = RewardShaper(ActorSection(**settings, missing_eos_penalty=4.0))
+    shaper = shaper_of(**settings, missing_eos_penalty=4.0)
     ended = rollout(1, 1, 1, 1, ended=[True, False, False, False])
     assert shaper.shape(REWARDS, SCORED, ended).tolist() == pytest.approx([0, -2.5, -5.5, 0])
 
 
 def test_overlong_responses_lose_linearly():
     """DAPO (arXiv 2503.14476, equation 13): nothing up to the buffer, the whole penalty at the limit."""
-    shaper = RewardShaper(ActorSection(max_new_tokens=10, overlong_tokens=4, overlong_penalty=2.0))
+    shaper = shaper_of(max_new_tokens=10, overlong_tokens=4, overlong_penalty=2.0)
     shaped = shaper.shape(torch.zeros(5), torch.ones(5).bool(), rollout(1, 6, 7, 9, 10))
     assert shaped.tolist() == pytest.approx([0, 0, -0.5, -1.5, -2])
 
@@ -107,7 +110,7 @@ def test_rows_that_are_not_scored_never_matter():
     dirty = REWARDS.clone()
     dirty[3] = math.nan
     for kind in ("none", "static", "running", "batch"):
-        assert shape(dirty, reward_normalization=kind) == shape(reward_normalization=kind)
+        assert shape(dirty, rewards_normalization=kind) == shape(rewards_normalization=kind)
 
 
 def test_a_fixed_coefficient_stays():

@@ -146,8 +146,9 @@ class Server:
 def make_ppo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
     """Groups and adapters: everything that a checkpoint holds, but for a critic."""
     actor = {
-        "algorithm": "grpo", "responses_per_prompt": 2, "lora_rank": 2, "lora_dropout": 0.1, "warmup_steps": 5,
-        "min_lr": 1e-4, "steps": STEPS, "checkpoint_every": 100, "validation_size": 2, "validate_every": 2, **settings,
+        "algorithm_name": "grpo", "responses_per_prompt": 2, "lora_rank": 2, "lora_dropout": 0.1, "warmup_steps": 5,
+        "min_lr": 1e-4, "steps": STEPS, "checkpoint_every": 100, "validation_size": 2,
+        "validation_every": 2, **settings,
     }  # fmt: skip
     server = Server()
     run = PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
@@ -265,7 +266,7 @@ def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoin
 
 def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_path: Path, checkpoints: Checkpoints):
     """The rollout may take longer than the grace, which would end the run without its checkpoint."""
-    run = make_ppo(tmp_path, checkpoints, one_step_off_policy=True, validate_every=1)
+    run = make_ppo(tmp_path, checkpoints, one_step_off_policy=True, validation_every=1)
     generate, validate, leave = run.policy.generate, run.validate, run.leave
     calls: list[None] = []
     validating, leaving, left_in_time = threading.Event(), threading.Event(), []

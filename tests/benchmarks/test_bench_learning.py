@@ -49,7 +49,7 @@ def test_every_configuration_is_valid(tmp_path: Path, algorithm: str):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(learning.configuration(arguments, tmp_path, algorithm, 3)))
     config = load_config(path)
-    assert (config.actor.algorithm, config.run.seed, config.actor.kl_coef) == (algorithm, 3, 0.0)
+    assert (config.actor.algorithm.name, config.run.seed, config.actor.kl.coef) == (algorithm, 3, 0.0)
 
 
 def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]):

@@ -19,10 +19,10 @@ from benchmarks.reload_journal import accept_once, bare_write_ms, padded_arrays
 from benchmarks.reload_stage import RUN_ID, Cores, on_core, under_load
 from benchmarks.reload_training import make_payload
 from benchmarks.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload
-from python_backend.config import TrainerSection
 from python_backend.store.journal import Journal
 from python_backend.wire.contract import SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
+from tests.support.settings import trainer_section
 
 ROOT = Path(__file__).resolve().parents[2]
 SOME = Limits(VOCAB_SIZE, LONGEST)
@@ -62,7 +62,7 @@ def test_the_locked_server_computes_what_ours_does_and_trains(tmp_path: Path):
     from python_backend.models.modeling import load_critic
 
     make_checkpoint(SIZES["tiny"], tmp_path)
-    critic = LockedCritic(tmp_path, TrainerSection(lr=1e-2, warmup_steps=0))
+    critic = LockedCritic(tmp_path, trainer_section(lr=1e-2, warmup_steps=0))
     rows = make_trace(2)
     width = max(row.size for row in rows)
     values, version = critic.values(rows, width)

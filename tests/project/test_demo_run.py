@@ -20,7 +20,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     overrides = {
         "demo.quick": "true", "demo.cache_dir": folder / "prepared", "run.dir": folder / "run",
-        "actor.steps": STEPS, "actor.rollout_size": 32, "actor.validation_size": HELD_OUT,
+        "actor.steps": STEPS, "actor.rollout_size": 32, "actor.validation.size": HELD_OUT,
         "actor.checkpoint_every": 2,
     }  # fmt: skip
     command = [sys.executable, "-m", "tools", "run", "--fresh", "--config", "configs/demo.yaml"]

@@ -35,8 +35,11 @@ def test_the_repositorys_own_files_are_valid(path: Path):
     ("text", "message"),
     [
         ("actor: {step: 3}", "unknown key actor.step; did you mean actor.steps?"),
-        ("actor: {learing_rate: 1e-6}", "unknown key actor.learing_rate; did you mean actor.lr?"),
-        ("actor: {num_generations: 8}", "unknown key actor.num_generations; did you mean actor.responses_per_prompt?"),
+        ("actor: {learing_rate: 1e-6}", "unknown key actor.learing_rate; did you mean actor.optimizer.lr?"),
+        (
+            "actor: {num_generations: 8}",
+            "unknown key actor.num_generations; did you mean actor.algorithm.responses_per_prompt?",
+        ),
         ("actr: {steps: 3}", "unknown key actr; did you mean actor?"),
         ("trainer: {publish: {evry: 3}}", "unknown key trainer.publish.evry; did you mean trainer.publish.every?"),
         ("actor: {client: {retry: 3}}", "unknown key actor.client.retry; did you mean actor.client.retries?"),
@@ -46,44 +49,54 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("1: 2", "1: Keys should be strings"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {steps: many}", "actor.steps: Input should be a valid integer"),
-        ("actor: {lr: .nan}", "actor.lr: Input should be a finite number (got nan)"),
-        ("actor: {clip_ratio: 1}", "actor.clip_ratio: Input should be less than 1 (got 1)"),
-        ("actor: {betas: [0.9, 1.0]}", "actor.betas.1: Input should be less than 1 (got 1.0)"),
-        ("actor: {betas: [0.9]}", "actor.betas.1: Field required"),
+        ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
+        ("actor: {algorithm: {clip_ratio: 1}}", "actor.algorithm.clip_ratio: Input should be less than 1 (got 1)"),
+        ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
+        ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1: Field required"),
         (
-            "actor: {kl_estimator: k9}",
-            "actor.kl_estimator: Input should be 'auto', 'k1', 'abs', 'k2' or 'k3' (got 'k9')",
+            "actor: {kl: {estimator: k9}}",
+            "actor.kl.estimator: Input should be 'auto', 'k1', 'abs', 'k2' or 'k3' (got 'k9')",
         ),
-        ("actor: 3", "actor: Input should be a valid dictionary or instance of ActorSection (got 3)"),
+        ("actor: {learning_rate: 1}", "unknown key actor.learning_rate; did you mean actor.optimizer.lr?"),
+        ("actor: {lr: 1}", "unknown key actor.lr; did you mean actor.optimizer.lr?"),
+        ("trainer: {lr: 1}", "unknown key trainer.lr; did you mean trainer.optimizer.lr?"),
+        ("actor: {kl_coef: 1}", "unknown key actor.kl_coef; did you mean actor.kl.coef?"),
+        ("actor: 3", "actor is a section, not a value (got 3); its keys are steps, max_minutes,"),
+        (
+            "actor: {prompts: a.jsonl}",
+            "actor.prompts is a section, not a value (got 'a.jsonl'); its keys are path, max_tokens, too_long",
+        ),
         ("critic: {device: gpu}", "critic.device: String should match"),
         ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),
         ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),
         ("run: {seed: 4294967296}", "run.seed: Input should be less than 4294967296"),
         ("run: {run_id: a b}", "run.run_id: use 1 to 64 letters, digits, '.', '_' or '-'"),
         ("server: {http_port: 70000}", "server.http_port: Input should be less than or equal to 65535 (got 70000)"),
-        ("actor: {minibatch_size: 64, rollout_size: 32}", "actor.minibatch_size (64) is larger than actor.rollout"),
         (
-            "actor: {rollout_size: 9, minibatch_size: 3, responses_per_prompt: 2}",
-            "actor.rollout_size (9) is no multiple of actor.responses_per_prompt (2); take 8 or 10",
+            "actor: {rollout_size: 9, algorithm: {responses_per_prompt: 2}}",
+            "actor.rollout_size (9) is not a multiple of actor.algorithm.responses_per_prompt (2); set it to 8 or 10",
         ),
-        ("actor: {algorithm: grpo}", "actor.algorithm: grpo compares the responses to a prompt"),
+        ("actor: {algorithm: {name: grpo}}", "actor.algorithm.name: grpo compares the responses to a prompt"),
         (
-            "actor: {algorithm: rloo, responses_per_prompt: 2, ppo_epochs: 2}",
-            "actor.ppo_epochs (2): rloo's loss is that",
+            "actor: {algorithm: {name: rloo, responses_per_prompt: 2}, update: {epochs: 2}}",
+            "actor.update.epochs (2): rloo's loss is on-policy",
         ),
         (
-            "actor: {algorithm: rloo, responses_per_prompt: 2, one_step_off_policy: true}",
-            "actor.one_step_off_policy: rloo's loss is that of samples from the policy itself",
+            "actor: {algorithm: {name: rloo, responses_per_prompt: 2}, one_step_off_policy: true}",
+            "actor.one_step_off_policy: rloo's loss is on-policy",
         ),
         *[
             (
-                f"actor: {{algorithm: {name}, responses_per_prompt: 2, missing_eos_penalty: 1}}",
-                f"actor.missing_eos_penalty (1) changes nothing under {name} with actor.mask_unfinished: true",
+                f"actor: {{algorithm: {{name: {name}, responses_per_prompt: 2}}, rewards: {{missing_eos_penalty: 1}}}}",
+                f"actor.rewards.missing_eos_penalty (1) has no effect under {name} with actor.algorithm.mask_",
             )
             for name in ("rloo", "grpo", "reinforce++")
         ],
-        ("actor: {kl_coef: 0, kl_target: 6}", "actor.kl_target (6) multiplies actor.kl_coef, which stays 0 then"),
-        ("trainer: {max_steps: 100}", "warmup_steps (10) + trainer.constant_steps (1000) is larger than trainer.max"),
+        ("actor: {kl: {coef: 0, target: 6}}", "actor.kl.target (6) scales actor.kl.coef, which is 0 and stays 0"),
+        (
+            "trainer: {optimizer: {max_steps: 100}}",
+            "trainer.optimizer.warmup_steps (10) + trainer.optimizer.constant_steps (1000) is more than trainer.",
+        ),
         ("- 1", "my.yaml must hold sections"),
         ("a: [", "my.yaml is not valid YAML"),
         (b"\xff\xfe", "my.yaml is not valid YAML"),
@@ -96,9 +109,9 @@ def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, text: str | byte
 
 def test_all_problems_are_said_at_once(tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, "actor: {step: 3, lr: -1}\nserver: {http_port: x}")
-    assert [line.split("my.yaml: ")[1][:15] for line in str(caught.value).splitlines()] == [
-        "server.http_por", "actor.lr: Input", "unknown key act",
+        load(tmp_path, "actor: {step: 3, optimizer: {lr: -1}}\nserver: {http_port: x}")
+    assert [line.split("my.yaml: ")[1][:16] for line in str(caught.value).splitlines()] == [
+        "server.http_port", "actor.optimizer.", "unknown key acto",
     ]  # fmt: skip
 
 
@@ -110,18 +123,19 @@ def test_a_missing_file_is_named(tmp_path: Path):
 
 def test_overrides_win_over_the_file(tmp_path: Path):
     config = load(
-        tmp_path, "actor: {steps: 3, lr: 0.1}", "actor.steps=5", "actor.client.retries=0", "run.dir=runs/a=b",
-        "trainer.betas=[0.5, 0.6]", "actor.validation_prompts=null", "reward.standardization={mean: 1, std: 2}",
+        tmp_path, "actor: {steps: 3, optimizer: {lr: 0.1}}", "actor.steps=5", "actor.client.retries=0",
+        "run.dir=runs/a=b", "trainer.optimizer.betas=[0.5, 0.6]", "actor.validation.prompts=null",
+        "reward.standardization={mean: 1, std: 2}",
     )  # fmt: skip
-    assert (config.actor.steps, config.actor.lr, config.actor.client.retries) == (5, 0.1, 0)
+    assert (config.actor.steps, config.actor.optimizer.lr, config.actor.client.retries) == (5, 0.1, 0)
     assert config.run.dir == Path("runs/a=b")
-    assert config.trainer.betas == (0.5, 0.6)
+    assert config.trainer.optimizer.betas == (0.5, 0.6)
     assert config.reward.standardization.std == 2
     assert load(tmp_path, "actor:", "actor.steps=2").actor.steps == 2  # a section with nothing in it
 
 
 def test_scientific_notation_is_a_number(tmp_path: Path):
-    assert load(tmp_path, "actor: {lr: 1e-3}").actor.lr == 1e-3  # YAML 1.1 reads it as text
+    assert load(tmp_path, "actor: {optimizer: {lr: 1e-3}}").actor.optimizer.lr == 1e-3  # YAML 1.1 reads it as text
 
 
 @pytest.mark.parametrize(
@@ -134,7 +148,10 @@ def test_scientific_notation_is_a_number(tmp_path: Path):
         ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
         ("actor..steps=3", "override 'actor..steps=3': unknown key actor."),
         ("actor.steps=x", "override 'actor.steps=x': actor.steps: Input should be a valid integer"),
-        ("actor.minibatch_size=500", "override 'actor.minibatch_size=500': actor.minibatch_size (500) is larger than"),
+        (
+            "actor.optimizer.min_lr=500",
+            "override 'actor.optimizer.min_lr=500': actor.optimizer.min_lr (500) is above actor.optimizer.lr (9e-07)",
+        ),
         ("run.dir.x=1", "override 'run.dir.x=1': 'dir' is a value, not a section"),
     ],
 )
@@ -179,10 +196,10 @@ def test_the_defaults_are_valid_themselves(tmp_path: Path):
     assert load(tmp_path, yaml.safe_dump(dumped)) == RunConfig()
 
 
-def test_a_small_rollout_is_one_minibatch_by_default(tmp_path: Path):
-    sizes = [load(tmp_path, "", f"actor.rollout_size={size}").actor.minibatch_size for size in (8, 32, 256)]
-    assert sizes == [8, 32, 32]
-    assert load(tmp_path, "actor: {minibatch_size: 2}", "actor.rollout_size=8").actor.minibatch_size == 2
+def test_a_small_rollout_is_one_minibatch(tmp_path: Path):
+    actors = [load(tmp_path, "", f"actor.rollout_size={size}").actor for size in (8, 32, 33)]
+    assert [actor.is_one_update for actor in actors] == [True, True, False]
+    assert [actor.optimizer_steps // actor.steps for actor in actors] == [1, 1, 2]
 
 
 def test_what_is_wrong_in_the_file_is_not_blamed_on_an_override(tmp_path: Path):
@@ -212,7 +229,7 @@ def test_an_override_of_one_section_leaves_its_alias_alone(tmp_path: Path):
 def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
     """Whoever loads it sees plain values, and nothing is left to be measured."""
     config = load(tmp_path, "run: {deterministic: true}", "critic.token_budget=333", "actor.max_staleness=0")
-    assert (config.actor.max_staleness, config.actor.max_failed_fraction) == (0, 0)
+    assert (config.actor.max_staleness, config.actor.rewards.max_failed_fraction) == (0, 0)
     for section in (config.reward, config.critic):
         assert section.micro_batch_rows == 1
         assert settle(config, lambda line: pytest.fail(line)) == []
@@ -227,7 +244,7 @@ def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
         ("trainer.publish.every=2", "trainer.publish.every: 2, but run.deterministic: true needs 1"),
         ("critic.micro_batch_rows=64", "critic.micro_batch_rows: 64, but run.deterministic: true needs 1"),
         ("reward.compile=true", "reward.compile: True, but run.deterministic: true needs False"),
-        ("actor.device=cuda", "actor.device: 'cuda', but run.deterministic: true needs 'cpu'"),
+        ("actor.policy.device=cuda", "actor.policy.device: 'cuda', but run.deterministic: true needs 'cpu'"),
     ],
 )
 def test_a_deterministic_run_refuses_what_would_change_bits(tmp_path: Path, override: str, message: str):

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from tiny_checkpoints import CONFIGS, POSITIONS, VOCAB, change_config, save_tiny, save_with_value_head
 from transformers import AutoModelForTokenClassification
 
-from python_backend.config import TrainerSection
 from python_backend.models.batching import padded_width
 from python_backend.models.collation import collate
 from python_backend.models.modeling import CriticModel, load_critic, load_reward, quiet_transformers, save_critic
 from python_backend.models.token_head import TokenHead
 from python_backend.wire.training_payload import TrainPayload
+from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate
 
 TOLERANCE = 1e-5
@@ -234,7 +234,7 @@ def test_a_file_stays_as_it_is_while_a_critic_that_came_from_it_trains(tmp_path:
     before = {file: hashlib.sha256(file.read_bytes()).digest() for file in tmp_path.glob("*.safetensors")}
     serving, trained = load_critic(tmp_path), load_critic(tmp_path)
     mapped = {parameter.data_ptr() for parameter in trained.model.parameters()}
-    update = CriticUpdate(trained, TrainerSection(lr=0.1))
+    update = CriticUpdate(trained, trainer_section(lr=0.1))
     assert not mapped & {parameter.data_ptr() for parameter in trained.model.parameters()}
     served = serving.values(MIXED)
     ones = np.ones(11, np.float32)

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.checkpoints.tokenization import end_of_sequence, load_tokenizer, special_tokens
-from python_backend.config import ActorSection
 from python_backend.models import output_head
 from python_backend.models.language_model import load_language_model
+from tests.support.settings import actor_section
 from tools.calibrate.worker import Measurement
 
 LENGTHS = (5, 1, 32, 2, 17, 3, 31)
@@ -174,7 +174,7 @@ def test_the_end_of_sequence_is_what_the_loaded_policy_says(tmp_path: Path, fami
 
 
 def test_what_is_rendered_as_banned_is_what_the_policy_bans(checkpoints: Any):
-    policy = Policy(checkpoints.policy, ActorSection(reference="triton"))
+    policy = Policy.of(actor_section(checkpoint=checkpoints.policy, kl_reference="triton"))
     assert policy.reference is None
     assert policy.banned_ids == [0, 2]
     folder = checkpoints.policy

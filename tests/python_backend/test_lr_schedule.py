@@ -6,6 +6,7 @@ import pytest
 
 from python_backend.config import ActorSection, RunConfig
 from python_backend.models.lr_schedule import scheduled_lr
+from tests.support.settings import actor_section
 
 
 def test_warm_up_cosine_and_constant_end():
@@ -16,20 +17,23 @@ def test_warm_up_cosine_and_constant_end():
     assert scheduled_lr(1_000_000, **schedule) == pytest.approx(0.1)
 
 
+def rate_of(actor: ActorSection, step: int) -> float:
+    return actor.optimizer.learning_rate(step, total_steps=actor.optimizer_steps)
+
+
 def test_without_settings_the_policy_keeps_its_learning_rate():
-    actor = ActorSection(lr=9e-7, steps=3)
-    assert {actor.learning_rate(step) for step in range(100)} == {9e-7}  # to the last bit
+    actor = actor_section(lr=9e-7, steps=3)
+    assert {rate_of(actor, step) for step in range(100)} == {9e-7}  # to the last bit
 
 
 def test_the_policy_s_cosine_ends_with_the_run():
     """Two passes over 3 minibatches (the last one smaller) in each of 10 steps; the first 2 train the critic alone."""
-    sizes = {"steps": 10, "critic_warmup_steps": 2, "rollout_size": 20, "minibatch_size": 8, "ppo_epochs": 2}
-    actor = ActorSection(**sizes, lr=1.0, min_lr=0.0, warmup_steps=4, constant_steps=4)
-    assert [actor.learning_rate(step) for step in (0, 3, 4, 24, 44, 48, 99)] == pytest.approx(
-        [0.25, 1, 1, 0.5, 0, 0, 0]
-    )
-    longer = actor.model_copy(update={"max_steps": 88})
-    assert longer.learning_rate(44) == pytest.approx(0.5)
+    schedule = {"lr": 1.0, "min_lr": 0.0, "warmup_steps": 4, "constant_steps": 4}
+    sizes = {"steps": 10, "critic_warmup_steps": 2, "rollout_size": 20, "minibatch_size": 8, "update_epochs": 2}
+    actor = actor_section(**sizes, **schedule)
+    assert [rate_of(actor, step) for step in (0, 3, 4, 24, 44, 48, 99)] == pytest.approx([0.25, 1, 1, 0.5, 0, 0, 0])
+    longer = actor_section(**sizes, **schedule, max_steps=88)
+    assert rate_of(longer, 44) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +41,14 @@ def test_the_policy_s_cosine_ends_with_the_run():
     [
         (
             {"lr": 1e-6, "min_lr": 1e-5},
-            r"actor.min_lr \(1e-05\) is above actor.lr \(1e-06\); lower it, or leave it out",
+            r"actor.optimizer.min_lr \(1e-05\) is above actor.optimizer.lr \(1e-06\); lower it, or remove it",
         ),
         (
             {"warmup_steps": 6, "constant_steps": 5, "max_steps": 10},
-            r"actor.warmup_steps \(6\) \+ actor.constant_steps \(5\) is larger than actor.max_steps \(10\)",
+            r"actor.optimizer.warmup_steps \(6\) \+ actor.optimizer.constant_steps \(5\) is more than actor",
         ),
     ],
 )
 def test_settings_that_contradict_each_other(actor: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
-        RunConfig.model_validate({"actor": actor})
+        RunConfig.model_validate({"actor": {"optimizer": actor}})

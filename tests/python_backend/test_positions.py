@@ -21,12 +21,12 @@ from actor.data.rollout import Prompt
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
-from python_backend.config import ActorSection, TrainerSection
 from python_backend.models.batching import padded_width
 from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
 from python_backend.wire.contract import ContractError, Limits, scoring_rows
 from python_backend.wire.training_payload import train_payload
+from tests.support.settings import actor_section, trainer_section
 from tools.render import reference as render_reference
 from trainer.critic_update import CriticUpdate
 
@@ -129,7 +129,7 @@ def test_micro_batches_change_no_update_of_the_critic(tmp_path: Path, model: str
     )  # fmt: skip
     losses = []
     for token_budget in (1, 40, 10_000):
-        update = CriticUpdate(load_critic(folder), TrainerSection(token_budget=token_budget, clip_value=0, lr=1e-2))
+        update = CriticUpdate(load_critic(folder), trainer_section(token_budget=token_budget, clip_value=0, lr=1e-2))
         losses.append([update.train(payload, lambda _: None).loss_mean for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
     assert losses[2] == pytest.approx(losses[0], abs=TOLERANCE)
@@ -235,12 +235,14 @@ def policy(folder: Path, model: str, **settings: Any) -> Policy:
     family, sizes = MODELS[model]
     save_tiny(folder, family, "language", vocab_size=len(tokenizer), **sizes)
     tokenizer.save_pretrained(folder)
-    return Policy(folder, ActorSection(**{"max_prompt_tokens": 6, "max_new_tokens": LIMIT - 6, **settings}))
+    return Policy.of(
+        actor_section(**{"checkpoint": folder, "prompts_max_tokens": 6, "max_new_tokens": LIMIT - 6, **settings})
+    )
 
 
 @models
 def test_a_policy_that_rows_may_outgrow_is_refused(tmp_path: Path, model: str):
-    message = r"actor.max_prompt_tokens \(6\) and actor.max_new_tokens \(11\) are above 16 together"
+    message = r"actor.prompts.max_tokens \(6\) \+ actor.generation.max_new_tokens \(11\) is above 16"
     with pytest.raises(CheckpointError, match=message):
         policy(tmp_path, model, max_new_tokens=LIMIT - 5)
 
@@ -248,7 +250,7 @@ def test_a_policy_that_rows_may_outgrow_is_refused(tmp_path: Path, model: str):
 @models
 @pytest.mark.parametrize("decoding", ["slots", "transformers"])
 def test_a_policy_writes_rows_up_to_there(tmp_path: Path, model: str, decoding: str):
-    writer = policy(tmp_path, model, decoding=decoding, min_new_tokens=LIMIT - 6)
+    writer = policy(tmp_path, model, engine=decoding, min_new_tokens=LIMIT - 6)
     prompts = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
     rollout = writer.generate(prompts, seed=0, greedy=True)
     assert rollout.lengths.tolist() == [LIMIT, LIMIT - 5, LIMIT - 3]
@@ -277,7 +279,7 @@ def policy_of(folder: Path, family: str, **sizes: Any) -> Policy:
     tokenizer = make_tokenizer()
     save_tiny(folder, family, "language", vocab_size=len(tokenizer), **sizes)
     tokenizer.save_pretrained(folder)
-    return Policy(folder, ActorSection(max_prompt_tokens=6, max_new_tokens=POSITIONS - 5))
+    return Policy.of(actor_section(checkpoint=folder, prompts_max_tokens=6, max_new_tokens=POSITIONS - 5))
 
 
 @pytest.mark.parametrize("model", LEARNED)
@@ -287,10 +289,10 @@ def test_a_policy_whose_positions_end_is_refused_at_the_start(tmp_path: Path, mo
     with pytest.raises(CheckpointError) as caught:
         policy_of(tmp_path, family, **sizes)
     message = str(caught.value)
-    assert "actor.max_prompt_tokens (6) and actor.max_new_tokens (27) are above 32 together" in message
-    assert message.endswith("the last position that it has an embedding for; set smaller ones")
+    assert "actor.prompts.max_tokens (6) + actor.generation.max_new_tokens (27) is above 32" in message
+    assert message.endswith("the last position that it has an embedding for; lower them")
     save_tiny(tmp_path, family, "language", vocab_size=len(make_tokenizer()), **sizes)
-    Policy(tmp_path, ActorSection(max_prompt_tokens=6, max_new_tokens=POSITIONS - 6))
+    Policy.of(actor_section(checkpoint=tmp_path, prompts_max_tokens=6, max_new_tokens=POSITIONS - 6))
 
 
 @pytest.mark.parametrize("family", COMPUTED)
@@ -311,7 +313,7 @@ def test_a_padding_token_beyond_the_embeddings_is_not_used(tmp_path: Path, famil
     save_tiny(tmp_path, family, "language", vocab_size=len(tokenizer), pad_token_id=None, eos_token_id=1)
     tokenizer.add_special_tokens({"pad_token": "[PAD]", "bos_token": "[BOS]"})
     tokenizer.save_pretrained(tmp_path)
-    policy = Policy(tmp_path, ActorSection(max_prompt_tokens=6, max_new_tokens=8, decoding=decoding))
+    policy = Policy.of(actor_section(checkpoint=tmp_path, prompts_max_tokens=6, max_new_tokens=8, engine=decoding))
     assert (tokenizer.pad_token_id, policy.pad_id, policy.banned_ids) == (policy.vocab_size, 1, [])
     prompts = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((6, 1, 3))]
     rollout = policy.generate(prompts, seed=0)

@@ -14,11 +14,12 @@ from tiny_checkpoints import save_tiny
 
 from actor.data.rollout import Prompt, Rollout
 from actor.policy.policy import Policy
-from python_backend.config import ActorSection, ConfigError, load_config
+from python_backend.config import ConfigError, load_config
 from python_backend.models.language_model import load_language_model
 from python_backend.models.logprobs import target_logprobs
 from python_backend.models.modeling import quiet_transformers
 from python_backend.models.precision import in_float32
+from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.arange(5, 5 + length)) for i, length in enumerate((3, 6, 2, 9))]
 LORA_COPY = {"lora_rank": 2, "one_step_off_policy": True}
@@ -35,9 +36,9 @@ def save_policy(folder: Path, family: str = "llama") -> Path:
 
 
 def make_policy(folder: Path, **settings: Any) -> Policy:
-    limits = {"checkpoint": folder, "max_new_tokens": 8, "max_prompt_tokens": 12, "precision": "bfloat16"}
+    limits = {"checkpoint": folder, "max_new_tokens": 8, "prompts_max_tokens": 12, "precision": "bfloat16"}
     torch.manual_seed(0)
-    return Policy(folder, ActorSection(**{**limits, **settings}))
+    return Policy.of(actor_section(**{**limits, **settings}))
 
 
 def by_hand(model: Any, rollout: Rollout, banned: list[int]) -> torch.Tensor:
@@ -152,9 +153,9 @@ def test_a_served_reference_computes_as_the_actor_does(
 
 def test_the_reference_takes_the_actors_precision(tmp_path: Path):
     path = tmp_path / "my.yaml"
-    path.write_text("actor: {precision: bfloat16, reference: triton}")
+    path.write_text("actor: {policy: {precision: bfloat16}, kl: {reference: triton}}")
     assert load_config(path).reference.dtype == "bfloat16"
-    assert load_config(path, ["actor.precision=float32"]).reference.dtype == "float32"
-    with pytest.raises(ConfigError, match=r"reference\.dtype \(float32\) differs from actor\.precision \(bfloat16\)"):
+    assert load_config(path, ["actor.policy.precision=float32"]).reference.dtype == "float32"
+    with pytest.raises(ConfigError, match=r"dtype \(float32\) differs from actor\.policy\.precision \(bfloat16\)"):
         load_config(path, ["reference.dtype=float32"])
-    load_config(path, ["reference.dtype=float32", "actor.reference=actor"])
+    load_config(path, ["reference.dtype=float32", "actor.kl.reference=actor"])

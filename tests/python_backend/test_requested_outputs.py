@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> L
         "model": {"weight": 1.0},
         "length": {"function": f"{reward_functions.__file__}:num_tokens"},
     }
-    run = make_run(tmp_path_factory.mktemp("run"), checkpoints, actor={"reference": "triton"}, rewards=rewards)
+    run = make_run(tmp_path_factory.mktemp("run"), checkpoints, actor={"kl_reference": "triton"}, rewards=rewards)
     initialise_store(run.store, run.config.critic, run_id=run.run_id)
     return run
 

@@ -15,14 +15,14 @@ from tools.server.child import Child
 from trainer.control_plane import ControlPlane
 
 SETTINGS = {
-    "actor.responses_per_prompt": 2, "actor.kl_target": 0.001, "actor.kl_horizon": 100, "actor.kl_coef": 0.1,
-    "actor.reward_normalization": "running", "actor.reward_clip": 2, "actor.missing_eos_penalty": 0.5,
+    "actor.algorithm.responses_per_prompt": 2, "actor.kl.target": 0.001, "actor.kl.horizon": 100, "actor.kl.coef": 0.1,
+    "actor.rewards.normalization": "running", "actor.rewards.clip": 2, "actor.rewards.missing_eos_penalty": 0.5,
 }  # fmt: skip
 
 
 def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:
     """An actor of a run of its own on the live server, to its end."""
-    values = {"run.dir": folder, **SETTINGS, "actor.algorithm": name, **overrides}
+    values = {"run.dir": folder, **SETTINGS, "actor.algorithm.name": name, **overrides}
     actor: Child = live.run.start(f"actor-{name}", *(f"{key}={value}" for key, value in values.items()), module="actor")
     assert actor.process.wait(120) == 0, actor.log_path.read_text()
 
@@ -54,7 +54,7 @@ def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None
 def test_one_step_off_policy(live: System, tmp_path: Path) -> None:
     """The next rollout is written beside the update, by the policy before it and by no older one; it resumes."""
     folder = tmp_path / "run"
-    settings = {"actor.one_step_off_policy": True, "actor.validate_every": 2}
+    settings = {"actor.one_step_off_policy": True, "actor.validation.every": 2}
     run_actor(live, folder, "grpo", **settings, **{"actor.steps": 3})
     run_actor(live, folder, "grpo", **settings, **{"actor.steps": 6})
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -97,7 +97,7 @@ def test_what_changes_from_step_to_step_is_resumed(live: System, tmp_path: Path)
 def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path: Path) -> None:
     """The run ends after its first step, with a checkpoint; started again without the limit it goes on from there."""
     folder = tmp_path / "run"
-    settings = {"actor.validate_every": 1, "actor.checkpoint_every": 100, "actor.validation_greedy": True}
+    settings = {"actor.validation.every": 1, "actor.checkpoint_every": 100, "actor.validation.greedy": True}
     run_actor(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
     log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
     assert "are over at step 1 of 3; the next start goes on from here" in log

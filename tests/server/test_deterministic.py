@@ -56,10 +56,10 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
         folder, checkpoints, run={"deterministic": True},
         trainer={"global_batch_size": 3, "token_budget": 64},
         actor={
-            "steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "rollout_size": 12, "generation_batch": 6,
-            "max_new_tokens": 24, "token_budget": 128, "ppo_epochs": 2, "client": client,
-            "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "reward_normalization": "running", "reward_clip": 2,
-            "missing_eos_penalty": 0.5, "entropy_bonus": 0.01, "clip_ratio_high": 0.28, "max_update_kl": 0.5,
+            "steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "rollout_size": 12, "generation_batch_size": 6,
+            "max_new_tokens": 24, "token_budget": 128, "update_epochs": 2, "client": client,
+            "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "rewards_normalization": "running", "reward_clip": 2,
+            "missing_eos_penalty": 0.5, "entropy_bonus": 0.01, "clip_ratio_high": 0.28, "update_max_kl": 0.5,
         },
     )  # fmt: skip
 
@@ -152,8 +152,8 @@ def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path
 
     def start(folder: str) -> Child:
         settings = {
-            "run.dir": tmp_path / folder, "actor.algorithm": "grpo", "actor.responses_per_prompt": 2,
-            "actor.lora_rank": 2, "actor.max_staleness": 0,
+            "run.dir": tmp_path / folder, "actor.algorithm.name": "grpo", "actor.algorithm.responses_per_prompt": 2,
+            "actor.policy.lora_rank": 2, "actor.max_staleness": 0,
         }  # fmt: skip
         return system.run.start(f"actor-{folder}", *(f"{k}={v}" for k, v in settings.items()), module="actor")
 

@@ -39,7 +39,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path, checkpoints: C
         policy=save(tmp_path / "policy", family, seed=1),
         critic=save(tmp_path / "critic", CRITICS.get(family, family), seed=2),
     )
-    run = make_run(tmp_path / "run", ours, actor={"steps": 5, "checkpoint_every": 2, "max_prompt_tokens": 64})
+    run = make_run(tmp_path / "run", ours, actor={"steps": 5, "checkpoint_every": 2, "prompts_max_tokens": 64})
     system = start_system(run)
     actor = run.start("actor")
     try:

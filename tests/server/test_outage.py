@@ -44,7 +44,7 @@ class Run:
         urls = json.dumps([server.url for server in servers])
         settings = [*settings, *(f"actor.client.{key}={value}" for key, value in {"servers": urls, **client}.items())]
         self.actor: Child = pair.run.start(
-            "actor", f"actor.steps={self.last}", "actor.validate_every=0", *settings, module="actor"
+            "actor", f"actor.steps={self.last}", "actor.validation.every=0", *settings, module="actor"
         )
 
     def __enter__(self) -> Run:

@@ -42,6 +42,7 @@ from python_backend.store.control_key import GRPC_HEADER, control_key
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import REFERENCE, REWARD_MODEL
+from tests.support.settings import changed
 from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5
@@ -52,7 +53,7 @@ LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
 def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
     """The run of `finished` but for one setting: three PPO steps, and the reference is the server's."""
     folder = tmp_path_factory.mktemp("reference")
-    system = start_system(make_run(folder, checkpoints, actor={"reference": "triton"}))
+    system = start_system(make_run(folder, checkpoints, actor={"kl_reference": "triton"}))
     try:
         yield FinishedRun(system.run, system.server, system.sidecar, *run_actor(system.run, "actor"))
     finally:
@@ -61,8 +62,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -
 
 def policy_of(run: LiveRun, **settings: Any) -> Policy:
     """The policy at its start; with a copy of it unless `settings` say otherwise."""
-    actor = run.config.actor.model_copy(update={"reference": "actor", **settings})
-    return Policy(actor.checkpoint, actor)
+    return Policy.of(changed(run.config.actor, kl_reference="actor", **settings))
 
 
 def rollout_of(rows: list[np.ndarray], prompt_length: int = 1) -> Rollout:
@@ -91,7 +91,7 @@ def assert_logprobs(policy: Policy, rows: list[np.ndarray], found: list[np.ndarr
 def with_reference(run: LiveRun, ask: Callable[[ServedReference], Any], *overrides: str, **settings: Any) -> Any:
     """What `ask` makes of an actor's reference under these overrides of the YAML."""
     config = load_config(run.path, overrides)
-    policy = Policy(config.actor.checkpoint, config.actor.model_copy(update=settings))
+    policy = Policy.of(changed(config.actor, **settings))
 
     async def use() -> Any:
         async with TritonClient(run.url, config.actor.client) as client:
@@ -121,7 +121,7 @@ def test_a_run_with_a_served_reference_ends_well_and_has_no_copy(served: Finishe
     summary = json.loads((folder / "actor_summary.json").read_text())
     assert summary["steps"] == summary["critic_updates"] == 3
     assert summary["failed_requests"] == summary["masked_samples"] == 0
-    assert Policy(served.run.config.actor.checkpoint, served.run.config.actor).reference is None
+    assert Policy.of(served.run.config.actor).reference is None
     with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
         assert control.statistics(REFERENCE).inference_count >= 3 * 8 + 2 * 8
 
@@ -129,7 +129,7 @@ def test_a_run_with_a_served_reference_ends_well_and_has_no_copy(served: Finishe
 @pytest.mark.slow
 def test_its_rewards_and_kl_are_those_of_a_run_with_a_copy(served: FinishedRun, finished: FinishedRun) -> None:
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
-    assert finished.run.config.actor.reference == "actor"
+    assert finished.run.config.actor.kl.reference == "actor"
     ours, theirs = (read_jsonl(run.run.config.run.dir / "metrics.jsonl") for run in (served, finished))
     for name in ("rewards", "init_policy_kl", "init_policy_kl_per_sequence", "generation_length", "advantages_std"):
         pairs = [[lines[step][f"train_rollouts/{name}"] for lines in (ours, theirs)] for step in (0, 1)]
@@ -194,7 +194,7 @@ def test_an_actor_gets_what_its_copy_would_say(served: FinishedRun) -> None:
     for name, parameter in policy.model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, 0.0, 0.1)
-    overrides = ("actor.client.rows_per_request=3", "actor.lora_rank=4")
+    overrides = ("actor.client.rows_per_request=3", "actor.policy.lora_rank=4")
     found = with_reference(served.run, lambda reference: all_of(reference, whole), *overrides)
     assert found.known.all()
     assert not found.failures
@@ -214,17 +214,17 @@ def compare(run: LiveRun, *overrides: str) -> None:
 def test_another_temperature_is_refused(served: FinishedRun) -> None:
     compare(served.run)
     with pytest.raises(ModelMismatch, match=r"rendered with temperature 1\.0, the actor has 0\.7"):
-        compare(served.run, "actor.temperature=0.7")
+        compare(served.run, "actor.generation.temperature=0.7")
 
 
 def test_another_precision_is_refused(served: FinishedRun) -> None:
     with pytest.raises(ModelMismatch, match=r"computes in float32, the actor in bfloat16.*set reference\.dtype and"):
-        compare(served.run, "actor.precision=bfloat16")
+        compare(served.run, "actor.policy.precision=bfloat16")
 
 
 def test_another_tokenizer_is_refused(served: FinishedRun, checkpoints: Checkpoints) -> None:
     with pytest.raises(ModelMismatch, match=r"the reference's tokenizer differs from the policy's \("):
-        compare(served.run, f"actor.checkpoint={checkpoints.other_policy}")
+        compare(served.run, f"actor.policy.checkpoint={checkpoints.other_policy}")
 
 
 def test_other_banned_tokens_are_refused(served: FinishedRun, tmp_path: Path) -> None:
@@ -233,19 +233,19 @@ def test_other_banned_tokens_are_refused(served: FinishedRun, tmp_path: Path) ->
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "</s>"}))
     with pytest.raises(ModelMismatch, match=r"rendered with banned_token_ids \[0, 2\], the actor has \[2\]"):
-        compare(served.run, f"actor.checkpoint={folder}")
+        compare(served.run, f"actor.policy.checkpoint={folder}")
 
 
 def test_another_checkpoint_is_refused(served: FinishedRun, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "policy", "policy", make_tokenizer(), seed=33)
     with pytest.raises(ModelMismatch, match=r"whose weights are not those of reference\.checkpoint \("):
-        compare(served.run, f"actor.checkpoint={folder}")
+        compare(served.run, f"actor.policy.checkpoint={folder}")
     compare(served.run, f"reference.checkpoint={tmp_path / 'on the server only'}")  # cannot be seen from here
 
 
 def test_a_server_without_the_model_is_named(served: FinishedRun, live: System) -> None:
     elsewhere = dataclasses.replace(served.run, config=live.run.config)
-    with pytest.raises(ModelMismatch, match=r"the server has no model reference \(reference at .*actor\.reference to"):
+    with pytest.raises(ModelMismatch, match=r"the server has no model reference \(.*actor\.kl\.reference to"):
         compare(elsewhere)
 
 
@@ -280,12 +280,12 @@ def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun)
 def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: FinishedRun) -> None:
     """The reference takes shorter rows only, so the longer ones of a further step have no log-probs."""
     run = served.run
-    prompts = [json.loads(line)["text"] for line in run.config.actor.prompts.read_text().splitlines()]
+    prompts = [json.loads(line)["text"] for line in run.config.actor.prompts.path.read_text().splitlines()]
     policy = policy_of(run)
     longest = int(np.median([len(policy.tokenizer(text)["input_ids"]) for text in prompts])) + 8
     set_parameters(run, max_length=str(longest))
     code, log = run_actor(
-        run, "actor-again", "actor.steps=4", "actor.max_failed_fraction=0.9", "actor.client.rows_per_request=1"
+        run, "actor-again", "actor.steps=4", "actor.rewards.max_failed_fraction=0.9", "actor.client.rows_per_request=1"
     )
     assert code == 0
     line = read_jsonl(run.config.run.dir / "metrics.jsonl")[-1]

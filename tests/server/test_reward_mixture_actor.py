@@ -52,7 +52,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints, prompts: Path) -> Iterator[System]:
-    actor = {"prompts": str(prompts), "validation_prompts": str(prompts), "steps": 2, "max_failed_fraction": 0.25}
+    actor = {"prompts_path": str(prompts), "validation_prompts": str(prompts), "steps": 2, "max_failed_fraction": 0.25}
     run = make_run(tmp_path_factory.mktemp("mixed-actor"), checkpoints, rewards=TERMS, actor=actor)
     system = start_system(run)
     yield system
@@ -116,7 +116,7 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
 def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "Return the", "response": "x", "label": 1}\n')
-    code, log = run_actor(mixed.run, "actor-column", f"actor.prompts={path}", f"run.dir={tmp_path}")
+    code, log = run_actor(mixed.run, "actor-column", f"actor.prompts.path={path}", f"run.dir={tmp_path}")
     assert code == 2
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert "prompt 1 has a column 'response'" in sentence
@@ -160,7 +160,7 @@ def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
     sections = {
         "reward": {"checkpoint": str(tmp_path / "there-is-none")},
         "rewards": {"verdict": TERMS["verdict"]},
-        "actor": {"prompts": str(prompts), "steps": 1, "max_failed_fraction": 0.25, "validation_size": 0},
+        "actor": {"prompts_path": str(prompts), "steps": 1, "max_failed_fraction": 0.25, "validation_size": 0},
     }
     system = start_system(make_run(tmp_path / "run", checkpoints, **sections))
     try:

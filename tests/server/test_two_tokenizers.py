@@ -127,7 +127,7 @@ def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) ->
 @pytest.mark.slow
 def test_a_critic_with_another_tokenizer_stops_the_actor_at_its_start(live: System, checkpoints: Checkpoints) -> None:
     last = live.run.journal.last_step()
-    code, log = run_actor(live.run, "actor-other", f"actor.checkpoint={checkpoints.other_policy}")
+    code, log = run_actor(live.run, "actor-other", f"actor.policy.checkpoint={checkpoints.other_policy}")
     assert code == 2
     (sentence,) = [line for line in log.splitlines() if line.startswith("error: ")]
     assert "the critic's tokenizer differs from the policy's" in sentence

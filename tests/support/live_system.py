@@ -24,11 +24,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from python_backend.config import RunConfig, load_config
+from python_backend.config import ActorSection, RunConfig, TrainerSection, load_config
 from python_backend.config.sections import UNMEASURED
 from python_backend.store.control_key import GRPC_HEADER, control_key
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
+from tests.support.settings import nested
 from tools.demo.random_models import random_llama, train_bpe
 from tools.render_configs import render_repository
 from tools.server.child import Child
@@ -236,9 +237,9 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
             "publish": {"keep": 12},
         },
         "actor": {
-            "checkpoint": str(checkpoints.policy), "prompts": str(checkpoints.prompts),
+            "checkpoint": str(checkpoints.policy), "prompts_path": str(checkpoints.prompts),
             "validation_prompts": str(checkpoints.prompts), "validation_size": 8, "steps": 3, "rollout_size": 8,
-            "generation_batch": 4, "max_new_tokens": 8, "minibatch_size": 4, "checkpoint_every": 2, "lr": 1e-3,
+            "generation_batch_size": 4, "max_new_tokens": 8, "minibatch_size": 4, "checkpoint_every": 2, "lr": 1e-3,
             "mask_unfinished": False,
             "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 20, "train_deadline_s": 60},
         },
@@ -247,6 +248,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
         for key, value in section.items():
             old = data.setdefault(name, {}).get(key)
             data[name][key] = {**old, **value} if isinstance(old, dict) else value
+    data["actor"], data["trainer"] = nested(ActorSection, data["actor"]), nested(TrainerSection, data["trainer"])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from actor.algorithms.kl_control import KLControl
+from actor.algorithms.methods import Method
 from actor.algorithms.shaping import RewardShaper
 from actor.data.rollout import Rollout
 from actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from actor.policy.policy import Policy
+from actor.policy.update import PolicyUpdate
+from python_backend.config import ActorSection, RewardsSection
+from tests.support.settings import actor_section
+
+
+class TrainablePolicy(Policy):
+    """A policy that knows the section that it was made from."""
+
+    actor: ActorSection
+
+
+def trainable_policy(**settings: Any) -> TrainablePolicy:
+    """Load a policy with these settings of the actor, named as in `tests.support.settings`."""
+    actor = actor_section(**settings)
+    policy = cast(TrainablePolicy, TrainablePolicy.of(actor))
+    policy.actor = actor
+    return policy
+
+
+def update_of(policy: TrainablePolicy) -> PolicyUpdate:
+    """Return the update of this policy, by the algorithm of its section."""
+    method = Method.of(policy.actor.algorithm, policy.actor.kl)
+    return PolicyUpdate.of(policy.actor, policy, method)
 
 
 def train(policy: Policy, rollout: Rollout) -> None:
@@ -26,7 +50,7 @@ def train(policy: Policy, rollout: Rollout) -> None:
 
 def states(policy: Policy) -> RunState:
     """Return the state of a run that trains `policy`."""
-    return RunState(policy, RewardShaper(policy.settings), KLControl(0.1, target=None, horizon=1))
+    return RunState(policy, RewardShaper(RewardsSection(), max_new_tokens=8), KLControl(0.1, target=None, horizon=1))
 
 
 def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:

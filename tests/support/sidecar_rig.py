@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import VOCAB
 
-from python_backend.config import RunConfig
+from python_backend.config import RunConfig, TrainerSection
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.training_payload import TrainPayload
+from tests.support.settings import nested
 from trainer.checkpoint import CheckpointFolder
 from trainer.sidecar import Sidecar
 
@@ -72,7 +73,8 @@ class Rig:
             "checkpoint_every": 100, "reload_on_save": "none", **settings,
         }  # fmt: skip
         self.config = RunConfig.model_validate({
-            "run": {"dir": folder, "run_id": "run"}, "critic": {"checkpoint": checkpoint}, "trainer": trainer,
+            "run": {"dir": folder, "run_id": "run"}, "critic": {"checkpoint": checkpoint},
+            "trainer": nested(TrainerSection, trainer),
             "server": {"grpc_port": 1},
         })  # fmt: skip
         self.journal = Journal(self.config.run.journal_dir, "run")

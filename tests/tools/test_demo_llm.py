@@ -87,8 +87,8 @@ def test_a_second_call_and_another_seed_build_no_more_than_they_need(
 
 
 def test_the_rewards_texts_are_sampled_as_the_run_samples() -> None:
-    actor = yaml.safe_load(Path("configs/smollm2.yaml").read_text())["actor"]
-    assert (actor["temperature"], actor["max_new_tokens"]) == (FULL.temperature, FULL.new_tokens)
+    generation = yaml.safe_load(Path("configs/smollm2.yaml").read_text())["actor"]["generation"]
+    assert (generation["temperature"], generation["max_new_tokens"]) == (FULL.temperature, FULL.new_tokens)
 
 
 @pytest.fixture

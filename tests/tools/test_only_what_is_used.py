@@ -24,9 +24,10 @@ import trainer.__main__
 from actor.scoring.client import RequestFailed
 from actor.scoring.scorer import ModelMismatch, Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.config.sections import UNMEASURED
+from tests.support.settings import nested
 from tools import render_configs
 from tools.calibrate import calibration
 from tools.server.model_loading import load_order
@@ -59,11 +60,12 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
     data: dict[str, Any] = {
         "run": {"dir": str(folder / "run")},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 0},
-        "actor": {
-            "checkpoint": str(checkpoints.policy), "prompts": str(checkpoints.prompts), "algorithm": algorithm,
+        "actor": nested(ActorSection, {
+            "checkpoint": str(checkpoints.policy), "prompts_path": str(checkpoints.prompts),
+            "algorithm_name": algorithm,
             "steps": 2, "rollout_size": 4, "responses_per_prompt": 2, "minibatch_size": 4, "max_new_tokens": 3,
             "mask_unfinished": False,
-        },
+        }),
     }  # fmt: skip
     for section in checkpoints_of(algorithm, reward):
         data[section] = {"checkpoint": str(getattr(checkpoints, section)), **UNMEASURED}
@@ -88,7 +90,9 @@ def test_what_is_rendered_loaded_measured_and_demanded(
     check_files(config, server=True, actor=True)
 
     out = config.run.repository_dir
-    render_configs.render_repository(load_config(path, ["actor.algorithm=ppo"]), out)  # another run stood here before
+    render_configs.render_repository(
+        load_config(path, ["actor.algorithm.name=ppo"]), out
+    )  # another run stood here before
     render_configs.render_repository(config, out)
     assert {folder.name for folder in out.iterdir()} == models_of(algorithm, reward)
     assert set().union(*load_order(models_of(algorithm, reward))) == models_of(algorithm, reward)
@@ -115,12 +119,12 @@ def test_what_is_missing_is_named_before_anything_starts(
 ) -> None:
     """All of it at once, a line each, and nothing that the run does without."""
     path = write_yaml(tmp_path, algorithm, reward, checkpoints)
-    missing = [f"{role}.checkpoint={tmp_path / role}" for role in ("reward", "critic", "actor")]
-    overrides = [*missing, f"actor.prompts={tmp_path / 'none'}"]
+    missing = [f"{role}.checkpoint={tmp_path / role}" for role in ("reward", "critic", "actor.policy")]
+    overrides = [*missing, f"actor.prompts.path={tmp_path / 'none'}"]
     assert tools.run.main(["--fresh", "--config", str(path), *overrides]) == 1
     lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
-    expected = [*(f"{role}.checkpoint" for role in checkpoints_of(algorithm, reward)), "actor.checkpoint"]
-    expected.append("actor.prompts")
+    expected = [*(f"{role}.checkpoint" for role in checkpoints_of(algorithm, reward)), "actor.policy.checkpoint"]
+    expected.append("actor.prompts.path")
     assert sorted(line.partition(": ")[0] for line in lines) == sorted(expected)
     for line in lines:
         role = line.partition(".")[0]
@@ -132,7 +136,9 @@ def test_what_is_missing_is_named_before_anything_starts(
 def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
     def missing(config: dict[str, Any], **of: bool) -> str:
         with pytest.raises(ConfigError) as caught:
-            check_files(RunConfig.model_validate(config), **of)
+            check_files(
+                RunConfig.model_validate({**config, "actor": nested(ActorSection, config.get("actor", {}))}), **of
+            )
         print(caught.value)
         return str(caught.value)
 
@@ -141,22 +147,22 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
         "reward.checkpoint: checkpoints/reward does not exist or is no folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or give `rewards` functions alone",
         "critic.checkpoint: checkpoints/critic does not exist or is no folder; give the folder of a Hugging Face "
-        f"checkpoint{start}, or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
+        f"checkpoint{start}, or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
     ]
-    no_critic = {"algorithm": "reinforce++"}
+    no_critic = {"algorithm_name": "reinforce++"}
     functions = {"verdict": {"function": "rewards/math.py:verify"}, "other": {"function": "package.module:name"}}
     assert missing({"actor": no_critic, "rewards": functions}, server=True).splitlines() == [
-        "actor.checkpoint: checkpoints/policy holds no tokenizer, with which reward functions read the policy's "
+        "actor.policy.checkpoint: checkpoints/policy holds no tokenizer, with which reward functions read the policy's "
         "tokens; give the folder of the policy's checkpoint",
         f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
     ]
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()
     told = missing({"actor": {"checkpoint": str(tmp_path), "validation_prompts": "held-out.jsonl"}}, actor=True)
-    assert f"actor.checkpoint: {tmp_path} has no model.safetensors: only pickled weights" in told
-    assert "actor.validation_prompts: held-out.jsonl does not exist; give a file of prompts" in told
+    assert f"actor.policy.checkpoint: {tmp_path} has no model.safetensors: only pickled weights" in told
+    assert "actor.validation.prompts: held-out.jsonl does not exist; give a file of prompts" in told
     assert "reference.checkpoint: none" in missing(
-        {"actor": {**no_critic, "reference": "triton"}, "reference": {"checkpoint": "none"}}, server=True
+        {"actor": {**no_critic, "kl_reference": "triton"}, "reference": {"checkpoint": "none"}}, server=True
     )
 
 
@@ -165,8 +171,8 @@ def test_a_policy_without_a_tokenizer_is_named(tmp_path: Path, checkpoints: Chec
         shutil.copy(checkpoints.policy / name, tmp_path / name)
     prompts = tmp_path / "prompts.jsonl"
     prompts.touch()
-    config = RunConfig.model_validate({"actor": {"checkpoint": str(tmp_path), "prompts": str(prompts)}})
-    with pytest.raises(ConfigError, match=r"actor\.checkpoint: .* holds no tokenizer; save the policy's into it"):
+    config = RunConfig.model_validate({"actor": {"policy": {"checkpoint": tmp_path}, "prompts": {"path": prompts}}})
+    with pytest.raises(ConfigError, match=r"actor\.policy\.checkpoint: .* has no tokenizer; save the policy's into it"):
         check_files(config, actor=True)
     (tmp_path / "tokenizer.model").touch()
     check_files(config, actor=True)
@@ -193,7 +199,7 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     tokenizer.add_tokens(["unheard"])
     tokenizer.save_pretrained(tmp_path / "other")
     prompts = tmp_path / "prompts.jsonl"
-    actor = {"checkpoint": str(tmp_path / "policy"), "prompts": str(prompts)}
+    actor = {"policy": {"checkpoint": tmp_path / "policy"}, "prompts": {"path": prompts}}
 
     def check(reward: str, prompt: object) -> None:
         prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
@@ -202,7 +208,7 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
 
     check("other", "a text")
     conversation = [{"role": "user", "content": "Hello"}]
-    with pytest.raises(ConfigError, match=r"actor\.checkpoint: .*policy has no chat template, and actor\.prompts"):
+    with pytest.raises(ConfigError, match=r"actor\.policy\.checkpoint: .*policy has no chat template, but actor"):
         check("same", conversation)
     (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages }}")
     check("same", conversation)
@@ -245,9 +251,9 @@ def test_each_command_says_what_it_misses(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(tools.serve.signal, "signal", lambda *_: None)
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
-    missing = [f"{role}.checkpoint={tmp_path / 'none'}" for role in ("critic", "actor")]
+    missing = [f"{role}.checkpoint={tmp_path / 'none'}" for role in ("critic", "actor.policy")]
     assert room.main(["--config", str(path), *missing]) in (1, 2)
-    key = "actor.checkpoint" if room is actor.__main__ else "critic.checkpoint"
+    key = "actor.policy.checkpoint" if room is actor.__main__ else "critic.checkpoint"
     error = capsys.readouterr().err
     assert error.startswith(f"error: {key}: {tmp_path / 'none'} does not exist")
     assert len(error.splitlines()) == 1
@@ -258,7 +264,7 @@ def test_a_sidecar_without_a_critic_has_nothing_to_do(
 ) -> None:
     path = write_yaml(tmp_path, "rloo", "model", checkpoints)
     assert trainer.__main__.main(["--config", str(path)]) == 2
-    assert "actor.algorithm: rloo has no critic, so there is nothing to train" in capsys.readouterr().err
+    assert "actor.algorithm.name: rloo has no critic, so there is nothing to train" in capsys.readouterr().err
 
 
 class ServesNoCritic:
@@ -278,7 +284,7 @@ def test_ppo_on_a_server_without_a_critic_is_told_why(checkpoints: Checkpoints) 
         scorer = Scorer(client, tokenizer, rows_per_request=1, with_critic=with_critic)
         asyncio.run(scorer.compare_tokenizers())
 
-    with pytest.raises(ModelMismatch, match=r"the server has no critic, which actor\.algorithm: ppo needs"):
+    with pytest.raises(ModelMismatch, match=r"the server has no critic, which actor\.algorithm\.name: ppo needs"):
         compare(with_critic=True)
     compare(with_critic=False)
 

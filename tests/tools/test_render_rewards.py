@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_system import make_tokenizer
@@ -62,7 +63,8 @@ def test_model_and_functions() -> None:
 
 def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path) -> None:
     """Where the policy is another trainer's, the critic's, or what the reward names."""
-    sections = {role: {"checkpoint": str(tmp_path / role)} for role in ("reward", "critic", "actor")}
+    sections: dict[str, Any] = {role: {"checkpoint": str(tmp_path / role)} for role in ("reward", "critic")}
+    sections["actor"] = {"policy": {"checkpoint": str(tmp_path / "actor")}}
     for role in sections:
         make_tokenizer().save_pretrained(tmp_path / role)
         configs = parsed(rewards={"label": LABEL}, **sections)

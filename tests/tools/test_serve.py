@@ -164,7 +164,9 @@ def test_the_pretrained_models_of_a_chat_demo_serve_every_seed() -> None:
     config = RunConfig.model_validate({"demo": {"recipe": "chat", "cache_dir": "cache"}, "run": {"seed": 3}})
     arguments, overrides = demo_preparation(config)
     assert arguments == ["tools.demo.prepare", "--recipe", "chat", "--out", "cache/chat-seed-3", "--seed", "3"]
-    assert {"actor.checkpoint=cache/pretrained/policy", "reward.checkpoint=cache/chat-seed-3/reward"} <= set(overrides)
+    assert {"actor.policy.checkpoint=cache/pretrained/policy", "reward.checkpoint=cache/chat-seed-3/reward"} <= set(
+        overrides
+    )
 
 
 def test_the_reasoning_tasks_are_prepared_once_for_all_seeds() -> None:
@@ -172,7 +174,7 @@ def test_the_reasoning_tasks_are_prepared_once_for_all_seeds() -> None:
     arguments, overrides = demo_preparation(config)
     assert arguments == ["tools.demo.prepare", "--recipe", "reasoning", "--out", "cache/reasoning"]
     assert overrides == [
-        "actor.checkpoint=cache/reasoning/policy",
-        "actor.prompts=cache/reasoning/prompts.jsonl",
-        "actor.validation_prompts=cache/reasoning/validation.jsonl",
+        "actor.policy.checkpoint=cache/reasoning/policy",
+        "actor.prompts.path=cache/reasoning/prompts.jsonl",
+        "actor.validation.prompts=cache/reasoning/validation.jsonl",
     ]

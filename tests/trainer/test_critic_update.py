@@ -15,6 +15,7 @@ from python_backend.config import TrainerSection
 from python_backend.models.modeling import CriticModel, load_critic
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
+from tests.support.settings import trainer_section
 from trainer.critic_update import CriticUpdate, UpdateReport, split_rows
 
 SETTINGS = {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 0, "constant_steps": 0, "max_steps": 1000}
@@ -28,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(**changes: object) -> TrainerSection:
-    return TrainerSection(**{**SETTINGS, **changes})
+    return trainer_section(**{**SETTINGS, **changes})
 
 
 def arrays(num_rows: int = 12, seed: int = 0) -> dict[str, np.ndarray]:
@@ -142,7 +143,7 @@ def test_it_learns(checkpoint: Path):
 def test_rows_make_ceil_n_over_global_batch_steps_in_the_order_received(checkpoint: Path):
     update, reports = trained(checkpoint, [payload(12)], global_batch_size=5, epochs=2)
     assert reports[0].optimizer_steps == update.optimizer_step == 6
-    assert reports[0].lr == update.learning_rate(5)
+    assert reports[0].lr == settings().optimizer.learning_rate(5)
     # Three payloads of 5, 5 and 2 rows are the same three batches.
     whole, parts = list(split_rows(payload(12))), []
     for rows in (whole[:5], whole[5:10], whole[10:]):
@@ -202,8 +203,8 @@ def test_only_bad_gradients_leave_everything_as_it_was(checkpoint: Path):
 
 
 def test_the_learning_rate_follows_the_schedule(checkpoint: Path):
-    update = CriticUpdate(load_critic(checkpoint), settings(lr=1.0, min_lr=0.1, warmup_steps=4, max_steps=24))
-    assert [update.learning_rate(step) for step in (0, 3, 14)] == pytest.approx([0.25, 1.0, 0.55])
+    schedule = settings(lr=1.0, min_lr=0.1, warmup_steps=4, max_steps=24).optimizer
+    assert [schedule.learning_rate(step) for step in (0, 3, 14)] == pytest.approx([0.25, 1.0, 0.55])
 
 
 def test_weight_decay_is_on_matrices_only(checkpoint: Path):

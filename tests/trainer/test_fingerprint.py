@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 import pytest
 
-from python_backend.config import TrainerSection
+from python_backend.config import OptimizerSection, TrainerSection
+from tests.support.settings import changed, trainer_section
 from trainer.fingerprint import DECIDING, ROUNDING, changes, deciding_settings, fingerprint
 
 WITHOUT_EFFECT = {
     "checkpoint_every", "keep_checkpoints", "keep_entries", "keep_set_aside", "reload_on_save", "serve_timeout_s",
     "heartbeat_timeout_s", "publish", "servers", "nice",
 }  # fmt: skip
-OTHER_VALUES: dict[str, Any] = {"betas": (0.5, 0.6), "device": "cuda", "lr": 0.5, "grad_clip": 2.0}
+OTHER_VALUES: dict[str, Any] = {
+    "optimizer.betas": (0.5, 0.6), "device": "cuda", "optimizer.lr": 0.5, "optimizer.grad_clip": 2.0,
+}  # fmt: skip
 
 
 def test_no_setting_is_forgotten():
     """A new setting must be put on one of the lists."""
-    assert {*DECIDING, *ROUNDING} | WITHOUT_EFFECT == set(TrainerSection.model_fields)
+    names = {*TrainerSection.model_fields, *(f"optimizer.{name}" for name in OptimizerSection.model_fields)}
+    assert {*DECIDING, *ROUNDING} | WITHOUT_EFFECT == names - {"optimizer"}
     assert not {*DECIDING, *ROUNDING} & WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize("name", [*DECIDING, *ROUNDING])
 def test_each_change_is_seen_and_named(name: str):
-    old = TrainerSection()
-    new = old.model_copy(update={name: OTHER_VALUES[name] if name in OTHER_VALUES else getattr(old, name) + 1})
+    old = trainer_section()
+    value = OTHER_VALUES[name] if name in OTHER_VALUES else operator.attrgetter(name)(old) + 1
+    new = changed(old, **{name.replace(".", "_"): value})
     before, after = deciding_settings(old), deciding_settings(new)
     assert fingerprint(before) != fingerprint(after)
     (line,) = changes(before, after)
@@ -35,8 +41,8 @@ def test_each_change_is_seen_and_named(name: str):
 
 
 def test_what_was_read_back_is_the_same():
-    settings = deciding_settings(TrainerSection())
+    settings = deciding_settings(trainer_section())
     again = json.loads(json.dumps(settings))
     assert fingerprint(again) == fingerprint(settings)
     assert changes(again, settings) == []
-    assert fingerprint(deciding_settings(TrainerSection(keep_checkpoints=9))) == fingerprint(settings)
+    assert fingerprint(deciding_settings(trainer_section(keep_checkpoints=9))) == fingerprint(settings)

@@ -193,11 +193,11 @@ def test_other_settings_are_named_and_used(make: Callable[..., Rig], caplog: pyt
     other.start().train(2)
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == (
-        "the critic was trained up to step 1 under other settings (trainer.lr: was 0.01, now 0.02; "
+        "the critic was trained up to step 1 under other settings (trainer.optimizer.lr: was 0.01, now 0.02; "
         "trainer.token_budget: was 4096, now 99 (rounding only)); the new ones hold from here on"
     )
     other.stop()
-    assert other.checkpoints.state(2).settings["lr"] == 2e-2
+    assert other.checkpoints.state(2).settings["optimizer.lr"] == 2e-2
     caplog.clear()
     other.start().train(3)
     assert not [record for record in caplog.records if record.levelno == logging.WARNING]

@@ -100,14 +100,16 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
     """Return pieces of replies to `number` prompts; a prompt repeats only after all others were used."""
     from actor.data.prompts import read_prompts
     from actor.policy.policy import Policy
-    from python_backend.config import ActorSection
+    from python_backend.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
 
-    settings = ActorSection(
+    generation = GenerationSection(
         max_new_tokens=recipe.new_tokens * recipe.pieces_per_reply, temperature=recipe.temperature,
-        generation_batch=recipe.batch, lora_rank=1,
+        batch_size=recipe.batch,
     )  # fmt: skip
-    policy = Policy(policy_folder, settings)
-    known = read_prompts(prompts_file, policy.tokenizer, max_tokens=settings.max_prompt_tokens)
+    longest = PromptsSection().max_tokens
+    settings = PolicySection(checkpoint=policy_folder, lora_rank=1)
+    policy = Policy(settings, generation, OptimizerSection(), max_prompt_tokens=longest)
+    known = read_prompts(prompts_file, policy.tokenizer, max_tokens=longest)
     epochs = range(0, number, len(known))
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
     texts, start = [], time.monotonic()

@@ -20,8 +20,8 @@ def reference_parameters(config: RunConfig) -> dict[str, str]:
         ConfigError: a checkpoint exists but cannot be read, or has no end-of-sequence token.
     """
     return {
-        TEMPERATURE: repr(config.actor.temperature),
-        BANNED_TOKEN_IDS: _banned_token_ids(config.actor.checkpoint),
+        TEMPERATURE: repr(config.actor.generation.temperature),
+        BANNED_TOKEN_IDS: _banned_token_ids(config.actor.policy.checkpoint),
         CHECKPOINT_FINGERPRINT: _fingerprint(config.reference.checkpoint),
     }
 
@@ -37,7 +37,7 @@ def _banned_token_ids(policy: Path) -> str:
         size = (config.get("text_config") or config).get("vocab_size")
         return json.dumps(special_tokens(load_tokenizer(folder), end_of_sequence(folder), vocab_size=size).banned_ids)
     except ValueError as error:
-        raise ConfigError(f"actor.checkpoint: {error}") from error
+        raise ConfigError(f"actor.policy.checkpoint: {error}") from error
 
 
 def _fingerprint(folder: Path) -> str:

@@ -1,0 +1,173 @@
+"""The YAML's `actor` section, which configures the training loop of the policy."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from python_backend.config.actor_parts import (
+    AlgorithmSection,
+    ClientSection,
+    GenerationSection,
+    KLSection,
+    PolicySection,
+    PromptsSection,
+    RewardsSection,
+    UpdateSection,
+    ValidationSection,
+)
+from python_backend.config.sections import Count, CountOrZero, OptimizerSection, Seconds, Section
+
+
+class ActorSection(Section):
+    """The training loop of the policy."""
+
+    steps: Count = 100
+    """Number of steps; each is a rollout and its update."""
+    max_minutes: Annotated[float, Field(gt=0)] | None = None
+    """Time limit: the run ends with a checkpoint after the step that exceeds it; the next start resumes from there."""
+    rollout_size: Count = 128
+    """Responses per step."""
+    max_staleness: CountOrZero = 1
+    """Maximum critic updates that were sent before a row is scored but are not in the weights that score it; 0 with
+    `run.deterministic`."""
+    one_step_off_policy: bool = False
+    """Generate the responses of the next step while the policy is updated. They come from the policy before that
+    update, never from an older one. Needs a second copy of the policy."""
+    checkpoint_every: Count = 50
+    """Steps between checkpoints of policy and critic."""
+    stop_grace_s: Seconds = 25.0
+    """Time limit after SIGTERM or Ctrl-C to finish the current update and write a checkpoint of the last whole step,
+    policy and critic; after it the actor exits without that checkpoint. Kubernetes kills after 30 s by default: raise
+    its `terminationGracePeriodSeconds` together with this, and both above the duration of a policy update."""
+    keep_checkpoints: Count = 2
+    """Newest policy checkpoints to keep."""
+    threads: Count = 1
+    """Torch threads."""
+    logged_texts: CountOrZero = 1
+    """Responses per step logged to rollouts.jsonl and to the trackers' table of (step, prompt, response, reward)."""
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
+    """Experiment trackers that get the metrics in addition to metrics.jsonl and TensorBoard. Each must be installed and
+    is configured by its own environment variables."""
+    policy: PolicySection = PolicySection()
+    """The policy: its checkpoint, how it computes, and which of its weights are trained."""
+    prompts: PromptsSection = PromptsSection()
+    """The training prompts."""
+    generation: GenerationSection = GenerationSection()
+    """How responses are generated."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """The algorithm: advantages and policy loss."""
+    kl: KLSection = KLSection()
+    """The KL divergence from the reference: its penalty and its measurement."""
+    rewards: RewardsSection = RewardsSection()
+    """How scores become rewards: normalisation, clipping, then penalties."""
+    update: UpdateSection = UpdateSection()
+    """How a rollout is divided into optimizer steps."""
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and the learning-rate schedule of the policy. A step of the run takes `update.epochs` * `rollout_size` /
+    `update.minibatch_size` optimizer steps."""
+    validation: ValidationSection = ValidationSection()
+    """Validation on held-out prompts."""
+    client: ClientSection = ClientSection()
+    """Requests to the servers."""
+
+    @property
+    def is_one_update(self) -> bool:
+        """Whether each rollout is one minibatch, used once by the policy that sampled it: probability ratios are 1."""
+        one_minibatch = self.update.minibatch_size >= self.rollout_size
+        return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps that the policy takes in the whole run."""
+        each = self.update.epochs * math.ceil(self.rollout_size / self.update.minibatch_size)
+        return each * (self.steps - self.algorithm.critic_warmup_steps)
+
+
+NEEDS_GROUPS = ("rloo", "grpo")
+
+
+def check_actor(actor: ActorSection) -> None:
+    """Check constraints between fields. Raises ValueError with the fields and their values."""
+    algorithm, generation, size = actor.algorithm, actor.generation, actor.rollout_size
+    each = algorithm.responses_per_prompt
+    if size % each:
+        above = size - size % each + each
+        near = f"{above - each} or {above}" if above > each else above
+        raise ValueError(
+            f"actor.rollout_size ({size}) is not a multiple of actor.algorithm.responses_per_prompt ({each}); set it "
+            f"to {near}"
+        )
+    if algorithm.name in NEEDS_GROUPS and each < 2:
+        raise ValueError(
+            f"actor.algorithm.name: {algorithm.name} compares the responses to a prompt; set "
+            f"actor.algorithm.responses_per_prompt to 2 or more (it is {each})"
+        )
+    if algorithm.name == "rloo":
+        _check_on_policy(actor)
+    if algorithm.critic_warmup_steps and not algorithm.uses_critic:
+        raise ValueError(
+            f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}): {algorithm.name} has no critic; "
+            "remove it"
+        )
+    if algorithm.critic_warmup_steps >= actor.steps:
+        raise ValueError(
+            f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}) must be below actor.steps "
+            f"({actor.steps}), or the policy is never updated"
+        )
+    if generation.min_new_tokens > generation.max_new_tokens:
+        raise ValueError(
+            f"actor.generation.min_new_tokens ({generation.min_new_tokens}) is above actor.generation.max_new_tokens "
+            f"({generation.max_new_tokens})"
+        )
+    if "" in generation.stop_strings:
+        raise ValueError("actor.generation.stop_strings contains an empty string, which every response contains")
+    _check_adapters(actor.policy)
+    _check_rewards(actor)
+
+
+def _check_adapters(policy: PolicySection) -> None:
+    """Reject LoRA settings without LoRA."""
+    if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
+        raise ValueError(
+            f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
+            f"({policy.lora_dropout:g}) need actor.policy.lora_rank above 0; set it, or remove them"
+        )
+
+
+def _check_rewards(actor: ActorSection) -> None:
+    """Reject penalties that would have no effect."""
+    rewards, algorithm, kl = actor.rewards, actor.algorithm, actor.kl
+    if rewards.overlong_tokens >= actor.generation.max_new_tokens:
+        raise ValueError(
+            f"actor.rewards.overlong_tokens ({rewards.overlong_tokens}) must be below actor.generation.max_new_tokens "
+            f"({actor.generation.max_new_tokens})"
+        )
+    if rewards.missing_eos_penalty and algorithm.mask_unfinished and not algorithm.uses_critic:
+        raise ValueError(
+            f"actor.rewards.missing_eos_penalty ({rewards.missing_eos_penalty:g}) has no effect under "
+            f"{algorithm.name} with actor.algorithm.mask_unfinished: true, which excludes the penalised responses from "
+            "the update; set actor.algorithm.mask_unfinished to false, or remove the penalty"
+        )
+    if kl.target is not None and not kl.coef:
+        raise ValueError(
+            f"actor.kl.target ({kl.target:g}) scales actor.kl.coef, which is 0 and stays 0; set actor.kl.coef above "
+            "0, or remove actor.kl.target"
+        )
+
+
+def _check_on_policy(actor: ActorSection) -> None:
+    """Reject off-policy settings for an algorithm without probability ratios."""
+    reason = "rloo's loss is on-policy, without probability ratios"
+    if actor.update.epochs > 1:
+        raise ValueError(
+            f"actor.update.epochs ({actor.update.epochs}): {reason}, so a rollout is used once; set it to 1, or choose "
+            "another algorithm"
+        )
+    if actor.one_step_off_policy:
+        raise ValueError(
+            f"actor.one_step_off_policy: {reason}, but the responses would come from the previous policy; remove it, "
+            "or choose another algorithm"
+        )

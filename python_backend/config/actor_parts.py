@@ -1,0 +1,226 @@
+"""The parts of the YAML's `actor` section, one class per concern."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from python_backend.config.addresses import Address
+from python_backend.config.sections import Count, CountOrZero, Device, Fraction, Seconds, Section
+
+
+class PolicySection(Section):
+    """The policy: its checkpoint, how it computes, and which of its weights are trained."""
+
+    checkpoint: Path = Path("checkpoints/policy")
+    """Hugging Face causal LM folder: the initial policy and, by default, the frozen reference."""
+    token_budget: Count = 4096
+    """Maximum tokens in one forward pass of an update, padding included; does not change the result."""
+    device: Device = "cpu"
+    """Device of the policy."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Compute type of forward passes (autocast); weights, log-probs and the optimizer stay in float32."""
+    lora_rank: CountOrZero = 0
+    """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
+    lora_alpha: Count = 16
+    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
+    lora_targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Linear layers with adapters: all except the output layer, or those with these names, such as [q_proj, v_proj]. A
+    name matches the last part or parts of a layer's path."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapters' input, only in the forward passes of an update, not in generation, log-probs or
+    validations. Unless a rollout is a single minibatch used once, the probability ratios contain the dropout noise,
+    which counts against `actor.algorithm.clip_ratio`."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same result."""
+
+
+class PromptsSection(Section):
+    """The training prompts."""
+
+    path: Path = Path("data/prompts.jsonl")
+    """Training prompts: JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder written by `save_to_disk` of
+    `datasets`. Each row has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of
+    them. Other columns are metadata for reward functions and must have plain JSON types."""
+    max_tokens: Count = 512
+    """Maximum prompt length."""
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    """Handling of longer prompts. `error`: the run does not start; `skip`: they are left out; `truncate`: only their
+    last `max_tokens` tokens are kept."""
+
+
+class GenerationSection(Section):
+    """How responses are generated."""
+
+    batch_size: Count = 64
+    """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot."""
+    engine: Literal["slots", "transformers"] = "slots"
+    """How responses are generated. `slots`: continuous batching over `batch_size` slots; `transformers`: plain
+    `generate()` for `batch_size` prompts at a time, which is slower. Models with other state than keys and values
+    (recurrent ones) always use `transformers`."""
+    max_new_tokens: Count = 128
+    """Maximum response length."""
+    min_new_tokens: CountOrZero = 0
+    """Minimum response length; a stop string within these tokens does not end the response."""
+    stop_strings: tuple[str, ...] = ()
+    """Strings that end a response, like an end-of-sequence token."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Divisor of the logits of tokens that already occurred (factor of negative ones); does not affect log-probs."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; also applied to log-probs."""
+    top_k: CountOrZero = 0
+    """Sample from the k most likely tokens; 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
+
+
+class AlgorithmSection(Section):
+    """The algorithm: advantages and policy loss."""
+
+    name: Literal["ppo", "reinforce++", "rloo", "grpo"] = "ppo"
+    """Advantage function and loss, see docs/algorithms.md. Only `ppo` uses the critic."""
+    responses_per_prompt: Count = 1
+    """Responses to each prompt; `rloo` and `grpo` compare their scores and need at least 2."""
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO's clip range."""
+    clip_ratio_high: Annotated[float, Field(gt=0)] | None = None
+    """Upper clip range (clip-higher); default: `clip_ratio`."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: upper bound on the ratio for negative advantages; default: none."""
+    loss_mean: Literal["auto", "token", "sequence"] = "auto"
+    """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `auto`: `sequence` for grpo,
+    otherwise `token`."""
+    whiten_advantages: bool | None = None
+    """Normalise the rollout's advantages to mean 0 and variance 1; default: for ppo and reinforce++ only."""
+    entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the entropy bonus in the loss."""
+    gamma: Fraction = 1.0
+    """Discount factor."""
+    lam: Fraction = 0.95
+    """GAE's lambda."""
+    critic_warmup_steps: CountOrZero = 0
+    """Number of steps at the start of the run that train only the critic."""
+    mask_unfinished: bool = True
+    """Exclude responses that did not end from the policy gradient."""
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the algorithm needs the critic's values and therefore the sidecar."""
+        return self.name == "ppo"
+
+
+class KLSection(Section):
+    """The KL divergence from the reference: its penalty and its measurement."""
+
+    reference: Literal["actor", "triton"] = "actor"
+    """Where reference log-probs are computed. `actor`: in the actor, by a second copy of the policy (with LoRA: by the
+    policy without its adapters); `triton`: in tritonserver, by the model of the `reference` section."""
+    coef: Annotated[float, Field(ge=0)] = 0.01
+    """Coefficient of the KL penalty. With 0 there is no reference: no copy of the policy and no forward pass."""
+    every: CountOrZero = 0
+    """With `coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
+    penalty_in: Literal["auto", "reward", "loss"] = "auto"
+    """Where the KL penalty applies: in the rewards or in the loss; `auto`: `loss` for grpo, otherwise `reward`."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
+    horizon: Count = 10_000
+    """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster."""
+    estimator: Literal["auto", "k1", "abs", "k2", "k3"] = "auto"
+    """Estimator of the per-token KL; `auto`: `k3` for a penalty in the loss, `abs` (NeMo-Aligner's) in the rewards."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the KL to the reference is penalised or measured."""
+        return self.coef > 0 or self.every > 0
+
+    @property
+    def serves_reference(self) -> bool:
+        """Whether tritonserver needs the reference model."""
+        return self.reference == "triton" and self.uses_reference
+
+    def measures(self, step: int) -> bool:
+        """Return whether the rollout of `step` needs reference log-probs."""
+        return self.coef > 0 or (self.every > 0 and step % self.every == 0)
+
+
+class RewardsSection(Section):
+    """How scores become rewards: normalisation, clipping, then penalties."""
+
+    normalization: Literal["none", "static", "running", "batch"] = "none"
+    """Normalisation of the scores: `static`, by `mean` and `std`; `running`, by the statistics of all
+    scores so far; `batch`, by those of the rollout."""
+    mean: float = 0.0
+    """Mean of the scores, for `normalization: static`."""
+    std: Annotated[float, Field(gt=0)] = 1.0
+    """Standard deviation of the scores, for `normalization: static`."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Maximum absolute value of a score after normalisation; larger ones are clipped."""
+    missing_eos_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Subtracted from the score of a response that did not end; without a critic it needs
+    `actor.algorithm.mask_unfinished: false`."""
+    overlong_tokens: CountOrZero = 0
+    """Number of tokens before `actor.generation.max_new_tokens` over which the penalty rises linearly to
+    `overlong_penalty`; 0: none."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """Subtracted from the score of a response of the maximum length, if `overlong_tokens` is set."""
+    max_failed_fraction: Fraction = 0.1
+    """Maximum share of rows without reward or reference log-probs (masked) in a rollout; above it the run stops."""
+
+
+class UpdateSection(Section):
+    """How a rollout is divided into optimizer steps."""
+
+    epochs: Count = 1
+    """Passes over one rollout."""
+    max_kl: Annotated[float, Field(gt=0)] | None = None
+    """Stop the update of a step before the first minibatch whose KL from the policy that sampled exceeds this, in nats
+    per token; default: no limit."""
+    minibatch_size: Count = 32
+    """Rows per optimizer step of the policy; a smaller rollout is one minibatch."""
+
+
+class ValidationSection(Section):
+    """Validation on held-out prompts."""
+
+    prompts: Path | None = None
+    """Held-out prompts, in the formats of `actor.prompts.path`, used for validation before the first step and after the
+    last."""
+    size: CountOrZero = 256
+    """Number of prompts to use from `prompts`."""
+    every: CountOrZero = 0
+    """Steps between validations; 0: only before the first step and after the last."""
+    greedy: bool = False
+    """Greedy decoding in validations, instead of sampling."""
+
+
+class ClientSection(Section):
+    """Requests of the actor to the servers."""
+
+    servers: tuple[Address, ...] = ()
+    """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name, which is resolved
+    again when a server fails; default: that of `server`. All servers serve all models and share one weights store and
+    one journal."""
+    max_outage_s: Annotated[float, Field(ge=0)] = 600.0
+    """How long to wait for a healthy server once the run has started; 0: only retry, as after a 503."""
+    deadline_s: Seconds = 60.0
+    """Timeout of one scoring attempt."""
+    train_deadline_s: Seconds = 600.0
+    """Timeout of one critic_train or critic_save attempt."""
+    retries: CountOrZero = 6
+    """Maximum retries of a request after a 503, a timeout or a lost connection."""
+    train_retries: CountOrZero = 3
+    """Maximum retries of critic_train and critic_save, at most `retries`; without a sidecar each attempt takes 3 s."""
+    backoff_s: Seconds = 0.25
+    """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
+    retry_budget: Fraction = 0.2
+    """Retries that each request adds to a budget shared by all requests: if every request fails, few are retried."""
+    retry_reserve: CountOrZero = 100
+    """Initial size and maximum of the shared retry budget. critic_train and critic_save have a second budget of the
+    same size."""
+    max_in_flight: Count = 256
+    """Maximum requests in flight, over all servers."""
+    rows_per_request: Count = 1
+    """Maximum rows in one scoring request. Responses that end at the same time share a request, which costs less per
+    row, but if the request fails, all its rows are masked."""

@@ -1,0 +1,61 @@
+"""Sections of the configuration from short names, so that a test names only the settings that it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from python_backend.config import ActorSection, TrainerSection
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def actor_section(**settings: Any) -> ActorSection:
+    """Return the actor's section with these settings, named as in `nested`."""
+    return ActorSection.model_validate(nested(ActorSection, settings))
+
+
+def trainer_section(**settings: Any) -> TrainerSection:
+    """Return the trainer's section with these settings, named as in `nested`."""
+    return TrainerSection.model_validate(nested(TrainerSection, settings))
+
+
+def changed(section: S, **settings: Any) -> S:
+    """Return the section with these settings changed, named as in `nested`."""
+    given = section.model_dump(exclude_unset=True)
+    for name, value in nested(type(section), settings).items():
+        given[name] = {**given.get(name, {}), **value} if isinstance(value, dict) else value
+    return type(section).model_validate(given)
+
+
+def nested(section: type[BaseModel], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in the form of the YAML.
+
+    A name is a key's path joined by underscores (`kl_coef`), or its last part if no other key has it (`lr`).
+    """
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        *parents, last = _path_of(section, name)
+        inner = found
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = value
+    return found
+
+
+def _path_of(section: type[BaseModel], name: str) -> tuple[str, ...]:
+    if name in section.model_fields:
+        return (name,)
+    paths = [path for path in _paths(section) if name in ("_".join(path), path[-1])]
+    assert len(paths) == 1, f"{name} is no setting of {section.__name__}, or of several sections: {paths}"
+    return paths[0]
+
+
+def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from ((name, *path) for path in _paths(field.annotation))
+        else:
+            yield (name,)
