@@ -138,9 +138,9 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
 
     start = f" (relative paths start at {Path.cwd()})"
     assert missing({}, server=True).splitlines() == [
-        "reward.checkpoint: checkpoints/reward does not exist or is no folder; give the folder of a Hugging Face "
+        "reward.checkpoint: checkpoints/reward does not exist or is not a folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or give `rewards` functions alone",
-        "critic.checkpoint: checkpoints/critic does not exist or is no folder; give the folder of a Hugging Face "
+        "critic.checkpoint: checkpoints/critic does not exist or is not a folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or take an actor.algorithm without a critic: grpo, rloo or reinforce++",
     ]
     no_critic = {"algorithm": "reinforce++"}
@@ -178,7 +178,7 @@ def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpo
             check_files(RunConfig.model_validate({"reward": {"checkpoint": str(folder)}}), server=True, actor=True)
         return next(line for line in str(caught.value).splitlines() if line.startswith("reward."))
 
-    assert f"reward.checkpoint: {checkpoints.policy} is no trained reward model" in refused(checkpoints.policy)
+    assert f"reward.checkpoint: {checkpoints.policy} is not a trained reward model" in refused(checkpoints.policy)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(checkpoints.reward / name, tmp_path / name)
     assert f"reward.checkpoint: {tmp_path} holds no tokenizer, so whether" in refused(tmp_path)

@@ -137,7 +137,7 @@ def test_the_training_key_is_rendered_as_its_hash(monkeypatch: pytest.MonkeyPatc
 
 def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} holds no tokenizer")):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} has no tokenizer")):
         parsed(critic={"checkpoint": str(tmp_path)})
 
 
