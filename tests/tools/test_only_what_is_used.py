@@ -106,7 +106,7 @@ def test_what_is_rendered_loaded_measured_and_demanded(
     made: list[str] = []
     monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
     tools.serve.ensure_first_version(config, path, [])
-    assert made == (["making version 0 of the critic's weights"] if algorithm == "ppo" else [])
+    assert made == (["creating version 0 of the critic's weights"] if algorithm == "ppo" else [])
 
 
 @every_combination
@@ -202,7 +202,7 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
 
     check("other", "a text")
     conversation = [{"role": "user", "content": "Hello"}]
-    with pytest.raises(ConfigError, match=r"actor\.checkpoint: .*policy has no chat template, and actor\.prompts"):
+    with pytest.raises(ConfigError, match=r"actor\.checkpoint: .*policy has no chat template, but actor\.prompts"):
         check("same", conversation)
     (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages }}")
     check("same", conversation)
