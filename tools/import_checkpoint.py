@@ -139,7 +139,7 @@ def _head_line(info: CheckpointInfo) -> str:
     head = info.head
     if head is None:
         return "none"
-    pooling = "linear, on each token" if head.is_plain else "with its own pooling"
+    pooling = "linear, on each token" if head.is_plain else "own pooling"
     bias = "with" if head.has_bias else "without"
     return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {bias} bias, {pooling}"
 

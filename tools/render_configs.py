@@ -214,7 +214,7 @@ def _num_rewards(config: RunConfig) -> int:
     num_labels = 1 if head is None else head.num_labels
     if num_labels > 1 and config.rewards is not None:
         raise ConfigError(
-            f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` sums one per row"
+            f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row"
         )
     return num_labels
 

@@ -36,7 +36,7 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     for part in (
         "BertForSequenceClassification (bert)",
-        "sequence classification `classifier`: 1 output(s), with bias, with its own pooling",
+        "sequence classification `classifier`: 1 output(s), with bias, own pooling",
         "value head `v_head.summary`: 1 output(s), with bias, linear, on each token",
         "(score - 0.5) / 2",
         "fast (tokenizer.json)",
