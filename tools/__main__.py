@@ -9,7 +9,7 @@ import sys
 COMMANDS = {
     "run": ("tools.run", "a whole run: server, critic sidecar where the algorithm has a critic, actor, report"),
     "serve": ("tools.serve", "the server only, until Ctrl-C"),
-    "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
+    "render": ("tools.render_configs", "the model repository, rendered from the YAML; --check only compares"),
     "import": ("tools.import_checkpoint", "inspect reward and critic checkpoints, and write their YAML sections"),
     "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
     "prepare": ("tools.demo.prepare", "the demo's checkpoints and prompts"),
