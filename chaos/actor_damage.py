@@ -29,7 +29,7 @@ ROLLOUT_SIZE = 16
 ALGORITHM = "rloo"  # needs no critic, whose journal and versions the main crash test covers
 DEADLINE_S = 600.0
 LOOK_EVERY_S = 0.02
-PROMISE = "an actor whose newest checkpoint is damaged goes on from the newest that is intact, to the same policy"
+PROMISE = "an actor whose newest checkpoint is damaged resumes from the newest intact one and ends with the same policy"
 
 
 def damage_actor_checkpoints(
@@ -47,7 +47,7 @@ def damage_actor_checkpoints(
             what, found = _damage_newest(disturbed, generator)
             log(f"{number + 1:>3}/{rounds}  {what}")
     if not found and _finish(disturbed) != 0:
-        found.append(f"the run did not end well:\n{tail(disturbed.with_suffix('.log'))}")
+        found.append(f"the disturbed run failed:\n{tail(disturbed.with_suffix('.log'))}")
     if not found and _policy_of(calm) != _policy_of(disturbed):
         found.append("the policy differs from that of the undisturbed run")
     return verdict(PROMISE, rounds, found)

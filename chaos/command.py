@@ -42,14 +42,20 @@ Log = Callable[[str], None]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the crash test, print its verdicts, and return the exit code; 130 after a second signal."""
     parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill everything; check every promise.")
-    parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, some ten minutes")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder; the run lies there too")
-    parser.add_argument("--seed", type=_count, default=1, help="of batches, victims and moments; default: 1")
-    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic take the place of small ones")
+    parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, about ten minutes")
     parser.add_argument(
-        "--actor-rounds", type=int, default=0, metavar="N", help="damaged actor checkpoints, in a small run of its own"
+        "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
     )
-    parser.add_argument("--hung", action="store_true", help="also stop servers and models until they are replaced")
+    parser.add_argument("--seed", type=_count, default=1, help="seed of batches, victims and kill points; default: 1")
+    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic replace the small default ones")
+    parser.add_argument(
+        "--actor-rounds",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also damage actor checkpoints N times, in a separate small run",
+    )
+    parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
     args = parser.parse_args(argv)
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty", file=sys.stderr)
@@ -151,7 +157,7 @@ def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: thread
         time.sleep(LOOK_EVERY_S)
     for name, error in (("traffic", traffic.error), ("killer", killer.error)):
         if error is not None:
-            system.troubles.append(f"the {name} broke off: {error!r}")
+            system.troubles.append(f"the {name} failed: {error!r}")
 
 
 def _verdicts(

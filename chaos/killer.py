@@ -78,7 +78,7 @@ class Killer:
                     if self._one(victim, point, way):
                         break
                 self.done.append((victim, point))
-            self._until(self._system.is_whole, "the system was not whole again after the last kill")
+            self._until(self._system.is_whole, "the system did not recover after the last kill")
         except GaveUp:
             return
         except BaseException as error:  # thread edge: the main thread reports it
@@ -88,7 +88,7 @@ class Killer:
 
     def _one(self, victim: str, point: str, way: str) -> bool:
         trained = self._traffic.last_step
-        self._until(self._system.is_whole, f"the system was not whole again before killing the {victim}")
+        self._until(self._system.is_whole, f"the system did not recover before killing the {victim}")
         if self._random.random() > HASTE:
             self._until(lambda: self._traffic.last_step > trained, f"no step after {trained} was trained")
         self._give_up.wait(self._random.uniform(0, BREATH_S))

@@ -40,7 +40,7 @@ def _draw_kills(axes: Axes, kills: Sequence[dict[str, Any]]) -> None:
         )  # fmt: skip
     axes.set_yticks(range(len(VICTIMS)), VICTIMS)
     axes.set_ylim(len(VICTIMS) - 0.5, -0.5)
-    axes.set_title(f"{sum(kill['hit'] for kill in kills)} processes killed or stopped, by victim and moment")
+    axes.set_title(f"{sum(kill['hit'] for kill in kills)} processes killed or stopped, by victim and kill point")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), title="killed at")
 
 

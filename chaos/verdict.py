@@ -53,9 +53,9 @@ def check_steps(record: RequestRecord, results: Mapping[int, Result], reference:
     answered = [step for step, _, _ in record.trained]
     last = len(reference.steps) - 1
     if answered != list(range(1, last + 1)):
-        found.append(f"answered were the steps {_shortened(answered)}, sent were 1 to {last}")
+        found.append(f"steps {_shortened(answered)} were answered, steps 1 to {last} were sent")
     if sorted(results) != list(range(1, last + 1)):
-        found.append(f"the journal has results of the steps {_shortened(sorted(results))}, sent were 1 to {last}")
+        found.append(f"the journal has results of steps {_shortened(sorted(results))}, steps 1 to {last} were sent")
     for step, _, answer in record.trained:
         result, loss = results.get(step), reference.steps[step].loss if step <= last else None
         if result is None or loss is None:
@@ -78,7 +78,7 @@ def check_repeats(record: RequestRecord) -> Verdict:
         for step, answer in record.repeated
         if first.get(step) != answer
     ]
-    return verdict("a step sent again got the answer that it had", len(record.repeated), found)
+    return verdict("a step that was sent again got its first answer again", len(record.repeated), found)
 
 
 def check_versions(
@@ -94,7 +94,7 @@ def check_versions(
     last = len(reference.steps) - 1
     follow = all(step == before + 1 or (step in rewound and step <= before) for before, step in pairwise(steps))
     if not follow or steps[:1] != [0] or steps[-1] != last:
-        found.append(f"the versions are of the steps {_shortened(steps)}, trained were 0 to {last}")
+        found.append(f"the versions are of steps {_shortened(steps)}, expected 0 to {last}")
     for manifest in manifests:
         if manifest.step < len(reference.steps) and manifest.sha256 != reference.steps[manifest.step].sha256:
             found.append(
@@ -127,7 +127,7 @@ def check_scores(record: RequestRecord, steps: Mapping[int, int], reference: Ref
     found = []
     for served in record.served:
         if len(set(served.versions)) != 1 or served.versions[0] not in steps:
-            found.append(f"probe {served.probe} was scored by the versions {served.versions}")
+            found.append(f"probe {served.probe} was scored by versions {served.versions}")
             continue
         expected = reference.steps[steps[served.versions[0]]].values[served.probe]
         what = f"of probe {served.probe} by version {served.versions[0]}"
@@ -148,7 +148,7 @@ def check_checkpoint(last: Path, reference: Reference) -> Verdict:
             continue
         ours, theirs = load_file(last / path.name), load_file(path)
         checked += len(theirs)
-        found += [f"{path.name}: {name} is in one of them only" for name in sorted(set(ours) ^ set(theirs))]
+        found += [f"{path.name}: {name} is in only one of the two" for name in sorted(set(ours) ^ set(theirs))]
         different = [name for name in sorted(set(ours) & set(theirs)) if not torch.equal(ours[name], theirs[name])]
         found += [f"{path.name}: {name} differs" for name in different]
     return verdict("the last checkpoint, optimizer included, is that of a run without faults", checked, found)
@@ -177,7 +177,7 @@ def check_coverage(kills: Sequence[Mapping[str, object]], planned: Sequence[tupl
         for key, names in wanted
         for name in sorted(names - {str(kill[key]) for kill in hits})
     ]
-    return verdict("each victim and each moment was hit", len(hits), found)
+    return verdict("each victim and each kill point was hit", len(hits), found)
 
 
 def _differences(what: str, got: bytes, expected: np.ndarray) -> list[str]:

@@ -8,13 +8,13 @@ import sys
 
 COMMANDS = {
     "run": ("tools.run", "a whole run: server, critic sidecar where the algorithm has a critic, actor, report"),
-    "serve": ("tools.serve", "the server alone, until Ctrl-C"),
-    "render": ("tools.render_configs", "the model repository from the YAML; --check compares only"),
-    "import": ("tools.import_checkpoint", "look at reward and critic checkpoints, and write their YAML sections"),
+    "serve": ("tools.serve", "the server only, until Ctrl-C"),
+    "render": ("tools.render_configs", "the model repository, rendered from the YAML; --check only compares"),
+    "import": ("tools.import_checkpoint", "inspect reward and critic checkpoints, and write their YAML sections"),
     "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
     "prepare": ("tools.demo.prepare", "the demo's checkpoints and prompts"),
-    "chaos": ("chaos.command", "the crash test: processes killed at every moment, then every promise checked"),
-    "fuzz": ("chaos.fuzz.command", "bad requests at every model, while a client scores good rows"),
+    "chaos": ("chaos.command", "the crash test: kill processes at every point, then check every guarantee"),
+    "fuzz": ("chaos.fuzz.command", "the fuzz test: bad requests to every model while a client scores valid rows"),
     "bench": ("benchmarks.command", "the measurements behind the README's numbers"),
 }
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     module = COMMANDS[name][0]
     # Neither the wheel nor the image contains the packages `chaos` and `benchmarks`.
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        print(f"error: {name} needs a checkout of the project, with its root as the working directory", file=sys.stderr)
+        print(f"error: {name} needs a checkout of the project; run it from the root of the checkout", file=sys.stderr)
         return 2
     sys.argv = [f"python -m tools {name}", *argv[1:]]  # the command's `main` parses sys.argv
     return int(importlib.import_module(module).main() or 0)

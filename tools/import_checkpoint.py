@@ -33,9 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
         parser.error("give --reward PATH, --critic PATH, or --reward PATH --critic from-reward")
     if arguments.out is not None and arguments.out.exists():
-        parser.error(f"{arguments.out} exists already; name another file")
+        parser.error(f"{arguments.out} already exists; choose another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
-        parser.error(f"the folder {arguments.out.parent} does not exist; make it first")
+        parser.error(f"the folder {arguments.out.parent} does not exist; create it first")
     try:
         text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
     except CheckpointError as error:
@@ -77,7 +77,7 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
     try:
         RunConfig.model_validate(yaml.safe_load(text))
     except ValidationError as error:
-        raise AssertionError(f"this tool wrote sections that do not fit: {error}") from error
+        raise AssertionError(f"this tool wrote invalid sections: {error}") from error
     return text
 
 
@@ -121,12 +121,12 @@ def _report(role: str, info: CheckpointInfo, say: Callable[[str], None]) -> None
     dtypes = ", ".join(f"{dtype} ({count:,} weights)" for dtype, count in info.dtypes.items())
     constants = info.constants
     lines = {
-        "architecture": f"{info.architecture or 'not named'} ({info.model_type})",
+        "architecture": f"{info.architecture or 'unknown'} ({info.model_type})",
         "head": _head_line(info),
-        "labels": ", ".join(info.labels) or "not named",
+        "labels": ", ".join(info.labels) or "unnamed",
         "dtypes": f"{dtypes}; suggested: {suggested_dtype(info)}",
         "size": f"{info.num_parameters:,} parameters, {info.num_bytes / 1e6:,.1f} MB in {len(info.files)} file(s)",
-        "vocabulary": f"{info.vocab_size or 'not named'}, positions {info.max_positions or 'not bounded'}",
+        "vocabulary": f"{info.vocab_size or 'unknown'}, positions {info.max_positions or 'unlimited'}",
         "tokenizer": info.tokenizer or "none: only token ids can be scored, not `sentences`",
         "constants": "none" if constants is None else f"(score - {constants.mean:g}) / {constants.std:g}",
     }
@@ -139,7 +139,7 @@ def _head_line(info: CheckpointInfo) -> str:
     head = info.head
     if head is None:
         return "none"
-    pooling = "linear, on each token" if head.is_plain else "on a pooling of its own"
+    pooling = "linear, on each token" if head.is_plain else "own pooling"
     bias = "with" if head.has_bias else "without"
     return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {bias} bias, {pooling}"
 
@@ -147,7 +147,9 @@ def _head_line(info: CheckpointInfo) -> str:
 def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], None]) -> None:
     _report("reward", info, say)
     if info.head is None:
-        raise CheckpointError(f"{info.folder} has no trained head and gives no reward; it can be a --critic's body")
+        raise CheckpointError(
+            f"{info.folder} has no trained head, so it gives no reward; it can only be the body of a --critic"
+        )
     if not try_out:
         return
     from python_backend.models.modeling import load_reward, quiet_transformers
@@ -156,9 +158,9 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
     model = load_reward(info.folder, dtype=suggested_dtype(info))
     (score,) = model.score([_trial_row(model.limits.vocab_size)])
     _expect_finite(info, score)
-    say(f"  {'tried out':<13} loads; the tokens 1 to {TRIAL_TOKENS} score {', '.join(f'{x:.4f}' for x in score)}")
+    say(f"  {'trial':<13} loads; tokens 1 to {TRIAL_TOKENS} score {', '.join(f'{x:.4f}' for x in score)}")
     if info.tokenizer is not None:
-        say(f"  {'sentences':<13} {TRIAL_TEXT!r} is read as: {' '.join(_tokens_of(info.folder, TRIAL_TEXT))}")
+        say(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(_tokens_of(info.folder, TRIAL_TEXT))}")
 
 
 def _tokens_of(folder: Path, text: str) -> list[str]:
@@ -189,7 +191,7 @@ def _expect_finite(info: CheckpointInfo, outputs: Any) -> None:
     import numpy as np
 
     if not np.isfinite(outputs).all():
-        raise CheckpointError(f"{info.folder} gives {outputs.tolist()}: its weights are not finite; copy it again")
+        raise CheckpointError(f"{info.folder} outputs {outputs.tolist()}: its weights are not finite; copy it again")
 
 
 def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Callable[[str], None]) -> None:
@@ -202,7 +204,7 @@ def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Cal
         say("tokenizers: the same vocabulary")
     else:
         say(
-            "tokenizers: they DIFFER. The critic must share the actor's; the actor then sends the reward model texts "
+            "tokenizers: they DIFFER. The critic must use the actor's; the actor then sends the reward model text "
             "(`sentences`) instead of token ids"
         )
 
@@ -214,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         "--critic", type=Path, metavar="PATH|from-reward", help="checkpoint folder of the critic, or of its body"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
-    parser.add_argument("--no-load", action="store_true", help="only look at files: do not load the models")
+    parser.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")
     return parser
 
 

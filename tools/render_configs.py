@@ -109,7 +109,7 @@ def parse_config(model: str, text: str) -> Any:
     try:
         return text_format.Parse(text, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
-        raise ConfigError(f"{model}/config.pbtxt is not what Triton reads: {error}") from error
+        raise ConfigError(f"{model}/config.pbtxt is not valid for Triton: {error}") from error
 
 
 def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]:
@@ -213,7 +213,9 @@ def _num_rewards(config: RunConfig) -> int:
         raise ConfigError(str(error)) from error
     num_labels = 1 if head is None else head.num_labels
     if num_labels > 1 and config.rewards is not None:
-        raise ConfigError(f"reward.merge_attributes: false gives {num_labels} rewards a row, and `rewards` adds up one")
+        raise ConfigError(
+            f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row"
+        )
     return num_labels
 
 
@@ -305,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drifts = check_repository(config, out, resolve_paths=resolve)
             for drift in drifts:
                 print(f"{drift.path} is not up to date:\n{drift.diff}", file=sys.stderr)
-            print(f"{out}: {'render it again' if drifts else 'up to date'}")
+            print(f"{out}: {'not up to date; render it again' if drifts else 'up to date'}")
             return 1 if drifts else 0
         written = render_repository(config, out, resolve_paths=resolve)
     except ConfigError as error:

@@ -216,7 +216,9 @@ def set_aside(run_dir: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the system; return 0 when done, 1 with the reason after an error, 130 after Ctrl-C."""
     parser = run_parser("python -m tools run", "The whole system in one terminal.")
-    parser.add_argument("--fresh", action="store_true", help="set an earlier run aside (<dir>.previous), not resume it")
+    parser.add_argument(
+        "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
+    )
     args = parser.parse_args(argv)
     interrupt_on_signals()
     try:
@@ -250,13 +252,13 @@ def check_templates(config: RunConfig, prompts: str) -> None:
     if not has_chat_template(policy):
         raise ConfigError(
             f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save one "
-            "in it as chat_template.jinja, or give prompts as texts"
+            "there as chat_template.jinja, or give prompts as texts"
         )
     if config.uses_reward_model and not has_chat_template(reward) and not _same_tokenizer(policy, reward):
         raise ConfigError(
-            f"reward.checkpoint: {reward} has no chat template, and {prompts} holds conversations, which a reward "
-            "model with another tokenizer than the policy's renders itself; save the template that it was trained with "
-            "in it as chat_template.jinja (`{{ messages[-1]['content'] }}` scores the reply alone), or give prompts as "
+            f"reward.checkpoint: {reward} has no chat template, but {prompts} contains conversations, which a reward "
+            "model with a tokenizer other than the policy's renders itself; save the template that it was trained with "
+            "there as chat_template.jinja (`{{ messages[-1]['content'] }}` scores the reply only), or give prompts as "
             "texts"
         )
 

@@ -113,7 +113,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     if not config.actor.algorithm.uses_critic or (config.run.weights_dir / "CURRENT").exists():
         return
     _run_module(
-        "making version 0 of the critic's weights",
+        "creating version 0 of the critic's weights",
         ["trainer", "--config", str(path), "--init-only", *overrides],
     )
 
@@ -125,7 +125,7 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
     code = subprocess.run(command, check=False, start_new_session=True).returncode
     if code != 0:
         raise ServerStartError(
-            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code} for the reason above"
+            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; the reason is above"
         )
 
 
@@ -173,12 +173,12 @@ def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
     host = server.section.host
     if host in LOOPBACK:
         return
-    log(f"warning: server.host is {host}: whoever reaches it can score, and train unless there is a key")
+    log(f"warning: server.host is {host}: anyone who can reach it can score, and train unless a key is set")
     with server.control() as control:
         version = control.server_version()
     if version < SAFE_VERSION:
         release = ".".join(map(str, version))
-        log(f"warning: tritonserver {release} has known holes; beyond loopback use 2.69 (26.05) or later")
+        log(f"warning: tritonserver {release} has known vulnerabilities; beyond loopback use 2.69 (26.05) or later")
 
 
 def _say(line: str) -> None:

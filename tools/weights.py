@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools weights", description="The critic's weights versions.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     for name, what in (
-        ("list", "every version, what it was made from, and who serves it"),
-        ("verify", "read each version through: files, hash, finite values, a forward"),
+        ("list", "every version, its parent, and who serves it"),
+        ("verify", "verify each version: files, hash, finite values, a forward pass"),
         ("rollback", "serve the bytes of an older version again, under a new number"),
         ("ready", "exit code 0 if a server serves CURRENT: for readiness probes"),
     ):
@@ -85,7 +85,7 @@ def show(store: WeightsStore) -> None:
         )
     for record in records:
         if record.rejected is not None:
-            print(f"{record.name} refused version {record.rejected}: {record.error}")
+            print(f"{record.name} rejected version {record.rejected}: {record.error}")
     if not records:
         print("no instance is alive")
 
@@ -138,8 +138,8 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
     print(f"version {reload.version} serves the bytes of version {target} (step {manifest.step})")
     if Journal(config.run.journal_dir, config.run.identity).is_followed():
         print(
-            "a sidecar follows this critic: its next update is published on top of this; to train on from here, resume "
-            f"the actor from step {manifest.step}, which rewinds the critic"
+            "a sidecar follows this critic: its next update is published on top of this; to continue training from "
+            f"here, resume the actor from step {manifest.step}, which rewinds the critic"
         )
 
 
@@ -166,7 +166,7 @@ class _Patience:
 
     def __call__(self, state: str) -> None:
         if not self._store.records.alive():
-            raise NotServed(f"CURRENT is {self._store.current()} now; no instance is alive that could serve it yet")
+            raise NotServed(f"CURRENT is now {self._store.current()}, but no instance is alive to serve it")
         if time.monotonic() > self._deadline:
             raise NotServed(
                 f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` shows who serves what"
@@ -177,7 +177,7 @@ def _parent_of_current(store: WeightsStore) -> int:
     current = store.current()
     parent = None if current is None else store.manifest(current).parent
     if parent is None:
-        raise WeightsError(f"version {current} was made from no other; name one with --to")
+        raise WeightsError(f"version {current} has no parent; name a version with --to")
     return parent
 
 

@@ -59,12 +59,14 @@ class StageOutcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run both stages and print their findings; return 1 if one failed, except with `--kill-server`."""
-    parser = argparse.ArgumentParser(prog="python -m tools fuzz", description="Bad requests beside a good client.")
-    parser.add_argument("--count", type=int, default=5000, help="requests; default: 5000, some ten minutes")
-    parser.add_argument("--seed", type=int, default=1, help="of the requests; default: 1")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools fuzz", description="Send bad requests while a client scores valid rows."
+    )
+    parser.add_argument("--count", type=int, default=5000, help="number of requests; default: 5000, about ten minutes")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the requests; default: 1")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="default: runs/fuzz")
     parser.add_argument(
-        "--kill-server", action="store_true", help="also requests that are known to kill tritonserver 2.51 itself"
+        "--kill-server", action="store_true", help="also send requests that are known to kill tritonserver 2.51 itself"
     )
     args = parser.parse_args(argv)
     make_models(args.out / "checkpoints")
@@ -126,7 +128,7 @@ def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log:
 def _restarts(outcome: StageOutcome, log: Callable[[str], None]) -> Callable[[str], None]:
     def note(line: str) -> None:
         log(f"  {line}")
-        if "starting it again" in line or "loading the model anew" in line:
+        if "starting it again" in line or "reloading the model" in line:
             outcome.restarts.append(line)
 
     return note

@@ -121,16 +121,20 @@ class CheckpointInfo:
 def check_checkpoint(folder: Path) -> None:
     """Raise CheckpointError, with what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist or is no folder; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(
+            f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
+        )
     if (folder / ADAPTER_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
-        raise CheckpointError(f"{folder} holds a PEFT adapter alone; merge it into its model (merge_and_unload) first")
+        raise CheckpointError(
+            f"{folder} contains only a PEFT adapter; merge it into its model (merge_and_unload) first"
+        )
     if not (folder / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{folder} is no Hugging Face checkpoint: it has no {CONFIG_FILE}")
+        raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: it has no {CONFIG_FILE}")
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         pickled = next((name for name in PICKLED if (folder / name).is_file()), None)
         why = (
-            f"only pickled weights ({pickled}), which run code when they are read and are never opened here; save it "
-            "again with model.save_pretrained(FOLDER, safe_serialization=True), on a machine where you trust the file"
+            f"only pickled weights ({pickled}), which run code when loaded and are never opened here; save it again "
+            "with model.save_pretrained(FOLDER, safe_serialization=True) on a machine where you trust the file"
             if pickled
             else "no weights"
         )
@@ -168,7 +172,7 @@ def reward_head(info: CheckpointInfo) -> Head:
     """Return the head whose output is the reward. Raises CheckpointError if the checkpoint has none."""
     if info.head is None:
         raise CheckpointError(
-            f"{info.folder} is no trained reward model: its weights lack score.weight, or another head's; use a "
+            f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); use a "
             "checkpoint with a classification or value head"
         )
     return info.head
@@ -228,7 +232,7 @@ def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:
         mean, std = 0.0, 0.0
     if not (math.isfinite(mean) and 0 < std < math.inf):
         raise CheckpointError(
-            f"{folder / CONFIG_FILE}: reward_standardization {found!r} must hold numbers mean and std, std above 0"
+            f"{folder / CONFIG_FILE}: reward_standardization {found!r} must have numbers mean and std, with std above 0"
         )
     return Constants(mean, std)
 
@@ -246,7 +250,7 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
         tensors.update(_header(folder / name))
     lacking = sorted(set(weight_map) - set(tensors))
     if lacking:
-        raise CheckpointError(f"{folder} cannot be loaded: {lacking[0]} stands in {INDEX_FILE}, but in no file")
+        raise CheckpointError(f"{folder} cannot be loaded: {INDEX_FILE} lists {lacking[0]}, which no file contains")
     return tensors
 
 
@@ -263,5 +267,5 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file.parent} cannot be loaded: unreadable {file.name}: {error}") from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"{file.parent} cannot be loaded: {file.name} holds no object")
+        raise CheckpointError(f"{file.parent} cannot be loaded: {file.name} is not a JSON object")
     return data

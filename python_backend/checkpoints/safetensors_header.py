@@ -46,7 +46,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         return {name: _tensor(item, file.name, 8 + length, size) for name, item in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file.name} is damaged or no safetensors file ({error})") from error
+        raise ValueError(f"{file.name} is damaged or not a safetensors file ({error})") from error
 
 
 def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorInfo:

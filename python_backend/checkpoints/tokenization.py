@@ -25,7 +25,7 @@ def load_tokenizer(folder: Path | str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} holds no tokenizer that transformers can load: {error}") from error
+        raise CheckpointError(f"{folder} has no tokenizer that transformers can load: {error}") from error
 
 
 def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
@@ -131,7 +131,7 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
     ids = eos if isinstance(eos, list) else [eos]
     eos_ids = sorted({i for i in (*ids, tokenizer.eos_token_id) if i is not None})
     if not eos_ids:
-        raise CheckpointError("the policy's tokenizer and generation config name no end-of-sequence token")
+        raise CheckpointError("the policy's tokenizer and generation config define no end-of-sequence token")
 
     def known(token: int | None) -> bool:
         return token is not None and (vocab_size is None or token < vocab_size)
@@ -155,7 +155,7 @@ def end_of_sequence(folder: Path) -> int | list[int] | None:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
         return GenerationConfig.from_model_config(config).eos_token_id
     except OSError as error:
-        raise CheckpointError(f"{folder} holds no model configuration: {error}") from error
+        raise CheckpointError(f"{folder} has no model configuration: {error}") from error
 
 
 class TextCodec:

@@ -80,7 +80,7 @@ def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str)
         head = HeadWeights(torch.zeros(1, linear.in_features), None)
     if head.weight.shape[1] != linear.in_features:
         raise CheckpointError(
-            f"{info.folder}: its head takes {head.weight.shape[1]} numbers, its body gives {linear.in_features}"
+            f"{info.folder}: its head has input size {head.weight.shape[1]}, its body output size {linear.in_features}"
         )
     put_head(linear, head)
     return model
@@ -206,7 +206,7 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
             str(info.folder), num_labels=num_labels, local_files_only=True, trust_remote_code=False
         )
     if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"{info.folder} is quantised; use the checkpoint it was made from")
+        raise CheckpointError(f"{info.folder} is quantised; use the original checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
     for key in OPENRLHF_KEYS:
         if hasattr(config, key):
@@ -243,8 +243,8 @@ def _keep_rotary(model: Any, info: CheckpointInfo) -> None:
     limit, positions = rotary_limit(model.config.to_dict()), getattr(model.config, "max_position_embeddings", None)
     if limit and positions and limit < positions:
         logger.warning(
-            "%s: rows end at original_max_position_embeddings (%d), not at max_position_embeddings (%d): a longer one "
-            "would change the rotary table of every row in its forward",
+            "%s: rows are limited to original_max_position_embeddings (%d), not max_position_embeddings (%d): a longer "
+            "one would change the rotary table of every row in its forward pass",
             info.folder, limit, positions,
         )  # fmt: skip
 
@@ -261,13 +261,15 @@ def _check_same_architecture(config: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
     mine = config.to_dict()
     if theirs["model_type"] != mine["model_type"]:
-        raise CheckpointError(f"{folder} is a {theirs['model_type']} model, the served critic is {mine['model_type']}")
+        raise CheckpointError(
+            f"{folder} is a {theirs['model_type']} model, but the served critic is {mine['model_type']}"
+        )
     for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
         # Compare every key: with equal shapes, the number of heads, the rotary base or the norms may still differ.
         if mine.get(key) != theirs.get(key):
             raise CheckpointError(
-                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, of the served critic {mine.get(key)!r}; "
-                "another architecture comes in by a reload through Triton"
+                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, in the served critic {mine.get(key)!r}; "
+                "a different architecture needs a reload through Triton"
             )
 
 
@@ -276,7 +278,7 @@ def _read_architecture(text: str) -> dict[str, Any]:
     """Return all keys of a config.json, defaults included; cached, because the text rarely changes between versions."""
     given = json.loads(text)
     if not isinstance(given, dict) or "model_type" not in given:
-        raise ValueError("it names no model_type")
+        raise ValueError("it has no model_type")
     return AutoConfig.for_model(**given).to_dict()
 
 

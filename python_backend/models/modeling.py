@@ -115,7 +115,7 @@ class CriticModel:
         # sums are checked together first, and one by one only to name the parameter.
         if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
             name = next(name for name, value in sums.items() if not value.isfinite())
-            raise CheckpointError(f"{name} holds values that are not finite")
+            raise CheckpointError(f"{name} has values that are not finite")
 
     def own_weights(self) -> None:
         """Copy the weights out of the mapped file, so that they can be trained."""
@@ -199,7 +199,7 @@ def load_critic(
     if info.head is None:
         note = "the checkpoint has no head: the value head starts at 0"
     elif head is None:
-        note = f"{info.head.prefix} stands on a pooling of its own: the value head starts at 0"
+        note = f"{info.head.prefix} has its own pooling: the value head starts at 0"
     else:
         note = f"the value head is {info.head.prefix}"
         if info.head.num_labels > 1 or attribute_weights is not None:
@@ -248,8 +248,8 @@ def limits_of(model: Any) -> Limits:
 def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
     if pooling != "auto":
         raise CheckpointError(
-            f"{info.folder}: pooling: {pooling} does not fit; its head {head.prefix} was trained on the pooling of its "
-            f"own {info.architecture or 'class'}, set pooling: auto"
+            f"{info.folder}: pooling: {pooling} does not fit; its head {head.prefix} was trained with the pooling of "
+            f"its own {info.architecture or 'class'}; set pooling: auto"
         )
     model = load_pooled_model(info, head, dtype).to(device)
     keep_head_exact(model)
@@ -285,5 +285,5 @@ def _constants(info: CheckpointInfo, setting: Standardization) -> Constants:
         return info.constants or Constants()
     mean, std = setting
     if not std > 0:
-        raise CheckpointError(f"{info.folder}: standardisation by std {std:g}, which must be above 0")
+        raise CheckpointError(f"{info.folder}: standardisation with std {std:g}, which must be above 0")
     return Constants(mean, std)

@@ -59,7 +59,7 @@ class Sample:
 def check_spec(spec: str) -> str:
     """Return `spec` unchanged. Raises ValueError unless it is `file.py:name` or `package.module:name`."""
     if not FILE_SPEC.fullmatch(spec) and not MODULE_SPEC.fullmatch(spec):
-        raise ValueError(f"{spec!r} is no function; write path/to/file.py:name or package.module:name")
+        raise ValueError(f"{spec!r} does not name a function; write path/to/file.py:name or package.module:name")
     return spec
 
 
@@ -79,8 +79,10 @@ def load_function(spec: str) -> Callable[[Sample], Any]:
         raise FunctionError(f"{spec} cannot be imported: {describe(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        what = "has no" if function is None else f"holds a {type(function).__name__} and no function as"
-        raise FunctionError(f"{spec} cannot be imported: {source} {what} {name!r}")
+        what = (
+            f"has no {name!r}" if function is None else f"defines {name!r} as {type(function).__name__}, not a function"
+        )
+        raise FunctionError(f"{spec} cannot be imported: {source} {what}")
     return function
 
 
@@ -119,7 +121,7 @@ def _import_file(path: Path) -> ModuleType:
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else "reward_function_file"
     found = importlib.util.spec_from_file_location(name, path)
     if not path.is_file() or found is None or found.loader is None:
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"{path} does not exist")
     sys.path.insert(0, str(path.parent.absolute()))  # as `python file.py` does, so that it can import its neighbours
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

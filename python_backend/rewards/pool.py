@@ -79,7 +79,7 @@ class Worker:
             answer = self._read(start_limit_s)
         except (WorkerDied, TimeoutError) as error:
             self.kill()
-            cause = f"no end after {start_limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            cause = f"took longer than {start_limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
             raise FunctionError(f"{spec} cannot be imported: {cause}") from error
         except BaseException:
             self.kill()
@@ -280,5 +280,5 @@ def _python() -> str:
         return sys.executable
     found = shutil.which("python3")
     if found is None:
-        raise FunctionError("there is no python3 on PATH to run reward functions with")
+        raise FunctionError("there is no python3 on PATH to run reward functions")
     return found

@@ -31,8 +31,8 @@ from python_backend.wire.contract import (
 )
 
 COUNTERS = {
-    "rlhf_weights_taken_up_total": "Versions of the critic's weights that an instance took up",
-    "rlhf_weights_rejected_total": "Versions of the critic's weights that an instance refused",
+    "rlhf_weights_taken_up_total": "Versions of the critic's weights that an instance loaded",
+    "rlhf_weights_rejected_total": "Versions of the critic's weights that an instance rejected",
 }
 
 

@@ -173,7 +173,7 @@ class Follower:
         self._expecting_until = 0.0
         if staged is None:
             error = self._unusable[number]
-            self._log_error(f"weights version {number} refused: {error}")
+            self._log_error(f"weights version {number} rejected: {error}")
             self._tell(
                 ServingRecord.of_this_process(self._instance, previous, previous=previous, rejected=number, error=error)
             )
@@ -190,5 +190,5 @@ class Follower:
             self._store.records.put(record)
             self._untold = None
         except OSError as error:
-            self._log_error(f"weights watcher: what is served cannot be written down: {error}")
+            self._log_error(f"weights watcher: cannot write the serving record: {error}")
             self._stop.wait(TROUBLE_PAUSE_S if self._watcher.is_alive() else 0)

@@ -40,7 +40,7 @@ class TritonPythonModel:
         timeout_s = float(parameters.text("timeout_s"))
         memory_mib = parameters.number("memory_mib")
         self._pool = WorkerPool(spec, num_workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
-        log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s for a sample")
+        log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s per sample")
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: queue the requests for a background thread, which (de)tokenises their rows.
@@ -60,7 +60,9 @@ class TritonPythonModel:
             samples = yield from self._samples(call)
             waiting = self._pool.num_waiting
             if waiting + len(samples) > self._most_waiting:
-                raise RuntimeError(f"{waiting} samples wait for the function already, at most {self._most_waiting} may")
+                raise RuntimeError(
+                    f"{waiting} samples are waiting, {len(samples)} more exceed the limit of {self._most_waiting}"
+                )
             pending = PendingCall(call, len(samples))
             self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
         except Exception as error:  # thread edge: an error fails this request only
@@ -104,7 +106,7 @@ class PendingCall:
         try:
             _answer(self._call, self._outcomes)
         except Exception as error:  # thread edge: a caller that has gone away must not kill the worker's thread
-            log_error(f"an answer could not be sent: {type(error).__name__}: {error}")
+            log_error(f"a response could not be sent: {type(error).__name__}: {error}")
 
 
 def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:

@@ -22,7 +22,7 @@ from python_backend.wire.contract import RUN_ID, TRAINING_KEY_HEADER, ContractEr
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
-    "rlhf_steps_failed_total": "Steps, saves and rewinds that the sidecar answered with an error, as a rejected version"
+    "rlhf_steps_failed_total": "Steps, saves and rewinds that failed in the sidecar, such as a rejected version"
 }
 
 
@@ -136,13 +136,13 @@ class JournalModel:
         # A call also waits the full timeout itself: the silence may be older than the call.
         if min(silence_s, waited_s) > self._silence_s:
             cause = refusal(self.journal.root)  # on a full disk the sidecar cannot write its heartbeat either
-            disk = f"; the journal's disk refuses: {cause.strerror}" if cause else ""
+            disk = f"; the journal's disk cannot be written: {cause.strerror}" if cause else ""
             return (
                 f"the sidecar has made no progress for {silence_s:.0f} s (step {heartbeat.step}, "
                 f"micro-batch {heartbeat.micro_batch}, {heartbeat.state}){disk}"
             )
         if heartbeat.trouble:
-            return f"the sidecar cannot go on ({heartbeat.state}): {heartbeat.trouble}"
+            return f"the sidecar cannot continue ({heartbeat.state}): {heartbeat.trouble}"
         return None
 
     def _journalled(self, entry: Entry) -> str:

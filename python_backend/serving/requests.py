@@ -68,7 +68,7 @@ class RowReader:
             arrays = (call.array(name) for name in (TOKENS, SEQUENCE_LENGTHS, PROMPT_LENGTHS))
             return scoring_rows(*arrays, limits=self._limits)
         if call.array(PROMPT_LENGTHS) is not None:
-            raise ContractError(f"{PROMPT_LENGTHS}: counts the tokens of {TOKENS}, and {SENTENCES} were sent")
+            raise ContractError(f"{PROMPT_LENGTHS}: only valid with {TOKENS}, but {SENTENCES} was sent")
         encoded_metadata = call.array(METADATA)
         yield text_bytes(sentences, encoded_metadata, self._limits) + BYTES_PER_ROW * sentences.size
         texts = sentence_texts(sentences)
@@ -87,7 +87,9 @@ class RowReader:
             text = self._render(index, text, metadata[MESSAGES])
         row = np.asarray(self._encode(text), dtype=np.int64)
         if row.size == 0:
-            raise ContractError(f"{SENTENCES}[{index}]: {text[:80]!r} has no token, an empty sequence cannot be scored")
+            raise ContractError(
+                f"{SENTENCES}[{index}]: {text[:80]!r} has no tokens, an empty sequence cannot be scored"
+            )
         check_row(row, index, self._limits)
         return row
 
@@ -116,7 +118,7 @@ class RowReader:
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
             return text
         except Exception as error:  # the template is the checkpoint's own code and may raise anything
-            raise ContractError(f"{where}: the chat template refuses it: {error}") from error
+            raise ContractError(f"{where}: the chat template rejects it: {error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:

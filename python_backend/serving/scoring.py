@@ -32,10 +32,10 @@ MAX_TOKENS = 32_000_000
 MAX_UNREAD_BYTES = 64_000_000  # hard limit on sentences that wait to be tokenised
 PUBLISH_EVERY_S = 0.5  # interval for the counters, each of which costs a round trip to the server
 COUNTERS = {
-    "rlhf_forwards_total": "Forwards of the model",
-    "rlhf_forward_rows_total": "Rows scored by the model's forwards",
-    "rlhf_forward_tokens_total": "Tokens of these rows",
-    "rlhf_forward_padding_tokens_total": "Tokens of padding beside them",
+    "rlhf_forwards_total": "Forward passes of the model",
+    "rlhf_forward_rows_total": "Rows scored by the model",
+    "rlhf_forward_tokens_total": "Tokens of the scored rows",
+    "rlhf_forward_padding_tokens_total": "Padding tokens added to the scored rows",
 }
 
 
@@ -215,7 +215,7 @@ class ScoringModel:
         now = time.monotonic()
         late = [(s, i) for s, i in batch if s.deadline is not None and now > s.deadline and s.model is None]
         if late:
-            self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward"))
+            self._fail(late, Unavailable("deadline passed: the request waited too long for its first forward pass"))
 
     def _run(self, model: Any, batch: list[tuple[Scoring, int]]) -> None:
         if not batch:

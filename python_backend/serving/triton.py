@@ -33,7 +33,7 @@ class Parameters:
         """Return a required parameter."""
         if not self._values.get(name):
             raise ValueError(
-                f"{self.model}/config.pbtxt lacks the parameter {name}; render it with tools/render_configs.py"
+                f"{self.model}/config.pbtxt has no parameter {name}; render it with tools/render_configs.py"
             )
         return self._values[name]
 
@@ -46,7 +46,7 @@ class Parameters:
         try:
             return int(self.text(name))
         except ValueError as error:
-            raise ValueError(f"{self.model}/config.pbtxt: parameter {name} is no whole number: {error}") from error
+            raise ValueError(f"{self.model}/config.pbtxt: parameter {name} is not an integer: {error}") from error
 
     def path(self, name: str) -> Path:
         """Return a required parameter as an absolute path; relative ones start at tritonserver's working directory."""

@@ -171,7 +171,9 @@ def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        errno.EBUSY, f"locked by another process for {patience_s:g} s; is it stopped?", str(path)
+                        errno.EBUSY,
+                        f"locked by another process for {patience_s:g} s; is that process suspended?",
+                        str(path),
                     ) from None
                 time.sleep(LOCK_POLL_S)
         yield

@@ -180,8 +180,8 @@ class Journal(JournalState):
                 held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
             except TimeoutError:
                 raise JournalLocked(
-                    f"another sidecar follows the journal in {self.root}; one critic has one "
-                    "sidecar: stop the other one first"
+                    f"another sidecar follows the journal in {self.root}; a critic can have only one: "
+                    "stop the other one first"
                 ) from None
             epoch = int((durable.read_json(self.root / "EPOCH") or {"epoch": 0})["epoch"]) + 1
             durable.write_json(self.root / "EPOCH", {"epoch": epoch})
@@ -274,7 +274,7 @@ class Journal(JournalState):
         if run_id is not None and run_id != self.run_id:
             raise StepConflict(
                 f"run_id: {run_id!r}, but this critic belongs to run {self.run_id!r}; give the actor "
-                "the same run.run_id, or start a critic of its own for it"
+                "the same run.run_id, or start a separate critic for it"
             )
 
     def _known(self, step: int, digest: str, last: int) -> Entry:
@@ -285,7 +285,7 @@ class Journal(JournalState):
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise StepConflict(
             f"step: {step} of run {self.run_id!r} {was}; the last step is {last}: send step {last + 1}, "
-            f"or ask critic_save once for rewind_to {step - 1}{self._rewound(step)}"
+            f"or send critic_save once with rewind_to {step - 1}{self._rewound(step)}"
         )
 
     def _next_aside(self) -> Path:
@@ -295,7 +295,7 @@ class Journal(JournalState):
         pending = self._rewind_under_way()
         if pending is not None:
             raise StepConflict(
-                f"a rewind of run {self.run_id!r} to step {pending.target} is under way; wait for its answer"
+                f"a rewind of run {self.run_id!r} to step {pending.target} is in progress; wait for its result"
             )
 
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:

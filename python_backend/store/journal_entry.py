@@ -54,7 +54,7 @@ class Entry:
             num_numbers = (rank is not None) + (target is not None)
             if num_numbers == NUM_NUMBERS[kind] and max(entry.step, entry.rank, entry.target) <= INT64_MAX:
                 return entry
-        raise ValueError(f"{name!r} is no journal entry")
+        raise ValueError(f"{name!r} is not a journal entry")
 
 
 def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[Entry]:

@@ -127,8 +127,8 @@ class JournalState:
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (
-                    f"; the run was rewound from step {entry.step} to step {entry.target}: whoever asked for that last "
-                    "owns the run, and other actors must stop"
+                    f"; the run was rewound from step {entry.step} to step {entry.target}: the actor that requested "
+                    "the last rewind owns the run, and all others must stop"
                 )
         return ""
 

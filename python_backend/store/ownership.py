@@ -49,6 +49,6 @@ def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str)
         is_late = any(owner is not None and owner.session == sender.session for owner in before)
     if is_late:
         raise StepConflict(
-            f"run {run_id!r} was rewound after this request was sent: whoever asked for that last owns the run, and "
-            "other actors must stop"
+            f"run {run_id!r} was rewound after this request was sent: the actor that requested the last "
+            "rewind owns the run, and all others must stop"
         )

@@ -39,7 +39,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not intact:
-        raise DamagedCheckpoint(f"{path} is damaged: its content does not have the sha256 that it names")
+        raise DamagedCheckpoint(f"{path} is damaged: its content does not match its sha256")
     return data
 
 

@@ -230,5 +230,5 @@ def _read_number(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     if not durable.is_number(text.strip()):
-        raise WeightsError(f"{path} holds {text[:40]!r}, not a version number")
+        raise WeightsError(f"{path} contains {text[:40]!r}, not a version number")
     return int(text)

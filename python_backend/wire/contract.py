@@ -137,7 +137,7 @@ def scoring_rows(
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
     rows, width = tokens.shape
     if rows == 0:  # an empty response would never be sent
-        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, there is no row to score")
+        raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must have at least one row")
     check_size(TOKENS, rows, width, limits)
     sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
     prompts = None if prompt_lengths is None else row_lengths(PROMPT_LENGTHS, prompt_lengths, rows, sizes)
@@ -151,8 +151,8 @@ def check_size(name: str, rows: int, width: int, limits: Limits) -> None:
     """Raise ContractError if `rows` * `width` tokens exceed the limit of one request."""
     if rows * width > limits.max_request_tokens:
         raise ContractError(
-            f"{name}: {rows} rows of {width} tokens, padding included, are more than {limits.max_request_tokens} "
-            "(max_request_tokens): send fewer rows in a request"
+            f"{name}: {rows} rows of {width} tokens, padding included, exceed {limits.max_request_tokens} "
+            "(max_request_tokens): send fewer rows per request"
         )
 
 
@@ -226,7 +226,7 @@ def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limit
     if total > limits.max_request_bytes:
         raise ContractError(
             f"{SENTENCES}: {total} bytes with the metadata, more than {limits.max_request_bytes} "
-            "(max_request_bytes): send fewer rows in a request"
+            "(max_request_bytes): send fewer rows per request"
         )
     return total
 

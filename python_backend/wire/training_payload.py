@@ -90,7 +90,7 @@ class SentPayload:
                 )
         expect_vocabulary(self.tokens, self._ends, self.limits)
         if not mask.max() > 0:
-            raise ContractError(f"{MASK}: all 0, there is nothing to train")
+            raise ContractError(f"{MASK}: all 0, there is nothing to train on")
 
     def packed(self) -> TrainPayload:
         """Return the rows without padding, as views of the received arrays where there is none. Does not validate."""
@@ -128,7 +128,7 @@ def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> Sen
     if rows == 1 and lengths is not None and lengths.size > 1:  # packed; one row alone is the same in both forms
         sizes = row_lengths(SEQUENCE_LENGTHS, lengths, lengths.size, width)
         if sizes.sum() != width:
-            raise ContractError(f"{SEQUENCE_LENGTHS}: they sum to {int(sizes.sum())}, {TOKENS} holds {width}")
+            raise ContractError(f"{SEQUENCE_LENGTHS}: sum {int(sizes.sum())}, but {TOKENS} has {width} tokens")
         targets = _targets(arrays, (1, width - len(sizes)))
     else:
         if width < 2:
@@ -174,7 +174,7 @@ def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) ->
             raise ContractError(f"{name}: dtype {array.dtype}, must be float32")
         if array.shape != shape:
             raise ContractError(
-                f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry less than {TOKENS} in each row)"
+                f"{name}: shape {list(array.shape)}, must be {list(shape)} (one entry fewer than {TOKENS} in each row)"
             )
         found[name] = array
     return found

@@ -129,11 +129,11 @@ def refuse(record: RequestRecord, known: dict[int, Result]) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (swap_answers, "answered were the steps 2, 1, 3, sent were 1 to 3"),
-        (lose_an_answer, "answered were the steps 1, 3, sent were 1 to 3"),
-        (answer_twice, "answered were the steps 1, 1-3"),
-        (lose_a_result, "the journal has results of the steps 1, 3"),
-        (train_one_more, "the journal has results of the steps 1-4"),
+        (swap_answers, "steps 2, 1, 3 were answered, steps 1 to 3 were sent"),
+        (lose_an_answer, "steps 1, 3 were answered, steps 1 to 3 were sent"),
+        (answer_twice, "steps 1, 1-3 were answered"),
+        (lose_a_result, "the journal has results of steps 1, 3"),
+        (train_one_more, "the journal has results of steps 1-4"),
         (fail_a_step, "step 2 ended in an error: not finite"),
         (change_the_last_bit, "step 3 has loss 0.125000"),
         (answer_another_loss, "step 3 was answered with"),
@@ -168,7 +168,7 @@ def test_faultless_versions_are_kept(reference: Reference):
     ("change", "current", "words"),
     [
         ({"sha256": sha(9)}, 3, f"version 2 of step 2 has sha256 {sha(9)[:12]}…, without faults it is {sha(2)[:12]}…"),
-        ({"step": 1, "sha256": sha(1)}, 3, "the versions are of the steps 0-1, 1, 3"),
+        ({"step": 1, "sha256": sha(1)}, 3, "the versions are of steps 0-1, 1, 3"),
         ({}, 2, "CURRENT names 2, the last version is 3"),
     ],
 )
@@ -232,8 +232,8 @@ def test_faultless_scores_are_kept(record: RequestRecord, reference: Reference):
         (served(2, value=float("nan")), "values of probe 0 by version 2: off by nan"),
         (served(2, reward=2e-5), "rewards of probe 0 by version 2: off by 2e-05"),
         (dataclasses.replace(served(2), versions=(1,)), "values of probe 0 by version 1: off by 1"),
-        (dataclasses.replace(served(2), versions=(2, 3)), "probe 0 was scored by the versions (2, 3)"),
-        (dataclasses.replace(served(2), versions=(7,)), "probe 0 was scored by the versions (7,)"),
+        (dataclasses.replace(served(2), versions=(2, 3)), "probe 0 was scored by versions (2, 3)"),
+        (dataclasses.replace(served(2), versions=(7,)), "probe 0 was scored by versions (7,)"),
         (dataclasses.replace(served(2), values=b""), "values of probe 0 by version 2: 0 numbers, not 2"),
     ],
 )

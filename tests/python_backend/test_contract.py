@@ -80,8 +80,8 @@ def test_padding_may_hold_anything_and_be_any_length():
         (TOKENS.astype(np.uint8), LENGTHS, "tokens: dtype uint8"),
         (TOKENS[0], LENGTHS, "tokens: shape [4], must be [B, S]"),
         (TOKENS[None], LENGTHS, "tokens: shape [1, 3, 4]"),
-        (TOKENS[:0], LENGTHS[:0], "tokens: shape [0, 4], there is no row"),
-        (TOKENS[:0], None, "tokens: shape [0, 4], there is no row"),
+        (TOKENS[:0], LENGTHS[:0], "tokens: shape [0, 4], must have at least one row"),
+        (TOKENS[:0], None, "tokens: shape [0, 4], must have at least one row"),
         (TOKENS[:, :0], None, "sequence_lengths[0]: 0, an empty sequence"),
         (at(TOKENS, (2, 1), 10), LENGTHS, "tokens[2, 1]: 10 is outside the vocabulary [0, 10)"),
         (at(TOKENS, (0, 3), -1), LENGTHS, "tokens[0, 3]: -1 is outside the vocabulary [0, 10)"),
@@ -200,7 +200,7 @@ HUGE = 2**63 - 1
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: they sum to 6, tokens holds 9"),
+        ({"sequence_lengths": np.array([4, 2])}, "sequence_lengths: sum 6, but tokens has 9 tokens"),
         ({"sequence_lengths": np.array([4, 0, 5])}, "sequence_lengths[1]: 0"),
         ({"sequence_lengths": np.array([HUGE, HUGE, 11])}, f"sequence_lengths[0]: {HUGE}"),  # sums to 9 in 64 bits
         ({"sequence_lengths": LENGTHS.T}, "sequence_lengths: shape [1, 3], must be [3, 1]"),
@@ -294,7 +294,7 @@ def test_one_request_is_bounded():
     with refused("metadata[1]: 5 bytes, must be at most 4 (max_sentence_bytes)"):
         contract.text_bytes(texts, np.array([[b"{}"], [b"{   }"]], dtype=np.object_), limits)
     assert contract.scoring_rows(np.zeros((2, 4), np.int64), None, limits=limits).width == 4
-    with refused("tokens: 3 rows of 3 tokens, padding included, are more than 8 (max_request_tokens)"):
+    with refused("tokens: 3 rows of 3 tokens, padding included, exceed 8 (max_request_tokens)"):
         contract.scoring_rows(np.zeros((3, 3), np.int64), None, limits=limits)
 
 

@@ -97,7 +97,7 @@ def test_under_a_pooled_classifier_the_head_starts_at_0(tmp_path: Path, family: 
     save_tiny(tmp_path, family, "reward")
     critic = load_critic(tmp_path)
     assert all((values == 0).all() for values in critic.values(MIXED))
-    assert critic.note.endswith("pooling of its own: the value head starts at 0")
+    assert critic.note.endswith("has its own pooling: the value head starts at 0")
 
 
 # ---- what is saved ----

@@ -41,7 +41,7 @@ class Instance:
         self.while_loading(number)
         value = float(load_file(folder / WEIGHTS_FILE)["w"][0])
         if value != value:
-            raise ValueError("w holds values that are not finite")
+            raise ValueError("w has values that are not finite")
         return value
 
     @property
@@ -101,7 +101,7 @@ def test_who_died_is_forgotten_when_its_place_is_taken(store: WeightsStore):
     gone = ServingRecord.of_this_process("critic_1", 0)
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
     damaged = publish(store, float("nan"))
-    with pytest.raises(WeightsError, match=f"weights version {damaged} cannot be served: w holds values"):
+    with pytest.raises(WeightsError, match=f"weights version {damaged} cannot be served: w has values"):
         Instance(store).follower.start()
     assert [record.instance for record in store.records.died()] == ["critic_1"]
     store.set_current(0, back=True)
@@ -137,7 +137,7 @@ def test_an_announced_version_that_is_damaged_is_refused_only_if_current_names_i
 def test_a_damaged_version_is_refused_and_the_old_one_serves_on(store: WeightsStore, instance: Instance):
     bad = publish(store, np.nan)
     until(lambda: instance.record.rejected == bad)
-    assert (instance.record.version, instance.record.error) == (0, "w holds values that are not finite")
+    assert (instance.record.version, instance.record.error) == (0, "w has values that are not finite")
     until(lambda: instance.counted[-1] == (bad, True))
     time.sleep(0.03)
     assert [number for number, _ in instance.loaded].count(bad) == 1, "not tried again and again"
@@ -205,7 +205,7 @@ def test_a_damaged_first_version_is_told_with_the_way_out(store: WeightsStore):
         instance.follower.start()
     print(caught.value)
     assert str(caught.value) == (
-        "weights version 1 cannot be served: w holds values that are not finite; `python -m tools weights rollback` "
+        "weights version 1 cannot be served: w has values that are not finite; `python -m tools weights rollback` "
         "serves an older version"
     )
     assert store.records.alive() == []

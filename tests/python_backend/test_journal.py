@@ -91,7 +91,7 @@ def test_a_known_step_with_other_content_is_refused(journal: Journal, answered: 
             done(journal, entry)
     with conflict(
         "step: 2 of run 'run' was already sent with other content; the last step is 3: send step 4, "
-        "or ask critic_save once for rewind_to 1"
+        "or send critic_save once with rewind_to 1"
     ):
         train(journal, 2, 99)
     assert len(journal.entries()) == 3
@@ -270,7 +270,7 @@ def test_nothing_new_is_accepted_during_a_rewind(journal: Journal):
         lambda: journal.accept_rewind(run_id=None, target=1),
         lambda: journal.accept_save(run_id=None),  # it would be set aside, and its caller would wait for ever
     ):
-        with conflict("a rewind of run 'run' to step 0 is under way"):
+        with conflict("a rewind of run 'run' to step 0 is in progress"):
             ask()
     assert train(journal, 1) == first  # what is there already may be asked for
     journal.finish(rewind, Result(rewind.name, 0))

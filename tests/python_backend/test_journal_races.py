@@ -73,7 +73,7 @@ def test_a_payload_without_a_step_follows_the_rewind(journal: Journal):
 def test_nothing_is_accepted_while_a_rewind_is_under_way(journal: Journal):
     for step in (1, 2):
         done(journal, train(journal, step))
-    with conflict("a rewind of run 'run' to step 1 is under way"):
+    with conflict("a rewind of run 'run' to step 1 is in progress"):
         send_during(journal, 3, lambda: journal.accept_rewind(run_id=None, target=1))
     assert [entry.kind for entry in journal.entries()] == ["train", "train", "rewind"]
 

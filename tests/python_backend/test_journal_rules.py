@@ -41,7 +41,7 @@ def answered(journal: Journal, *steps: int, value: float = 0.0) -> None:
 def test_the_actor_that_rewinds_last_owns_the_run(journal: Journal):
     answered(journal, 1, 2, 3)
     rewound(journal, 0)  # an actor on another machine begins anew, or resumes
-    told = "the run was rewound from step 3 to step 0: whoever asked for that last owns the run"
+    told = "the run was rewound from step 3 to step 0: the actor that requested the last rewind owns the run"
     with conflict("step: 4, but the last step of run 'run' is 0; send step 1 first; " + told):
         train(journal, 4)
     answered(journal, 1, 2, value=50)

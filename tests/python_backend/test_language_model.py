@@ -219,5 +219,5 @@ def test_tokens_that_a_model_of_ten_has_no_embedding_for(
 
 
 def test_without_an_end_of_sequence_there_is_no_policy():
-    with pytest.raises(ValueError, match="name no end-of-sequence token"):
+    with pytest.raises(ValueError, match="define no end-of-sequence token"):
         special_tokens(Tokenizer(None, 0, 0), None)

@@ -160,12 +160,12 @@ def refused(*parts: object):
 
 @pytest.mark.parametrize("load", [load_reward, load_critic])
 def test_what_is_no_checkpoint_is_named(tmp_path: Path, load: Callable[[Path], Any]):
-    with refused(tmp_path / "none", "does not exist or is no folder"):
+    with refused(tmp_path / "none", "does not exist or is not a folder"):
         load(tmp_path / "none")
     (tmp_path / "file").write_text("")
-    with refused(tmp_path / "file", "does not exist or is no folder"):
+    with refused(tmp_path / "file", "does not exist or is not a folder"):
         load(tmp_path / "file")
-    with refused(tmp_path, "is no Hugging Face checkpoint: it has no config.json"):
+    with refused(tmp_path, "is not a Hugging Face checkpoint: it has no config.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with refused(tmp_path, "has no model.safetensors: no weights"):
@@ -189,7 +189,7 @@ def test_a_truncated_checkpoint_is_named(tmp_path: Path, load: Callable[[Path], 
 
 def test_a_reward_needs_a_trained_head(tmp_path: Path):
     save_tiny(tmp_path / "body", "llama", "body")
-    with refused("body is no trained reward model", "score.weight"):
+    with refused("body is not a trained reward model", "score.weight"):
         load_reward(tmp_path / "body")
 
 

@@ -159,7 +159,7 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
     folder = save(tmp_path / "0", model, "critic")
     with caplog.at_level(logging.WARNING):
         critic = load_critic(folder)
-    assert ("rows end at original_max_position_embeddings (16), not at max" in caplog.text) == (model != "dynamic")
+    assert ("rows are limited to original_max_position_embeddings (16), not max" in caplog.text) == (model != "dynamic")
     (tmp_path / "1").mkdir()
     save_critic(critic, tmp_path / "1")
     published = json.loads((tmp_path / "1" / "config.json").read_text())

@@ -154,7 +154,7 @@ def test_settings_that_do_not_fit(tmp_path: Path):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_body_is_no_reward(tmp_path: Path, family: str):
     save_tiny(tmp_path, family, "body")
-    with refused(tmp_path, "is no trained reward model"):
+    with refused(tmp_path, "is not a trained reward model"):
         load_reward(tmp_path)
 
 
@@ -168,7 +168,7 @@ def test_a_pooled_head_that_lacks_its_first_layer_is_no_reward(tmp_path: Path):
 def test_a_head_of_another_width_is_named(tmp_path: Path):
     save_tiny(tmp_path, "llama", "body")
     add_tensors(tmp_path, {"v_head.summary.weight": torch.zeros(1, 24)})
-    with refused(tmp_path, "its head takes 24 numbers, its body gives 16"):
+    with refused(tmp_path, "its head has input size 24, its body output size 16"):
         load_reward(tmp_path)
 
 

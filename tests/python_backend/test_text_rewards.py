@@ -161,7 +161,7 @@ def test_only_pooling_by_the_last_token_skips_padding(tmp_path: Path):
 
 def test_a_row_that_cannot_be_read_is_refused(tmp_path: Path):
     save_text_reward(tmp_path, "qwen2", chat_template=None)
-    with pytest.raises(ContractError, match=r"sentences\[0\]: '' has no token"):
+    with pytest.raises(ContractError, match=r"sentences\[0\]: '' has no tokens"):
         serve(tmp_path, [""])
     with pytest.raises(ContractError, match=r"has no chat template; save one in that folder"):
         serve(tmp_path, ["y"], [{"messages": MESSAGES}])

@@ -195,7 +195,7 @@ def test_unreadable_manifests_are_said_so(store: WeightsStore, text: str):
 def test_an_unreadable_current_is_said_so(store: WeightsStore, text: str):
     add(store, 0)
     (store.root / "CURRENT").write_text(text, errors="surrogateescape")
-    with pytest.raises(WeightsError, match=r"CURRENT holds .*, not a version number"):
+    with pytest.raises(WeightsError, match=r"CURRENT contains .*, not a version number"):
         store.current()
 
 
@@ -222,7 +222,9 @@ def test_a_writer_that_was_stopped_is_not_waited_for_for_ever(store: WeightsStor
     monkeypatch.setattr(weights, "WRITER_PATIENCE_S", 0.05, raising=False)
     add(store, 0)
     with WeightsStore(store.root)._writing():
-        with pytest.raises(OSError, match=r"locked by another process for 0.05 s; is it stopped\?: .*WRITER"):
+        with pytest.raises(
+            OSError, match=r"locked by another process for 0.05 s; is that process suspended\?: .*WRITER"
+        ):
             add(store, 1)
         with pytest.raises(OSError, match="WRITER"):
             store.prune(keep=1)

@@ -92,7 +92,7 @@ BAD_SCORING = {
     ),
     "empty sentence": (
         {"sentences": np.asarray([[b"A list"], [b""]], dtype=np.object_)},
-        "sentences[1]: '' has no token, an empty sequence cannot be scored",
+        "sentences[1]: '' has no tokens, an empty sequence cannot be scored",
     ),
     "sentence that is no UTF-8": (
         {"sentences": np.asarray([[b"A \xff list"]], dtype=np.object_)},
@@ -166,7 +166,7 @@ TOO_MUCH = {
     "rows": ({"tokens": np.zeros((8193, 1), np.int64)}, "batch-size must be <= 8192"),
     "tokens": (
         {"tokens": np.zeros((5000, 1000), np.int64), "sequence_lengths": np.ones((5000, 1), np.int64)},
-        "tokens: 5000 rows of 1000 tokens, padding included, are more than 4000000 (max_request_tokens)",
+        "tokens: 5000 rows of 1000 tokens, padding included, exceed 4000000 (max_request_tokens)",
     ),
     "a sentence": (sentences("x" * 1_000_001), "sentences[0]: 1000001 bytes, must be at most 1000000"),
     "sentences": (sentences(*["x" * 900_000] * 5), "sentences: 4500000 bytes with the metadata, more than 4000000"),
@@ -210,7 +210,7 @@ BAD_TRAINING = {
     "negative mask": ({**GOOD, "mask": changed(GOOD["mask"], (0, 1), -1)}, "mask[0, 1]: -1, must not be negative"),
     "mask of the wrong shape": (
         {**GOOD, "mask": np.ones((4, 12), np.float32)},
-        "mask: shape [4, 12], must be [4, 11] (one entry less than tokens in each row)",
+        "mask: shape [4, 12], must be [4, 11] (one entry fewer than tokens in each row)",
     ),
     "returns of other rows": ({**GOOD, "returns": GOOD["returns"][:3]}, "returns: shape [3, 11], must be [4, 11]"),
     "empty mask": ({**GOOD, "mask": GOOD["mask"] * 0}, "mask: all 0, there is nothing to train"),
@@ -224,7 +224,7 @@ BAD_TRAINING = {
     "one token": ({**GOOD, "tokens": GOOD["tokens"][:, :1]}, "a row needs at least 2 tokens"),
     "packed lengths that do not sum up": (
         {**PACKED, "sequence_lengths": np.asarray([[12], [12], [12], [11]])},
-        "sequence_lengths: they sum to 47, tokens holds 48",
+        "sequence_lengths: sum 47, but tokens has 48 tokens",
     ),
     "packed targets of the wrong shape": (
         {**PACKED, "mask": PACKED["mask"][:, :-1]},
@@ -309,7 +309,7 @@ def test_a_known_step_with_other_content_is_refused(live: System) -> None:
     assert error.code == "400"
     assert error.message.startswith(
         f"step: {step} of run 'test' was already sent with other content; the last step is {step}: "
-        f"send step {step + 1}, or ask critic_save once for rewind_to {step - 1}"
+        f"send step {step + 1}, or send critic_save once with rewind_to {step - 1}"
     )
 
 

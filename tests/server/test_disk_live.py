@@ -59,7 +59,7 @@ def train_in_the_end(run: LiveRun, step: int) -> int:
         try:
             return train(run, step)
         except Refused as cause:
-            if "the sidecar cannot go on" not in cause.message:
+            if "the sidecar cannot continue" not in cause.message:
                 raise
 
 
@@ -98,7 +98,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
                 weights.fill()
                 cause = refused(run, 2)  # accepted; then publishing waits for space
                 assert cause.code == "503"
-                assert "the sidecar cannot go on (publishing step 2): [Errno 28] No space left" in cause.message
+                assert "the sidecar cannot continue (publishing step 2): [Errno 28] No space left" in cause.message
                 assert "step 2 of run 'test' is journalled and will be done" in cause.message
                 assert system.sidecar.poll() is None
                 weights.empty()
@@ -134,7 +134,7 @@ def test_a_sidecar_on_a_full_disk_is_named_by_the_server(tmp_path: Path, checkpo
             disk.fill()
             cause = refused(run, 2)
             assert cause.code == "503"
-            assert "the journal's disk refuses: No space left on device" in cause.message
+            assert "the journal's disk cannot be written: No space left on device" in cause.message
             disk.empty()
             system.sidecar.process.send_signal(signal.SIGCONT)
             assert train(run, 2) == 2

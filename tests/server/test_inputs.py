@@ -74,7 +74,7 @@ def test_messages_are_rendered_with_the_sentence_as_the_reply(live: System, chec
     [
         ("hello", "metadata[0].messages: hello, must be a list of"),
         ([{"role": "user"}], "metadata[0].messages: [{'role': 'user'}], must be a list of"),
-        ([{"role": "nobody", "content": "x"}], "the chat template refuses it: nobody cannot speak"),
+        ([{"role": "nobody", "content": "x"}], "the chat template rejects it: nobody cannot speak"),
     ],
 )
 def test_a_conversation_that_cannot_be_rendered_is_refused(live: System, messages: Any, reason: str) -> None:
@@ -109,7 +109,7 @@ def test_response_values_need_prompt_lengths_that_fit(live: System) -> None:
         ({"prompt_lengths": np.asarray([[0], [1]])}, "prompt_lengths[0]: 0, must be between 1 and the 6 tokens sent"),
         (
             {"prompt_lengths": np.asarray([[1], [1]]), "sentences": texts("x", "y")},
-            "prompt_lengths: counts the tokens of tokens, and sentences were sent",
+            "prompt_lengths: only valid with tokens, but sentences was sent",
         ),
     ):
         with pytest.raises(Refused) as caught:
@@ -154,7 +154,7 @@ def test_every_bad_field_fails_its_own_request(live: System, checkpoints: Checkp
         ({"sequence_lengths": lengths}, "tokens: missing"),
         ({"sentences": texts(b"\xff\xfe")}, "sentences[0]: not UTF-8"),
         ({"sentences": texts(b"a" * 10_000_000)}, "sentences[0]: 10000000 bytes, must be at most 1000000"),
-        ({"sentences": texts("")}, "sentences[0]: '' has no token"),
+        ({"sentences": texts("")}, "sentences[0]: '' has no tokens"),
         ({"sentences": texts("x"), "metadata": texts("{")}, "metadata[0]: '{' is not JSON"),
         ({"sentences": texts("x"), "metadata": texts("[]")}, "metadata[0]: '[]', must be a JSON object"),
     ]

@@ -311,7 +311,7 @@ def test_a_version_with_nan_is_refused_before_it_is_served(live: System, publish
     with pytest.raises(VersionRejected) as caught:
         publisher.publish(critic, step=live.run.journal.last_step(), beat=lambda _: None)
     print(caught.value)
-    assert "model.layers.1.mlp.up_proj.weight holds values that are not finite" in str(caught.value)
+    assert "model.layers.1.mlp.up_proj.weight has values that are not finite" in str(caught.value)
     assert live.run.store.current() == current
     assert_serves(live.run, current)
 

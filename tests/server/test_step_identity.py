@@ -103,5 +103,5 @@ def test_a_second_sidecar_ends_with_one_sentence(live: System) -> None:
     lines = second.log_path.read_text().splitlines()
     root = live.run.journal.root
     assert lines == [
-        f"error: another sidecar follows the journal in {root}; one critic has one sidecar: stop the other one first"
+        f"error: another sidecar follows the journal in {root}; a critic can have only one: stop the other one first"
     ]

@@ -75,7 +75,7 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path, mode
         with ControlPlane(server.section.grpc_url) as control:
             while not any("serves again" in line for line in lines):
                 control.probe_scoring("reward_model", ("rewards",), 5.0)
-            assert f"the process of {model} has died: loading the model anew" in lines
+            assert f"the process of {model} has died: reloading the model" in lines
             assert stub_of(server, model).pid != killed.pid
             control.probe_scoring("critic", ("values",), 5.0)
             control.probe_rejection("critic_train", 5.0)
@@ -280,7 +280,7 @@ def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
     try:
         first = supervisor.server
         block.touch()
-        until(lambda: "though it has just been replaced" in str(supervisor._health.trouble))
+        until(lambda: "although it has just been replaced" in str(supervisor._health.trouble))
         block.unlink()
         until(lambda: supervisor.look() or supervisor.server is not first)
         with supervisor.server.control() as control:

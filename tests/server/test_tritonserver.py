@@ -90,8 +90,8 @@ def test_a_port_that_is_taken(tmp_path: Path, key: str) -> None:
         with pytest.raises(ServerStartError) as caught:
             server.start()
     assert str(caught.value) == (
-        f"port {port} (server.{key}) on 127.0.0.1 cannot be used: Address already in use; stop what uses it, "
-        f"or set server.{key} to another port (0 takes a free one)"
+        f"port {port} (server.{key}) on 127.0.0.1 cannot be used: Address already in use; stop the process that uses "
+        f"it, or set server.{key} to another port (0 picks a free one)"
     )
     assert not server.log_path.exists()
 
@@ -100,7 +100,7 @@ def test_ports_must_differ_and_the_host_must_be_ours(tmp_path: Path) -> None:
     section = tiny_server(tmp_path).section
     with pytest.raises(ServerStartError, match=r"server\.http_port and server\.metrics_port are both"):
         check_ports(section.model_copy(update={"metrics_port": section.http_port}))
-    with pytest.raises(ServerStartError, match=r"server\.host 192\.0\.2\.1 is no address of this machine"):
+    with pytest.raises(ServerStartError, match=r"server\.host 192\.0\.2\.1 is not an address of this machine"):
         tiny_server(tmp_path, host="192.0.2.1")
 
 
@@ -108,7 +108,7 @@ def test_an_empty_repository(tmp_path: Path) -> None:
     (tmp_path / "repository").mkdir()
     with (
         tiny_server(tmp_path) as server,
-        pytest.raises(ServerStartError, match="holds no model: `python -m tools render`"),
+        pytest.raises(ServerStartError, match="contains no model; run `python -m tools render`"),
     ):
         server.wait_ready()
 

@@ -94,7 +94,7 @@ def test_rollback_without_an_instance_moves_current_and_says_so(rig: Rig, tmp_pa
     rig.stop()
     rig.instances.pop().close()
     assert main(["rollback", *config_of(rig, tmp_path), "--to", "1"]) == 1
-    assert "CURRENT is 3 now; no instance is alive" in capsys.readouterr().err
+    assert "CURRENT is now 3, but no instance is alive" in capsys.readouterr().err
     assert rig.store.current() == 3
 
 

@@ -87,7 +87,7 @@ def test_a_damaged_memory_is_measured_anew(content: str, tmp_path: Path, monkeyp
 def test_a_checkpoint_that_cannot_be_measured_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
     config = RunConfig.model_validate({"reward": {"checkpoint": str(tmp_path / "none")}, "critic": FIXED})
-    with pytest.raises(ConfigError, match="none is no Hugging Face checkpoint"):
+    with pytest.raises(ConfigError, match="none is not a Hugging Face checkpoint"):
         settle(config, lambda line: None)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"}')

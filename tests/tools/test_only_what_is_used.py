@@ -110,7 +110,7 @@ def test_what_is_rendered_loaded_measured_and_demanded(
     made: list[str] = []
     monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
     tools.serve.ensure_first_version(config, path, [])
-    assert made == (["making version 0 of the critic's weights"] if algorithm == "ppo" else [])
+    assert made == (["creating version 0 of the critic's weights"] if algorithm == "ppo" else [])
 
 
 @every_combination
@@ -144,9 +144,9 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
 
     start = f" (relative paths start at {Path.cwd()})"
     assert missing({}, server=True).splitlines() == [
-        "reward.checkpoint: checkpoints/reward does not exist or is no folder; give the folder of a Hugging Face "
+        "reward.checkpoint: checkpoints/reward does not exist or is not a folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or give `rewards` functions alone",
-        "critic.checkpoint: checkpoints/critic does not exist or is no folder; give the folder of a Hugging Face "
+        "critic.checkpoint: checkpoints/critic does not exist or is not a folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
     ]
     no_critic = {"algorithm_name": "reinforce++"}
@@ -184,7 +184,7 @@ def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpo
             check_files(RunConfig.model_validate({"reward": {"checkpoint": str(folder)}}), server=True, actor=True)
         return next(line for line in str(caught.value).splitlines() if line.startswith("reward."))
 
-    assert f"reward.checkpoint: {checkpoints.policy} is no trained reward model" in refused(checkpoints.policy)
+    assert f"reward.checkpoint: {checkpoints.policy} is not a trained reward model" in refused(checkpoints.policy)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(checkpoints.reward / name, tmp_path / name)
     assert f"reward.checkpoint: {tmp_path} holds no tokenizer, so whether" in refused(tmp_path)

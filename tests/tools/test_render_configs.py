@@ -137,7 +137,7 @@ def test_the_training_key_is_rendered_as_its_hash(monkeypatch: pytest.MonkeyPatc
 
 def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} holds no tokenizer")):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path} has no tokenizer")):
         parsed(critic={"checkpoint": str(tmp_path)})
 
 
@@ -152,14 +152,14 @@ def broken(model: str, old: str, new: str) -> dict:
     ("model", "old", "new", "message"),
     [
         ("critic", " allow_ragged_batch: true", "", "critic/config.pbtxt: input tokens needs allow_ragged_batch"),
-        ("critic_train", 'backend: "python"', "backend: python", "critic_train/config.pbtxt is not what Triton"),
-        ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not what Triton"),
+        ("critic_train", 'backend: "python"', "backend: python", "critic_train/config.pbtxt is not valid for Triton"),
+        ("critic_train", 'backend: "python"', 'backand: "python"', "critic_train/config.pbtxt is not valid for Triton"),
         ("critic", 'name: "critic"', 'name: "kritic"', "critic/config.pbtxt: name is 'kritic'"),
         ("critic", 'name: "values" data_type: TYPE_FP32', 'name: "values" data_type: TYPE_FP16', "tensor values"),
         ("critic_infer", 'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',
          'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]', "tensor rewards does not fit reward_model"),
         ("critic_infer", 'output_map { key: "response_values" value: "response_values" }', "",
-         "critic_infer/config.pbtxt: no step gives output response_values"),
+         "critic_infer/config.pbtxt: no step produces output response_values"),
         ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "tensor ids does not fit critic"),
     ],
 )  # fmt: skip

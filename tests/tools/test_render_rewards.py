@@ -115,7 +115,10 @@ def test_a_reward_that_is_gone_from_the_yaml_is_gone_from_the_repository(tmp_pat
         ("{model: {timeout_s: 1}}", "rewards.model.timeout_s: 'model' is the checkpoint of the section reward"),
         ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the checkpoint of the section reward"),
         ("{length: {weight: 1}}", "rewards.length.function is missing: only 'model'"),
-        ("{length: {function: nonsense}}", "'nonsense' is no function; write path/to/file.py:name or package"),
+        (
+            "{length: {function: nonsense}}",
+            "'nonsense' does not name a function; write path/to/file.py:name or package",
+        ),
         ("{length: {function: 'a:b', weight: .nan}}", "rewards.length.weight: Input should be a finite number"),
         ("{length: {function: 'a:b', timeout_s: 0}}", "rewards.length.timeout_s: Input should be greater than 0"),
         ("{length: {function: 'a:b', workers: 0}}", "rewards.length.workers: Input should be greater than or equal"),

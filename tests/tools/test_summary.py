@@ -160,7 +160,7 @@ def test_missing_key_of_the_actor_is_named(run_dir: Path):
     ("rows", "message"),
     [
         (SAMPLES[:3], "2 texts before, 1 after; without a partner: b"),
-        ([*SAMPLES, SAMPLES[0]], "'a' comes twice with when='before'"),
+        ([*SAMPLES, SAMPLES[0]], "'a' occurs twice with when='before'"),
         ([*SAMPLES[:3], sample("b", "after", " x", 0.0, prompt="Other")], "prompt 'b' differs"),
         ([SAMPLES[0] | {"when": "later"}], "'later', not 'before' or 'after'"),
         ([], "0 texts before, 0 after"),

@@ -273,7 +273,7 @@ def test_weights_that_are_not_finite_are_never_served(rig: Rig, bad: float):
     critic = load_critic(rig.store.folder(1))
     with torch.no_grad():
         critic.model.classifier.bias[0] = bad
-    with pytest.raises(VersionRejected, match=r"version 2: classifier\.bias holds values that are not finite"):
+    with pytest.raises(VersionRejected, match=r"version 2: classifier\.bias has values that are not finite"):
         publisher(rig).publish(critic, step=2, beat=lambda _: None)
     assert rig.store.current() == 1
 

@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no safetensors": (
         lambda folder: change_bytes(folder / WEIGHTS_FILE, lambda data: b"PK" + data[2:]),
-        r"version 1: cannot read model\.safetensors: .* is damaged or no safetensors file",
+        r"version 1: cannot read model\.safetensors: .* is damaged or not a safetensors file",
     ),
     "no weights file": (
         lambda folder: (folder / WEIGHTS_FILE).unlink(),
@@ -93,7 +93,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "unreadable folder": (unreadable, "version 1: unreadable manifest: .*Not a directory"),
     "not a number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.weight"].fill_(float("nan"))),
-        r"version 1: classifier\.weight holds values that are not finite",
+        r"version 1: classifier\.weight has values that are not finite",
     ),
     "a tensor is missing": (
         lambda folder: rewrite(folder, lambda tensors: tensors.pop("classifier.bias")),
@@ -111,11 +111,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another family": (
         lambda folder: edit_json(folder / CONFIG_FILE, model_type="llama"),
-        "version 1: .* is a llama model, the served critic is ",
+        "version 1: .* is a llama model, but the served critic is ",
     ),
     "another forward of the same shapes": (
         lambda folder: edit_json(folder / CONFIG_FILE, hidden_act="relu", rms_norm_eps=0.5),
-        r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, of the served critic ",
+        r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, in the served critic ",
     ),
     "another number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.bias"].add_(0.01)),

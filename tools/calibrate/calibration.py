@@ -96,7 +96,7 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
         return known
     pairs = splits(cores, section)
     log(
-        f"{role}: measuring the fastest settings, once for this model on this machine (some minutes); to skip it, set "
+        f"{role}: measuring the fastest settings, once for this model on this machine (a few minutes); to skip it, set "
         f"{role}.{', '.join(UNMEASURED)}"
     )
     results = {}
@@ -146,7 +146,9 @@ def _measure(
             f"{f', {role}.'.join(UNMEASURED)} instead of leaving them `auto`"
         ) from error
     if done.returncode != 0:
-        raise ConfigError(f"{role}.checkpoint: {(done.stderr.strip() or 'the measurement died').splitlines()[-1]}")
+        raise ConfigError(
+            f"{role}.checkpoint: {(done.stderr.strip() or 'the measuring process died').splitlines()[-1]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -154,7 +156,7 @@ def _identity(section: ModelSection, cores: int) -> str:
     """Hash what the measurement depends on: the model, the fixed settings, the machine, the libraries."""
     folder = section.checkpoint
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is no Hugging Face checkpoint: it has no config.json")
+        raise ConfigError(f"{folder} is not a Hugging Face checkpoint: it has no config.json")
     parts = [
         (folder / "config.json").read_text(),
         sorted((path.name, path.stat().st_size) for path in folder.glob("*.safetensors")),

@@ -53,7 +53,7 @@ def paired_ci95(
     Raises ValueError if the two differ in length or are empty.
     """
     if len(before) != len(after) or len(before) == 0:
-        raise ValueError(f"pairs are needed: {len(before)} scores before, {len(after)} after")
+        raise ValueError(f"scores must be paired: {len(before)} before, {len(after)} after")
     differences = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(len(differences), size=(num_resamples, len(differences)))
     low, high = np.percentile(differences[picks].mean(axis=1), [2.5, 97.5])

@@ -87,7 +87,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     accuracy = pair_accuracy(
         r.score_texts(model, tokenizer, unseen), [score(text) for text in unseen], margin=reward_recipe.pair_margin
     )
-    log(f"reward model: {accuracy:.3f} of the pairs of unseen topics right")
+    log(f"reward model: pairwise accuracy {accuracy:.3f} on unseen topics")
     mean, std = rewards.mean().item(), rewards.std().item()
     r.save_reward(model, tokenizer, root / "reward", mean=mean, std=std)
     figures = {"pair_accuracy": accuracy, "num_texts": len(texts), "reward_mean": mean, "reward_std": std}

@@ -115,7 +115,7 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[s
         "num_train_prompts": len(prompts), "num_validation_prompts": len(validation),
         "seconds": time.monotonic() - start,
     }  # fmt: skip
-    log(f"reward model: pairs right {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
+    log(f"reward model: pairwise accuracy {accuracies[0]:.3f} (real), {accuracies[1]:.3f} (samples)")
     log(f"prepared in {figures['seconds']:.0f} s")
     return figures
 
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a tiny version in seconds; it hardly learns")
+    parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
     arguments = parser.parse_args(argv)
     try:
         built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)

@@ -39,7 +39,7 @@ def build_once(
     out_dir = Path(out_dir).absolute()
     ready = _load(out_dir, fingerprint)
     if ready is not None:
-        log(f"prepared before: {out_dir}")
+        log(f"already prepared: {out_dir}")
         return ready
     if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MANIFEST).is_file():
         raise PreparationError(f"{out_dir} is neither empty nor a prepared demo: choose another folder")

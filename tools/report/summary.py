@@ -26,7 +26,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in its order, with their desc
     "gold_after": "The same for the final policy.",
     "gold_ci95": "95 % interval of the gold gain: paired bootstrap over the prompts.",
     "top_word": "The rated word that contributed most to the gold gain.",
-    "gold_gain_without_top_word_ci95": "The gain's 95 % interval when that word is taken out of the lexicon.",
+    "gold_gain_without_top_word_ci95": "The gain's 95 % interval when that word is removed from the lexicon.",
     "kl_final": "KL from the initial to the final policy, nats per sequence, on the held-out prompts.",
     "distinct2_before": "Distinct bigrams of words over all bigrams, in all held-out responses before training.",
     "distinct2_after": "The same after training: a collapse onto a few phrases would show here.",
@@ -34,11 +34,11 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in its order, with their desc
     "unique_after": "The same after training.",
     "ev_v0": "Share of the returns' variance that critic version 0 explains on the held-out rollouts.",
     "ev_last": "The same for the last version, asked through the server, on the same rollouts.",
-    "weights_version": "Version of the critic's weights that the server ended with.",
-    "critic_updates": "Updates of the critic that the sidecar was sent.",
-    "failed_critic_updates": "Those of them that the sidecar answered with an error; the run went on.",
-    "reloads_swap": "New weights taken in place, inside the running server process.",
-    "reloads_triton": "New weights taken through Triton's load call, in a fresh model instance.",
+    "weights_version": "Version of the critic's weights that was served at the end.",
+    "critic_updates": "Critic updates that were sent to the sidecar.",
+    "failed_critic_updates": "Critic updates that failed in the sidecar; the run continued.",
+    "reloads_swap": "New weights loaded in place, inside the running server process.",
+    "reloads_triton": "New weights loaded through Triton's load call, in a fresh model instance.",
     "failed_requests": "Requests that failed, by the client's count.",
     "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
     "masked_samples": "Samples left out of training because they have no reward.",
@@ -125,7 +125,7 @@ def read_pairs(run_dir: Path) -> list[Pair]:
         if side is None:
             raise ValueError(f"{path}: 'when' is {row['when']!r}, not 'before' or 'after'")
         if row["prompt_id"] in side:
-            raise ValueError(f"{path}: prompt_id {row['prompt_id']!r} comes twice with when={row['when']!r}")
+            raise ValueError(f"{path}: prompt_id {row['prompt_id']!r} occurs twice with when={row['when']!r}")
         side[row["prompt_id"]] = row
     before, after = sides["before"], sides["after"]
     unpaired = sorted(before.keys() ^ after.keys())

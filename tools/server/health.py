@@ -155,7 +155,7 @@ class ServerHealth:
         begin = time.monotonic()
         if begin < watched.again_at:
             return
-        self._log(f"{reason}: loading the model anew")
+        self._log(f"{reason}: reloading the model")
         watched.replacements += 1
         pause_s = min(LONGEST_PAUSE_S, 2.0 ** (watched.replacements - 1))
         try:
@@ -168,7 +168,7 @@ class ServerHealth:
         else:
             self._log(f"{model} serves again after {time.monotonic() - begin:.1f} s")
             if watched.replacements > 1:
-                self.trouble = f"{reason}, though it has just been replaced"
+                self.trouble = f"{reason}, although it has just been replaced"
         watched.again_at = time.monotonic() + pause_s
 
 

@@ -63,7 +63,7 @@ def load_and_probe(
     """
     models = {path.parent.name for path in repository.glob("*/config.pbtxt")}
     if not models:
-        raise ServerStartError(f"{repository} holds no model: `python -m tools render` makes them")
+        raise ServerStartError(f"{repository} contains no model; run `python -m tools render`")
     deadline = time.monotonic() + section.start_timeout_s
 
     def time_left() -> float:
@@ -84,7 +84,7 @@ def too_slow(section: ServerSection) -> str:
     """Return the error message for models that are not ready in time."""
     return (
         f"the models were not ready within {section.start_timeout_s:g} s: the server's log shows "
-        "what they wait for; if only time is missing, raise server.start_timeout_s"
+        "what they are waiting for; if they only need more time, raise server.start_timeout_s"
     )
 
 

@@ -43,7 +43,7 @@ def check_ports(section: ServerSection) -> None:
             except OSError as error:
                 raise ServerStartError(
                     f"port {port} (server.{key}) on {section.host} cannot be used: {error.strerror}; "
-                    f"stop what uses it, or set server.{key} to another port (0 takes a free one)"
+                    f"stop the process that uses it, or set server.{key} to another port (0 picks a free one)"
                 ) from error
 
 
@@ -66,4 +66,4 @@ def _address(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _cannot_bind(host: str, error: OSError) -> str:
-    return f"server.host {host} is no address of this machine ({error.strerror}): 127.0.0.1 always is"
+    return f"server.host {host} is not an address of this machine ({error.strerror}); 127.0.0.1 always is"

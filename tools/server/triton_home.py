@@ -140,7 +140,7 @@ def _stub(path: Path) -> Path:
         known = f"; there are stubs for {', '.join(versions)}" if versions else ""
         raise ServerStartError(
             f"this tritonserver has no python backend stub for Python {_PYTHON} ({path}){known}: "
-            "make the virtual environment with such a Python, or install another nvidia-pytriton"
+            "create the virtual environment with a Python that has one, or install another nvidia-pytriton"
         )
     built_for = re.search(rb"libpython(3\.\d+)", path.read_bytes())
     if built_for and built_for[1].decode() != _PYTHON:

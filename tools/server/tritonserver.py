@@ -81,7 +81,7 @@ class TritonServer:
         """
         # The kernel sends the parent-death signal when the *thread* that started the child ends.
         assert threading.current_thread() is threading.main_thread(), "start the server from the main thread"
-        assert self._process is None, "a server object starts once"
+        assert self._process is None, "a server object can start only once"
         check_ports(self.section)
         for prefix in remove_abandoned():
             self._log(f"removed the shared memory {prefix}* of a server that was killed")
