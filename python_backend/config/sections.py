@@ -142,8 +142,6 @@ class ModelSection(Section):
     """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
     """Fixed cost of a forward pass, in tokens: rows share a pass while that saves more than their padding costs."""
-    allocator: Literal["default", "retain"] | Auto = "auto"
-    """Memory freed by a forward pass: `default` returns it to the system as glibc does, `retain` keeps it for reuse."""
     micro_batch_rows: Count = 64
     """Maximum rows in one forward pass."""
     strip_sequence_length_to_multiple: Count = 1
@@ -182,7 +180,6 @@ UNMEASURED = {  # values of `auto` settings that were not measured
     "threads": 1,
     "token_budget": 1024,
     "forward_overhead_tokens": 64,
-    "allocator": "retain",
 }
 
 
