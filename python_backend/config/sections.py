@@ -228,8 +228,6 @@ class CriticSection(ModelSection):
     """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
     """How instances take up a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
-    poll_interval_ms: Count = 5
-    """Interval at which an instance checks whether CURRENT has changed."""
 
 
 class ReferenceSection(ModelSection):
