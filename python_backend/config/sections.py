@@ -96,8 +96,6 @@ class ServerSection(Section):
     """Timeout for loading one model."""
     exit_timeout_s: CountOrZero = 5
     """How long tritonserver waits for open connections when it shuts down."""
-    log_limit_mb: Count = 64
-    """Size at which the log of a process that `tools` started is renamed to `.previous.log` and a new one begins."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
     training_key_env: str | None = None
