@@ -51,7 +51,6 @@ class Setup:
     overhead_tokens: int
     """Fixed cost of a forward pass, in tokens."""
     queue_delay_us: int
-    tuned_allocator: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel",
     reward = RewardSection(
         checkpoint=setup.checkpoint, instances=instances, workers=workers, threads=split.threads,
         token_budget=setup.token_budget, micro_batch_rows=MAX_ROWS, forward_overhead_tokens=setup.overhead_tokens,
-        allocator="retain" if setup.tuned_allocator else "default", queue_delay_us=setup.queue_delay_us,
+        queue_delay_us=setup.queue_delay_us,
     )  # fmt: skip
     config = RunConfig(
         run=RunSection(dir=folder, run_id="bench"), reward=reward,
@@ -168,7 +167,7 @@ def _folders(name: str, setup: Setup, split: Split) -> tuple[Path, Path]:
 
 def _arguments(setup: Setup, split: Split, counters: Path) -> dict[str, Any]:
     return {
-        "checkpoint": setup.checkpoint, "counters": counters, "threads": split.threads, "tuned": setup.tuned_allocator,
+        "checkpoint": setup.checkpoint, "counters": counters, "threads": split.threads,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from python_backend.serving.allocator import use_allocator
+from python_backend.serving.allocator import keep_freed_memory
 
 FIELDS = ("forward_tokens", "computed_tokens")
 """Tokens of the rows, and positions that were computed, padding included."""
@@ -36,14 +36,12 @@ def read_counters(folder: Path) -> dict[str, int]:
 class CountedReward:
     """The reward model of an instance outside tritonserver, with our lean forward pass or with transformers' own."""
 
-    def __init__(
-        self, checkpoint: str | Path, counters: str | Path, *, threads: int, tuned: bool, lean: bool = False
-    ) -> None:
+    def __init__(self, checkpoint: str | Path, counters: str | Path, *, threads: int, lean: bool = False) -> None:
         import torch
 
         from python_backend.models.modeling import load_reward, quiet_transformers
 
-        use_allocator("retain" if tuned else "default")
+        keep_freed_memory()
         torch.set_num_threads(threads)
         quiet_transformers()
         self._reward = load_reward(Path(checkpoint))

@@ -19,13 +19,13 @@ from benchmarks.trace import make_trace
 from python_backend.serving.scheduling import RowPool
 
 
-def serve_one_forward(ports: list[int], checkpoint: str, counters: str, threads: int, tuned: bool) -> None:
+def serve_one_forward(ports: list[int], checkpoint: str, counters: str, threads: int) -> None:
     """Run one forward per request, as OpenRLHF's remote reward server does, on `POST /score`.
 
     Leaner than OpenRLHF's server: binary bodies, no tokenisation, and the forward pass in a thread, so that the event
     loop keeps accepting requests.
     """
-    model, executor = CountedReward(checkpoint, counters, threads=threads, tuned=tuned), ThreadPoolExecutor(1)
+    model, executor = CountedReward(checkpoint, counters, threads=threads), ThreadPoolExecutor(1)
 
     async def score(request: web.Request) -> web.Response:
         rows = unpack(await request.read())
@@ -48,9 +48,9 @@ def unpack(body: bytes) -> list[np.ndarray]:
     return np.split(numbers[count + 1 :], ends[:-1])
 
 
-def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int, tuned: bool) -> None:
+def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int) -> None:
     """Score the server's micro-batches without a server on `POST /run`: an upper bound for these cores."""
-    model = CountedReward(checkpoint, counters, threads=threads, tuned=tuned, lean=True)
+    model = CountedReward(checkpoint, counters, threads=threads, lean=True)
 
     async def run(**job: Any) -> dict[str, Any]:
         return run_share(model, **job)

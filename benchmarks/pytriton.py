@@ -34,12 +34,12 @@ PAYLOAD = (TOKENS, SEQUENCE_LENGTHS, RETURNS, contract.PREV_VALUES, contract.MAS
 
 
 def serve_reward(
-    ports: Sequence[int], checkpoint: str, counters: str, threads: int, tuned: bool, instances: int, strip_multiple: int
+    ports: Sequence[int], checkpoint: str, counters: str, threads: int, instances: int, strip_multiple: int
 ) -> None:
     """Serve `rewards` for requests of one common padded length; `strip_multiple` 0 computes the width as sent."""
 
     def load() -> Callable[..., Any]:
-        return make_callable(CountedReward(checkpoint, counters, threads=threads, tuned=tuned), strip_multiple)
+        return make_callable(CountedReward(checkpoint, counters, threads=threads), strip_multiple)
 
     def bind(triton: Triton) -> None:
         callables = [load() for _ in range(instances)]

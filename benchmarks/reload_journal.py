@@ -18,7 +18,7 @@ from benchmarks.reload_windows import ratio
 from benchmarks.trace import SIZES, VOCAB_SIZE, make_checkpoint, noise_payload
 from benchmarks.update import one_update
 from python_backend.config import TrainerSection
-from python_backend.serving.allocator import use_allocator
+from python_backend.serving.allocator import keep_freed_memory
 from python_backend.store.durable import sync_directory
 from python_backend.store.journal import Journal
 from python_backend.wire.contract import Limits
@@ -37,7 +37,7 @@ def measure(stage: Stage) -> dict[str, Any]:
     folder = stage.folder / "journal"
     shutil.rmtree(folder, ignore_errors=True)
     journal = Journal(folder, RUN_ID)
-    use_allocator("retain")  # as critic_train does
+    keep_freed_memory()  # as critic_train does
     with on_core(*range(os.cpu_count() or 1)):  # critic_train computes the digest in a second thread
         steps = range(1, settings.journal_repeats + 1)
         samples = [accept_once(journal, arrays, limits, step, folder) for step in steps]

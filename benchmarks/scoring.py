@@ -37,7 +37,6 @@ OPTIONS = {
     "splits": Option([f"1x{CORES}", f"{CORES}x1"], "instances x threads to choose from", quick=["2x1"]),
     "token_budget": Option([256, 512, 1024], "of ours; `ideal` picks the fastest", quick=[256]),
     "queue_delay_us": Option(2000, "of ours"),
-    "allocator": Option("tuned", "malloc settings of all contenders", known=("tuned", "default")),
     "scaling_tokens": Option([1000, 10_000, 100_000, 1_000_000], "sizes of the growth run", quick=[1000, 10_000]),
 }
 NUM_CHECKED = 4  # rewards that every contender must agree on
@@ -83,7 +82,7 @@ class ModelBench:
         setup = Setup(
             checkpoint=checkpoint, folder=checkpoint.parent / self.size.name,
             token_budget=self.settings.token_budget[0], overhead_tokens=forward_overhead(checkpoint),
-            queue_delay_us=self.settings.queue_delay_us, tuned_allocator=self.settings.allocator == "tuned",
+            queue_delay_us=self.settings.queue_delay_us,
         )  # fmt: skip
         paces: dict[str, Pace] = {}
         started: dict[str, Contender] = {}

@@ -117,7 +117,7 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
     (folder / "counters").mkdir(parents=True, exist_ok=True)
     reward = {
         "checkpoint": checkpoints / "scoring", "counters": folder / "counters", "instances": 1, "threads": 1,
-        "tuned": True, "strip_multiple": 0,
+        "strip_multiple": 0,
     }  # fmt: skip
     weights = WeightsStore(config.run.weights_dir).folder(0)
     critic = {"critic": weights, "trainer": config.trainer.model_dump(mode="json")}
@@ -170,11 +170,11 @@ def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
     import torch
 
     from python_backend.models.modeling import load_critic, load_reward
-    from python_backend.serving.allocator import use_allocator
+    from python_backend.serving.allocator import keep_freed_memory
     from trainer.critic_update import CriticUpdate
 
     torch.set_num_threads(1)
-    use_allocator("retain")
+    keep_freed_memory()
     folder = checkpoints / "scoring"
     generator = np.random.default_rng(0)
     lengths = generator.integers(16, LONGEST_PROMPT + longest, MEASURED_ROWS)

@@ -20,7 +20,7 @@ from tools.server.triton_home import find_tritonserver, lay_out_backends
 from tools.server.tritonserver import TritonServer
 
 SERVED: dict[str, Any] = {
-    "workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64, "allocator": "retain",
+    "workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64,
 }  # fmt: skip
 STOP_TIMEOUT_S = 60.0
 

@@ -17,7 +17,7 @@ from benchmarks.benchmark import no_pictures as draw
 from benchmarks.samples import grouped, in_turn, median_of, ratio, select
 from benchmarks.trace import SIZES, make_checkpoint, make_trace, noise_payload
 from python_backend.config import TrainerSection
-from python_backend.serving.allocator import use_allocator
+from python_backend.serving.allocator import keep_freed_memory
 from python_backend.wire.training_payload import TrainPayload
 
 __all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
@@ -29,7 +29,6 @@ OPTIONS = {
     "repeats": Option(3, "matched rounds", quick=1),
     "budgets": Option([512, 1024, 2048, 8192], "further token budgets of ours", quick=[512]),
     "threads": Option(TrainerSection().threads, "torch threads"),
-    "allocator": Option("retain", "malloc settings of all contenders", known=("retain", "default")),
 }
 
 
@@ -38,7 +37,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     import torch
 
     torch.set_num_threads(settings.threads)
-    use_allocator(settings.allocator)
+    keep_freed_memory()
     payload = make_payload(settings.rows)
     budgets = list(dict.fromkeys([TrainerSection().token_budget, *settings.budgets]))
     contenders = contenders_of(payload, budgets)

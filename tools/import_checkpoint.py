@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint
+from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from python_backend.config import RunConfig
 from python_backend.config.command_line import report
 
@@ -146,10 +146,7 @@ def _head_line(info: CheckpointInfo) -> str:
 
 def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], None]) -> None:
     _report("reward", info, say)
-    if info.head is None:
-        raise CheckpointError(
-            f"{info.folder} has no trained head, so it gives no reward; it can only be the body of a --critic"
-        )
+    reward_head(info)  # raises CheckpointError if it has none
     if not try_out:
         return
     from python_backend.models.modeling import load_reward, quiet_transformers

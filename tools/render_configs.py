@@ -159,7 +159,6 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
         **_scoring_parameters(config.critic, place),
         "store": weights,
         "reload": config.critic.reload,
-        "poll_interval_ms": str(config.critic.poll_interval_ms),
     }
     return {
         contract.CRITIC: _render_scoring(contract.CRITIC, config.critic, render, parameters),

@@ -150,7 +150,7 @@ class Run:
         for child in (self._sidecar, self._actor):
             if child is not None:
                 self._relay_messages(child)
-                child.bound_log(self.config.server.log_limit_mb)
+                child.bound_log()
                 child.raise_if_failed()
         if self._sidecar is not None and self._sidecar.poll() == 0:
             raise ChildDied(self._sidecar.obituary())

@@ -25,7 +25,16 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from actor.scoring.ordering import Turn, Turns
 from actor.scoring.pool import ServerPool
-from actor.scoring.retry import Course, Kind, OverBudget, RequestCounters, RequestFailed, RetryBudget, Trouble
+from actor.scoring.retry import (
+    RETRY_RESERVE,
+    Course,
+    Kind,
+    OverBudget,
+    RequestCounters,
+    RequestFailed,
+    RetryBudget,
+    Trouble,
+)
 from python_backend.config import ClientSection
 from python_backend.models.batching import padded_rows
 from python_backend.store.ownership import Sender
@@ -58,8 +67,15 @@ class TritonClient:
     On exit, calls in flight are cancelled and all connections are closed.
     """
 
-    def __init__(self, url: str, settings: ClientSection, *, training_key_env: str | None = None) -> None:
-        """`url`: of the server, where `settings.servers` names none."""
+    def __init__(
+        self,
+        url: str,
+        settings: ClientSection,
+        *,
+        training_key_env: str | None = None,
+        retry_reserve: int = RETRY_RESERVE,
+    ) -> None:
+        """`url`: of the server, where `settings.servers` names none; `retry_reserve`: size of each retry budget."""
         self.counters = RequestCounters()
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings
@@ -69,7 +85,7 @@ class TritonClient:
         self._headers = {**UNCOMPRESSED, **({contract.TRAINING_KEY_HEADER: key} if key else {})}
         # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
         self._scoring_budget, self._training_budget = (
-            RetryBudget(settings.retry_budget, settings.retry_reserve) for _ in range(2)
+            RetryBudget(settings.retry_budget, retry_reserve) for _ in range(2)
         )
         self._sender = Sender(uuid.uuid4().hex)
         self._turns = Turns()

@@ -11,6 +11,7 @@ from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
 
 MAX_BACKOFF_S = 8.0
+RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
 
 class RequestFailed(RlhfError):

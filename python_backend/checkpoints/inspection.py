@@ -145,7 +145,7 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Describe the checkpoint in `folder` from its JSON files and headers. Takes milliseconds for any model size.
 
     Raises:
-        CheckpointError: no checkpoint, pickled weights only, a damaged file, or a head with several layers.
+        CheckpointError: no checkpoint, pickled weights only, a damaged file, or a head that is not one linear layer.
     """
     check_checkpoint(folder)
     config = _read_object(folder / CONFIG_FILE)
@@ -173,9 +173,17 @@ def reward_head(info: CheckpointInfo) -> Head:
     if info.head is None:
         raise CheckpointError(
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); use a "
-            "checkpoint with a classification or value head"
+            "checkpoint with a classification or value head (a critic can start from this one)"
         )
     return info.head
+
+
+def head_shape_error(folder: Path, name: str, found: TensorInfo, expected: str) -> CheckpointError:
+    """Return the error for a head's tensor `name` whose shape is not the expected one."""
+    return CheckpointError(
+        f"{folder}: the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the checkpoint "
+        "again from the model that it was trained as"
+    )
 
 
 def fingerprint_weights(folder: Path) -> str:
@@ -203,13 +211,13 @@ def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     architecture = str(next(iter(config.get("architectures") or []), ""))
     named = config.get("value_head_prefix")  # written by OpenRLHF
     for prefix in [*([named] if named else []), *VALUE_HEADS, *DECODER_HEADS, *CLASSIFIERS]:
-        weight = tensors.get(f"{prefix}.weight")
-        if weight is None or len(weight.shape) != 2:
+        if f"{prefix}.weight" not in tensors:
             continue
+        num_labels = _num_labels(folder, prefix, tensors)
         is_value = prefix == named or prefix in VALUE_HEADS
         kind: HeadKind = "value" if is_value else "token" if "TokenClassification" in architecture else "sequence"
         is_plain = kind != "sequence" or prefix in DECODER_HEADS
-        return Head(kind, prefix, weight.shape[0], f"{prefix}.bias" in tensors, is_plain)
+        return Head(kind, prefix, num_labels, f"{prefix}.bias" in tensors, is_plain)
     stacked = re.compile(rf"({'|'.join(map(re.escape, (*VALUE_HEADS, *DECODER_HEADS, *CLASSIFIERS)))})\.\d+\.weight")
     layered = sorted(name for name in tensors if stacked.fullmatch(name))
     if layered:
@@ -218,6 +226,17 @@ def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
             "supported; use a checkpoint with a linear head, or train one on this body"
         )
     return None
+
+
+def _num_labels(folder: Path, prefix: str, tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the number of outputs of the head `prefix`. Raises CheckpointError if its shapes are no linear layer's."""
+    weight, bias = tensors[f"{prefix}.weight"], tensors.get(f"{prefix}.bias")
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise head_shape_error(folder, f"{prefix}.weight", weight, "[num_labels, hidden], none of them 0")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        expected = f"[{weight.shape[0]}], one number for each row of {prefix}.weight"
+        raise head_shape_error(folder, f"{prefix}.bias", bias, expected)
+    return weight.shape[0]
 
 
 def _constants(folder: Path, config: Mapping[str, Any]) -> Constants | None:

@@ -215,10 +215,8 @@ class ClientSection(Section):
     backoff_s: Seconds = 0.25
     """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
     retry_budget: Fraction = 0.2
-    """Retries that each request adds to a budget shared by all requests: if every request fails, few are retried."""
-    retry_reserve: CountOrZero = 100
-    """Initial size and maximum of the shared retry budget. critic_train and critic_save have a second budget of the
-    same size."""
+    """Retries that each request adds to a budget shared by all requests: if every request fails, few are retried. It
+    holds at most 100, and as many at the start. critic_train and critic_save have a budget of their own."""
     max_in_flight: Count = 256
     """Maximum requests in flight, over all servers."""
     rows_per_request: Count = 1

@@ -97,8 +97,6 @@ class ServerSection(Section):
     """Timeout for loading one model."""
     exit_timeout_s: CountOrZero = 5
     """How long tritonserver waits for open connections when it shuts down."""
-    log_limit_mb: Count = 64
-    """Size at which the log of a process that `tools` started is renamed to `.previous.log` and a new one begins."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
     training_key_env: str | None = None
@@ -143,8 +141,6 @@ class ModelSection(Section):
     """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
     """Fixed cost of a forward pass, in tokens: rows share a pass while that saves more than their padding costs."""
-    allocator: Literal["default", "retain"] | Auto = "auto"
-    """Memory freed by a forward pass: `default` returns it to the system as glibc does, `retain` keeps it for reuse."""
     micro_batch_rows: Count = 64
     """Maximum rows in one forward pass."""
     strip_sequence_length_to_multiple: Count = 1
@@ -183,7 +179,6 @@ UNMEASURED = {  # values of `auto` settings that were not measured
     "threads": 1,
     "token_budget": 1024,
     "forward_overhead_tokens": 64,
-    "allocator": "retain",
 }
 
 
@@ -232,8 +227,6 @@ class CriticSection(ModelSection):
     """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
     """How instances take up a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
-    poll_interval_ms: Count = 5
-    """Interval at which an instance checks whether CURRENT has changed."""
 
 
 class ReferenceSection(ModelSection):

@@ -23,7 +23,14 @@ from transformers import (
     AutoConfig,
 )
 
-from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError, CheckpointInfo, Head, inspect_checkpoint
+from python_backend.checkpoints.inspection import (
+    CONFIG_FILE,
+    CheckpointError,
+    CheckpointInfo,
+    Head,
+    head_shape_error,
+    inspect_checkpoint,
+)
 from python_backend.checkpoints.positions import fix_rotary, rotary_limit
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.models.token_head import head_of
@@ -75,14 +82,7 @@ def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
     model = _load(info, kind, config, dtype, with_head=False)
-    linear = head_of(model)
-    if head is None:
-        head = HeadWeights(torch.zeros(1, linear.in_features), None)
-    if head.weight.shape[1] != linear.in_features:
-        raise CheckpointError(
-            f"{info.folder}: its head has input size {head.weight.shape[1]}, its body output size {linear.in_features}"
-        )
-    put_head(linear, head)
+    _put_head_of(info, model, head or HeadWeights(torch.zeros(1, head_of(model).in_features), None))
     return model
 
 
@@ -95,8 +95,8 @@ def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
             f"{info.folder}: {info.model_type} models with a sequence classification head are not supported; use a "
             "decoder or an encoder"
         )
-    model = _load(info, kind, config, dtype, with_head=True)
-    put_head(head_of(model), read_head(info, head))
+    model = _load(info, kind, config, dtype, with_head=False)
+    _put_head_of(info, model, read_head(info, head))
     return model
 
 
@@ -117,6 +117,16 @@ def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
     bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
     linear.weight = torch.nn.Parameter(head.weight.clone())
     linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
+
+
+def _put_head_of(info: CheckpointInfo, model: Any, head: HeadWeights) -> None:
+    linear = head_of(model)
+    if info.head is not None and head.weight.shape[1] != linear.in_features:
+        raise head_shape_error(
+            info.folder, info.head.weight_name, info.tensors[info.head.weight_name],
+            f"[num_labels, {linear.in_features}], as wide as the body's hidden states",
+        )  # fmt: skip
+    put_head(linear, head)
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -53,7 +53,6 @@ class TritonPythonModel(TorchScoringModel):
             args["model_instance_name"],
             load=self._load,
             swaps=parameters.text("reload") == "swap",
-            poll_s=parameters.number("poll_interval_ms") / 1000,
             log_error=log_error,
             count=self._count,
         )

@@ -12,7 +12,7 @@ import numpy as np
 
 from python_backend.checkpoints.inspection import CONFIG_FILE
 from python_backend.checkpoints.positions import max_positions
-from python_backend.serving.allocator import use_allocator
+from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.journal_model import JournalModel
 from python_backend.serving.triton import Call
 from python_backend.store.journal import Entry, Result
@@ -28,7 +28,7 @@ class TritonPythonModel(JournalModel):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)
-        use_allocator("retain")  # page faults for every payload would cost more than validating it
+        keep_freed_memory()  # page faults for every payload would cost more than validating it
         store = WeightsStore(self.parameters.path("store"))
         number = store.current()
         if number is None:

@@ -18,6 +18,7 @@ from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore
 
 TOUCH_INTERVAL_S = 2.0
+POLL_S = 0.005  # between looks at CURRENT: short beside a swap of 44 ms or more, and a look costs one small read
 # Once an announced version is loaded, CURRENT is about to move (the sidecar verifies the version meanwhile): poll fast
 # for a few seconds to keep the swap latency low.
 EXPECTING_POLL_S = 0.001
@@ -50,7 +51,6 @@ class Follower:
         *,
         load: Callable[[Path, Any], Any],
         swaps: bool,
-        poll_s: float,
         log_error: Callable[[str], None],
         count: Callable[[int, bool], None] = lambda number, rejected: None,
     ) -> None:
@@ -58,14 +58,12 @@ class Follower:
         Args:
             load: loads a critic from a version's folder, given the critic served now (None for the first).
             swaps: swap in new versions; if False, new versions are served only after a reload through Triton.
-            poll_s: polling interval for CURRENT in seconds.
             count: called with the number of each version that was swapped in or rejected, and whether it was rejected.
         """
         self._store = store
         self._instance = instance
         self._load = load
         self._swaps = swaps
-        self._poll_s = poll_s
         self._log_error = log_error
         self._count = count
         self._stop = threading.Event()
@@ -132,7 +130,7 @@ class Follower:
                 self._stop.wait(TROUBLE_PAUSE_S)
 
     def _pause_s(self) -> float:
-        return EXPECTING_POLL_S if time.monotonic() < self._expecting_until else self._poll_s
+        return EXPECTING_POLL_S if time.monotonic() < self._expecting_until else POLL_S
 
     def _look(self) -> None:
         number = self._store.current()

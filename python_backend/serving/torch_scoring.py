@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from python_backend.models.modeling import quiet_transformers
-from python_backend.serving.allocator import use_allocator
+from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.scoring import ScoringModel
 from python_backend.serving.triton import Parameters, refuse_numpy_2
 
@@ -25,7 +25,7 @@ class TorchScoringModel(ScoringModel):
         quiet_transformers()
         self.parameters = Parameters(args)
         self.set_up(self.parameters)
-        use_allocator(self.parameters.text("allocator"))
+        keep_freed_memory()
         self.prepare_worker()
         self.loading: dict[str, Any] = {
             "device": self.parameters.text("device"),

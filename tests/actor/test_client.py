@@ -16,7 +16,7 @@ from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
 from actor.scoring.client import TritonClient
-from actor.scoring.retry import OverBudget, RequestCounters, RequestFailed, ServerFailed
+from actor.scoring.retry import RETRY_RESERVE, OverBudget, RequestCounters, RequestFailed, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
 
@@ -29,8 +29,8 @@ def settings(*servers: FakeTriton, **changes: Any) -> ClientSection:
     return ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **changes})
 
 
-def client_of(*servers: FakeTriton, **changes: Any) -> TritonClient:
-    return TritonClient("unused:1", settings(*servers, **changes))
+def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
+    return TritonClient("unused:1", settings(*servers, **changes), retry_reserve=retry_reserve)
 
 
 def scene(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -143,8 +143,10 @@ def test_the_budget_ends_a_storm():
     """Forty requests that each may be repeated six times: 240 more attempts without a budget, here 5 + 20 % of 40."""
 
     async def play() -> None:
-        limits = {"retries": 6, "retry_reserve": 5, "retry_budget": 0.2}
-        async with FakeTriton(lambda *_: "busy") as server, client_of(server, **limits) as client:
+        async with (
+            FakeTriton(lambda *_: "busy") as server,
+            client_of(server, retry_reserve=5, retries=6, retry_budget=0.2) as client,
+        ):
             asking = [client.rewards(ROWS) for _ in range(40)]
             answers = await asyncio.gather(*asking, return_exceptions=True)
             assert all(isinstance(answer, RequestFailed) for answer in answers)
@@ -169,8 +171,10 @@ def test_a_storm_of_scoring_leaves_training_its_retries():
             turned_down[model] -= 1
             return "busy" if turned_down[model] >= 0 else "ok"
 
-        limits = {"retries": 6, "train_retries": 2, "retry_reserve": 5, "retry_budget": 0.0}
-        async with FakeTriton(behave) as server, client_of(server, **limits) as client:
+        async with (
+            FakeTriton(behave) as server,
+            client_of(server, retry_reserve=5, retries=6, train_retries=2, retry_budget=0.0) as client,
+        ):
             storm = await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)), return_exceptions=True)
             assert any(isinstance(answer, OverBudget) for answer in storm)
             await client.train(training_inputs(seed=1), run_id="r", step=1)

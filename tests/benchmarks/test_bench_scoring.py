@@ -140,7 +140,7 @@ def test_counters_add_up_over_instances(tmp_path: Path):
 
 
 def test_padded_and_ragged_forwards_score_alike_and_count_what_they_compute(tiny: Path, tmp_path: Path):
-    model = CountedReward(tiny, tmp_path, threads=1, tuned=False)
+    model = CountedReward(tiny, tmp_path, threads=1)
     rows = make_trace(4)
     lengths = np.asarray([row.size for row in rows])
     tokens = np.zeros((4, LONGEST), np.int64)

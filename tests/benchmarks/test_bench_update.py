@@ -35,7 +35,7 @@ def test_the_contenders_differ_in_padding_alone():
 
 
 def test_a_quick_run_measures_compares_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["update", "--out", str(tmp_path), "--quick", "--threads", "1", "--allocator", "default"]) == 0
+    assert main(["update", "--out", str(tmp_path), "--quick", "--threads", "1"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert [sample["contender"] for sample in result["samples"]] == [
         "ours-4096", "ours-512", "padded-4096",

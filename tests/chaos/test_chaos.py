@@ -82,18 +82,15 @@ def test_reward_and_critic_may_be_given(tmp_path: Path):
     given = {
         "run": {"dir": "elsewhere"},
         "reward": {"checkpoint": reward, "threads": 1},
-        "critic": {"checkpoint": critic, "reload": "triton", "poll_interval_ms": 9},
+        "critic": {"checkpoint": critic, "reload": "triton", "threads": 9},
         "trainer": {"optimizer": {"weight_decay": 0.25, "lr": 0.5}},
     }
     (tmp_path / "given.yaml").write_text(json.dumps(given))
     (tmp_path / "out").mkdir()
     config = load_config(write_config(tmp_path / "out", tmp_path / "given.yaml"))
     assert (str(config.reward.checkpoint), str(config.critic.checkpoint)) == (reward, critic)
-    assert (config.critic.poll_interval_ms, config.critic.reload, config.trainer.optimizer.weight_decay) == (
-        9,
-        "swap",
-        0.25,
-    )
+    assert (config.critic.threads, config.critic.reload) == (9, "swap")
+    assert config.trainer.optimizer.weight_decay == 0.25
     assert config.run.dir == tmp_path / "out"
     assert 0 not in (config.server.http_port, config.server.grpc_port, config.server.metrics_port)
     assert shape_of(config) == Shape(vocab_size=70, longest=40)

@@ -70,6 +70,26 @@ def test_a_head_of_several_layers_is_refused(tmp_path: Path, prefix: str):
         inspect_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "tensor", "shape", "expected"),
+    [
+        ("llama", "critic", "score.bias", (3,), "[1]"),
+        ("llama", "critic", "score.bias", (1, 1), "[1]"),
+        ("bert", "reward", "classifier.bias", (2,), "[1]"),
+        ("llama", "reward", "score.weight", (16,), "[num_labels, hidden]"),
+        ("llama", "reward", "score.weight", (0, 16), "[num_labels, hidden]"),
+        ("gpt2", "language", "v_head.summary.weight", (16,), "[num_labels, hidden]"),
+    ],
+)
+def test_a_head_of_the_wrong_shape_is_named(
+    tmp_path: Path, family: str, kind: str, tensor: str, shape: tuple[int, ...], expected: str
+):
+    save_tiny(tmp_path, family, kind)
+    add_tensors(tmp_path, {tensor: torch.zeros(shape)})
+    with refused(tmp_path, tensor, f"has shape {list(shape)}", expected):
+        inspect_checkpoint(tmp_path)
+
+
 # ---- everything else ----
 
 

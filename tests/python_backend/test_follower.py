@@ -31,7 +31,7 @@ class Instance:
         self.logged: list[str] = []
         self.while_loading: Callable[[int], None] = lambda number: None
         self.follower = Follower(
-            store, "critic_0", load=self._load, swaps=swaps, poll_s=0.002, log_error=self.logged.append,
+            store, "critic_0", load=self._load, swaps=swaps, log_error=self.logged.append,
             count=lambda number, rejected: self.counted.append((number, rejected)),
         )  # fmt: skip
 

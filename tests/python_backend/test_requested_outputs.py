@@ -78,7 +78,7 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
                 module,
                 importlib.import_module("python_backend.serving.torch_scoring"),
             ):  # it cannot be taken back
-                patch.setattr(importer, "use_allocator", lambda setting: True, raising=False)
+                patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
             config = parse_config(model, text)
             assert {output.name for output in config.output} == set(OUTPUTS[model]), f"{model}: update OUTPUTS"
             loaded[model] = module.TritonPythonModel()

@@ -165,10 +165,14 @@ def test_a_pooled_head_that_lacks_its_first_layer_is_no_reward(tmp_path: Path):
         load_reward(tmp_path)
 
 
-def test_a_head_of_another_width_is_named(tmp_path: Path):
-    save_tiny(tmp_path, "llama", "body")
-    add_tensors(tmp_path, {"v_head.summary.weight": torch.zeros(1, 24)})
-    with refused(tmp_path, "its head has input size 24, its body output size 16"):
+@pytest.mark.parametrize(
+    ("family", "kind", "weight"),
+    [("llama", "body", "v_head.summary.weight"), ("bert", "reward", "classifier.weight")],
+)
+def test_a_head_of_another_width_is_named(tmp_path: Path, family: str, kind: str, weight: str):
+    save_tiny(tmp_path, family, kind)
+    add_tensors(tmp_path, {weight: torch.zeros(1, 24)})
+    with refused(tmp_path, weight, "has shape [1, 24]", "[num_labels, 16]"):
         load_reward(tmp_path)
 
 

@@ -13,19 +13,19 @@ from python_backend.config.sections import UNMEASURED, ModelSection
 from tools.calibrate import calibration
 from tools.calibrate.calibration import Settled, choose, settle, splits
 
-FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8, "allocator": "default"}
+FIXED = {"workers": 1, "threads": 1, "token_budget": 64, "forward_overhead_tokens": 8}
 
 
-def result(overhead: int, **speeds: dict[str, float]) -> dict[str, Any]:
+def result(overhead: int, speeds: dict[str, float]) -> dict[str, Any]:
     return {"overhead_tokens": overhead, "speeds": speeds}
 
 
 def test_the_fastest_is_chosen_and_of_nearly_equal_budgets_the_smallest() -> None:
     measured = {
-        (1, 2): result(30, default={"256": 90.0, "512": 95.0}, retain={"256": 100.0, "512": 110.0}),
-        (2, 1): result(10, default={"256": 70.0}, retain={"256": 117.0, "512": 120.0, "1024": 119.0}),
+        (1, 2): result(30, {"256": 100.0, "512": 110.0}),
+        (2, 1): result(10, {"256": 117.0, "512": 120.0, "1024": 119.0}),
     }
-    assert choose(measured) == Settled(2, 1, 256, 10, "retain", 117.0)
+    assert choose(measured) == Settled(2, 1, 256, 10, 117.0)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,6 @@ def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
     settled = load_config(path, overrides).reward
     assert (settled.workers, settled.threads) == (1, 1)
     assert settled.token_budget in calibration.BUDGETS
-    assert settled.allocator in ("default", "retain")
     assert "auto" not in [getattr(settled, name) for name in UNMEASURED]
     assert len(lines) == 3
     monkeypatch.setattr(calibration, "_measure", lambda *_: pytest.fail("measured again"))
@@ -72,7 +71,7 @@ def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
 @pytest.mark.parametrize("content", ["", "[]", '{"workers": 1}', '{"workers'])
 def test_a_damaged_memory_is_measured_anew(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(calibration.CACHE_VARIABLE, str(tmp_path / "cache"))
-    measured = result(30, default={"256": 90.0})
+    measured = result(30, {"256": 90.0})
     monkeypatch.setattr(calibration, "_measure", lambda *_: measured)
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "config.json").write_text("{}")

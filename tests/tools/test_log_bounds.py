@@ -78,7 +78,7 @@ def test_a_childs_log_stays_within_its_bound(chatter: Child):
     for _ in range(2):
         previous.unlink(missing_ok=True)
         until(lambda: chatter.log_path.stat().st_size > 1 << 20)
-        chatter.bound_log(1)
+        chatter.bound_log(1 << 20)
         assert previous.stat().st_size >= 1 << 20
         assert chatter.log_path.stat().st_size < 1 << 20
     until(lambda: chatter.log_path.stat().st_size > 5000)

@@ -80,7 +80,7 @@ def test_settings_reach_the_files():
         critic={
             "instances": 3, "device": "cuda:1", "queue_delay_us": 17, "preferred_batch_size": [4, 8], "threads": 5,
             "token_budget": 99, "micro_batch_rows": 7, "max_length": 33, "dtype": "bfloat16", "reload": "triton",
-            "poll_interval_ms": 9, "forward_overhead_tokens": 12, "allocator": "default", "max_sentence_bytes": 5000,
+            "forward_overhead_tokens": 12, "max_sentence_bytes": 5000,
             "max_request_tokens": 6000, "max_request_bytes": 7000,
             "strip_sequence_length_to_multiple": 16, "max_queue_size": 31, "queue_timeout_s": 1.5,
         },
@@ -106,8 +106,8 @@ def test_settings_reach_the_files():
     assert found == {
         "device": "cuda:1", "dtype": "bfloat16", "threads": "5", "token_budget": "99", "micro_batch_rows": "7",
         "workers": "1",
-        "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton", "poll_interval_ms": "9",
-        "forward_overhead_tokens": "12", "allocator": "default", "max_sentence_bytes": "5000",
+        "max_length": "33", "tokenizer_fingerprint": "", "reload": "triton",
+        "forward_overhead_tokens": "12", "max_sentence_bytes": "5000",
         "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",
         "max_request_tokens": "6000", "max_request_bytes": "7000",
         "compile": "false",

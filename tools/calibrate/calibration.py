@@ -32,7 +32,6 @@ class Settled:
     threads: int
     token_budget: int
     forward_overhead_tokens: int
-    allocator: str
     tokens_per_s: float
 
 
@@ -75,11 +74,10 @@ def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
     """Return the fastest settings among the results by (workers, threads); of nearly equal budgets, the smallest."""
     best: Settled | None = None
     for (workers, threads), result in results.items():
-        for allocator, by_budget in result["speeds"].items():
-            speeds = {int(budget): speed for budget, speed in by_budget.items()}
-            budget = min(budget for budget, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
-            if best is None or speeds[budget] > best.tokens_per_s:
-                best = Settled(workers, threads, budget, result["overhead_tokens"], allocator, speeds[budget])
+        speeds = {int(budget): speed for budget, speed in result["speeds"].items()}
+        budget = min(budget for budget, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
+        if best is None or speeds[budget] > best.tokens_per_s:
+            best = Settled(workers, threads, budget, result["overhead_tokens"], speeds[budget])
     assert best is not None, "nothing was measured"
     return best
 
@@ -109,9 +107,8 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
         )
     settled = choose(results)
     log(
-        f"{role}: {settled.workers} x {settled.threads} threads, token budget {settled.token_budget}, allocator "
-        f"{settled.allocator}, forward overhead {settled.forward_overhead_tokens} tokens: "
-        f"{settled.tokens_per_s:,.0f} tokens/s"
+        f"{role}: {settled.workers} x {settled.threads} threads, token budget {settled.token_budget}, forward overhead "
+        f"{settled.forward_overhead_tokens} tokens: {settled.tokens_per_s:,.0f} tokens/s"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(settled), durable=False)

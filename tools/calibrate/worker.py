@@ -1,7 +1,7 @@
 """`python -m tools.calibrate.worker SPEC`: measures a model in its own process, set up like a serving instance.
 
 Takes a JSON object (checkpoint, role, device, dtype, workers, threads, max_length, budgets) and prints a JSON line:
-tokens per second by allocator and token budget, and the fixed cost of a forward pass in tokens.
+tokens per second by token budget, and the fixed cost of a forward pass in tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, load_reward, quiet_transformers
-from python_backend.serving.allocator import use_allocator
+from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 
 SHORT_TOKENS = 16
@@ -118,6 +118,7 @@ def _seconds(work: Callable[[], object]) -> float:
 def main() -> int:
     """Measure the model in `sys.argv[1]` and print the result; return 1 if it cannot be loaded."""
     quiet_transformers()
+    keep_freed_memory()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     spec = json.loads(sys.argv[1])
     try:
@@ -125,10 +126,7 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    speeds = {}
-    for allocator in ("default", "retain"):  # in this order: a process cannot undo `retain`
-        if use_allocator(allocator):
-            speeds[allocator] = measurement.speeds(spec["budgets"])
+    speeds = measurement.speeds(spec["budgets"])
     print(json.dumps({"speeds": speeds, "overhead_tokens": measurement.overhead_tokens}), flush=True)
     return 0
 

@@ -12,7 +12,7 @@ from typing import IO
 
 from python_backend.errors import RlhfError
 from python_backend.stop_signal import how_ended
-from tools.server.log import set_aside_if_large, tail
+from tools.server.log import LOG_LIMIT_BYTES, set_aside_if_large, tail
 
 # prctl(PR_SET_PDEATHSIG): if the parent is killed, the kernel sends SIGTERM to the child. A small process sets this and
 # then execs the child, because Python code between fork and exec (preexec_fn) can deadlock with threads. The parent may
@@ -64,9 +64,9 @@ class Child:
         """Return the exit code; None while it runs."""
         return self.process.poll()
 
-    def bound_log(self, limit_mb: int) -> None:
-        """Rotate the log if it is larger than `limit_mb`."""
-        set_aside_if_large(self.log_path, limit_mb << 20)
+    def bound_log(self, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
+        """Rotate the log if it is larger than `limit_bytes`."""
+        set_aside_if_large(self.log_path, limit_bytes)
 
     def new_messages(self) -> list[str]:
         """Return warnings, errors and "resuming" messages from whole lines logged since the last call."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 FOLLOW_INTERVAL_S = 0.1
 BYTES_PER_LINE = 400
+LOG_LIMIT_BYTES = 64 << 20  # of a process: weeks of messages, and little beside its checkpoints
 
 _TRITON_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([\w.]+):\d+\] ?(.*)")
 # Warnings of a server without a GPU, and lines of tables and tracebacks.
@@ -55,7 +56,7 @@ def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) ->
             time.sleep(FOLLOW_INTERVAL_S)
 
 
-def set_aside_if_large(path: Path, limit_bytes: int) -> None:
+def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
     """Rotate a log larger than `limit_bytes`: keep its newest part as `<name>.previous.log` and truncate the file.
 
     The writing process keeps its file descriptor, which it must have opened in append mode. What it writes between the

@@ -169,8 +169,8 @@ class TritonServer:
         )
 
     def bound_log(self) -> None:
-        """Rotate the log if it is larger than `log_limit_mb`."""
-        set_aside_if_large(self.log_path, self.section.log_limit_mb << 20)
+        """Rotate the log if it is large."""
+        set_aside_if_large(self.log_path)
 
     def log_tail(self, num_lines: int = 12) -> str:
         """Return the last lines of the log; invalid UTF-8 is escaped."""
