@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import trainer.critic_state
 import trainer.sidecar
 from python_backend.config import load_config
 from python_backend.stop_signal import stop_event
@@ -31,5 +32,5 @@ def run(config: str, seconds_per_token: float) -> None:
             return UpdateReport(0.0, 0.0, 0.0, 1, 0, time.monotonic() - start)
 
     stop = stop_event(signal.SIGINT, signal.SIGTERM)
-    trainer.sidecar.CriticUpdate = WaitingUpdate  # type: ignore[misc]
-    trainer.sidecar.Sidecar(load_config(Path(config), [])).run(stop)
+    trainer.critic_state.CriticUpdate = WaitingUpdate  # type: ignore[misc]
+    trainer.sidecar.follow(load_config(Path(config), []), stop)

@@ -124,11 +124,7 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
     target = _parent_of_current(store) if to is None else to
     try:
         manifest = verify_alone(store, target)
-        publisher = Publisher(
-            store, run_id=manifest.run_id, epoch=_epoch(store), reload=config.critic.reload,
-            servers=config.trainer.servers or [config.server.grpc_url], timeout_s=config.trainer.serve_timeout_s,
-            keep=config.trainer.publish.keep,
-        )  # fmt: skip
+        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=_epoch(store))
         reload = publisher.publish(
             load_critic(store.folder(target)), step=manifest.step, parent=target, beat=_Patience(store),
             write=lambda folder: _copy(store.folder(target), folder),

@@ -41,7 +41,7 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
     from python_backend.models.modeling import quiet_transformers
     from python_backend.store.weights import WeightsStore
     from trainer.publish import initialise_store
-    from trainer.sidecar import Sidecar
+    from trainer.sidecar import follow
 
     torch.set_num_threads(config.trainer.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -50,7 +50,7 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
     if init_only:
         initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
     else:
-        Sidecar(config).run(stop)
+        follow(config, stop)
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:

@@ -29,7 +29,7 @@ class StoppedWaiting(RlhfError):
 class Patience:
     """Retries operations that fail with a transient disk error, with exponential backoff."""
 
-    def __init__(self, stop: threading.Event, show: Callable[[str, str | None], None]) -> None:
+    def __init__(self, stop: threading.Event, show: Callable[[str, str | None], None] = lambda *_: None) -> None:
         """Create a retrier.
 
         Args:

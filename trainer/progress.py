@@ -1,4 +1,7 @@
-"""The sidecar's progress reports: its heartbeat, by which the server judges its health, and critic_metrics.jsonl."""
+"""The sidecar's progress reports: its heartbeat, by which the server judges its health, and critic_metrics.jsonl.
+
+Long work renews the heartbeat: `working` for a block, `persist` for a disk operation, `wait` for a server.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,20 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
 from trainer.critic_update import UpdateReport
-from trainer.patience import StoppedWaiting
+from trainer.patience import Patience, StoppedWaiting
 from trainer.publish import Reload
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was requested
 
@@ -28,8 +33,9 @@ class SidecarProgress:
     def __init__(self, journal: Journal, metrics_path: Path, *, epoch: int, stop: threading.Event) -> None:
         self._journal = journal
         self._metrics_path = metrics_path
-        self._epoch = epoch
+        self.epoch = epoch
         self._stop = stop
+        self._patience = Patience(stop, self.show_trouble)
         self._last_beat = 0.0
         self._state = "starting"
         self._give_up_at: float | None = None
@@ -66,6 +72,10 @@ class SidecarProgress:
             done.set()
             thread.join()
 
+    def persist(self, what: str, action: Callable[[], T]) -> T:
+        """Run a disk operation with a heartbeat, and retry it while the disk refuses. Raises as `Patience`."""
+        return self._patience.until_done(what, self.working(what)(action))  # a heartbeat around each attempt
+
     def wait(self, state: str) -> None:
         """Renew the heartbeat while waiting for a server.
 
@@ -100,7 +110,7 @@ class SidecarProgress:
     def _beat(self, state: str, micro_batch: int, trouble: str | None) -> None:
         self._last_beat = time.monotonic()
         with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar
-            self._journal.beat(Heartbeat(self._epoch, self.step, micro_batch, state, time.time(), trouble))
+            self._journal.beat(Heartbeat(self.epoch, self.step, micro_batch, state, time.time(), trouble))
 
     def _write(self, line: dict[str, object]) -> None:
         try:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from python_backend.config import CriticSection
+from python_backend.config import CriticSection, RunConfig
 from python_backend.config.sections import constants_of
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.control_key import control_key
@@ -74,6 +75,15 @@ class Publisher:
         self._died_at: float | None = None
         self.rejected = 0
         """Number of versions rejected so far, by verification or by an instance."""
+
+    @classmethod
+    def of(cls, config: RunConfig, store: WeightsStore, **options: Any) -> Publisher:
+        """Return a publisher with the settings of `config`; `options` are the constructor's other arguments."""
+        settings = config.trainer
+        return cls(
+            store, servers=settings.servers or [config.server.grpc_url], reload=config.critic.reload,
+            timeout_s=settings.serve_timeout_s, keep=settings.publish.keep, **options,
+        )  # fmt: skip
 
     def publish(
         self,

@@ -1,6 +1,6 @@
 """The critic sidecar: follows the journal, trains on its entries, publishes the weights, and answers the callers.
 
-It also writes checkpoints, rewinds to earlier steps, and resumes after a crash. `Sidecar.run` is the main loop.
+It also writes checkpoints, rewinds to earlier steps, and resumes after a crash.
 """
 
 from __future__ import annotations
@@ -8,353 +8,113 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TypeVar
+from dataclasses import dataclass
 
-from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
-from python_backend.errors import NotFinite
-from python_backend.models.modeling import load_critic
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.journal_entry import DamagedEntry
 from python_backend.store.weights import WeightsStore
-from trainer.checkpoint import CheckpointFolder, CheckpointState
-from trainer.control_plane import ControlPlaneError
-from trainer.critic_update import CriticUpdate
-from trainer.fingerprint import deciding_settings, fingerprint
+from trainer.checkpoint import CheckpointFolder
+from trainer.critic_checkpoints import CriticCheckpoints
+from trainer.critic_state import CriticState
+from trainer.critic_versions import CriticVersions
 from trainer.patience import Patience, StoppedWaiting
+from trainer.pending_entries import PendingEntries
 from trainer.progress import SidecarProgress
-from trainer.publish import Publisher, Reload, VersionRejected, initialise_store
-from trainer.resume import Origin, give_up, load_newest, replay, warn_of_changes
-from trainer.verification import holds_weights
+from trainer.publish import Publisher, initialise_store
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 IDLE_S = 0.005
-# An unchanged mtime of the journal means no new entry only once it has been unchanged for longer than the file system's
-# timestamp resolution.
-SETTLED_S = 1.0
 
 
+def follow(config: RunConfig, stop: threading.Event) -> None:
+    """Lock the journal, make version 0, restore, and follow the journal until `stop` is set. Raises JournalLocked."""
+    settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
+    store, folder = WeightsStore(config.run.weights_dir), CheckpointFolder(config.run.dir / "checkpoints" / "critic")
+    with contextlib.ExitStack() as held:
+        # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
+        epoch = Patience(stop).until_done("starting", lambda: held.enter_context(journal.lock()))
+        progress = SidecarProgress(journal, config.run.dir / "critic_metrics.jsonl", epoch=epoch, stop=stop)
+        progress.persist("tidying up the journal", journal.sweep)
+        progress.persist("making version 0", lambda: initialise_store(store, config.critic, run_id=journal.run_id))
+        publisher = Publisher.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
+        critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed)
+        checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)
+        versions = CriticVersions(settings, critic, publisher, store, progress)
+        critic.restore_at_start()
+        logger.info("following run %s from step %d, epoch %d", journal.run_id, critic.step, epoch)
+        Sidecar(journal, PendingEntries(journal, progress), critic, checkpoints, versions, progress).run(stop)
+
+
+@dataclass(frozen=True)
 class Sidecar:
-    """The trainer of one critic. `run` holds the journal's exclusive lock until it returns."""
+    """The trainer of one critic, while it holds the journal's lock."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._settings = config.trainer
-        self._run_id = config.run.identity
-        self._journal = Journal(config.run.journal_dir, self._run_id)
-        self._store = WeightsStore(config.run.weights_dir)
-        self._checkpoints = CheckpointFolder(config.run.dir / "checkpoints" / "critic")
-        self._step = 0
-        self._reload: threading.Thread | None = None
-        self._nothing_due: tuple[int | None, float] = (None, 0.0)  # journal mtime at which nothing was due, since when
+    journal: Journal
+    pending: PendingEntries
+    critic: CriticState
+    checkpoints: CriticCheckpoints
+    versions: CriticVersions
+    progress: SidecarProgress
 
     def run(self, stop: threading.Event) -> None:
-        """Follow the journal until `stop` is set. Raises JournalLocked if another sidecar follows it."""
-        with contextlib.ExitStack() as held:
-            # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
-            unseen = Patience(stop, lambda *_: None)
-            self._epoch = unseen.until_done("starting", lambda: held.enter_context(self._journal.lock()))
-            metrics = self._config.run.dir / "critic_metrics.jsonl"
-            self._progress = SidecarProgress(self._journal, metrics, epoch=self._epoch, stop=stop)
-            self._patiently = Patience(stop, self._progress.show_trouble).until_done
-            self._persist("tidying up the journal", self._journal.sweep)
-            section = self._config.critic
-            self._persist("making version 0", lambda: initialise_store(self._store, section, run_id=self._run_id))
-            self._publisher = self._make_publisher()
-            self._origin = Origin(
-                self._run_id, self._store.manifest(0).sha256, deciding_settings(self._settings), self._config.run.seed
-            )
-            self._restore_newest(starting=True)
-            logger.info("following run %s from step %d, epoch %d", self._run_id, self._step, self._epoch)
-            while not stop.is_set():
-                entry = self._next_entry()
-                if entry is None:
-                    self._progress.beat("idle")
-                    self._publisher.look()
-                    stop.wait(IDLE_S)
-                    continue
-                match entry.kind:
-                    case "train" if entry.step <= self._step:
-                        self._answer_again(entry)
-                    case "train":
-                        self._train(entry)
-                    case "save":
-                        self._save(entry)
-                    case "rewind":
-                        self._rewind(entry)
-            if self._checkpoints.latest() != self._step and self._step:
-                self._write_checkpoint(asked=False)
-            with contextlib.suppress(StoppedWaiting):  # everything is on disk; the server finishes a slow reload alone
-                self._finish_reload()
+        """Process entry after entry until `stop` is set, then write a checkpoint."""
+        while not stop.is_set():
+            entry = self.pending.next(trained=self.critic.step)
+            if entry is None:
+                self.progress.beat("idle")
+                self.versions.publisher.look()
+                stop.wait(IDLE_S)
+            elif entry.kind == "rewind":
+                self.pending.finish(entry, self.rewind(entry))
+            elif entry.kind == "save":
+                self.pending.finish(entry, self.save(entry))
+                self.versions.reload_after_save()
+            elif entry.step <= self.critic.step:
+                self.pending.finish(entry, self.checkpoints.lost_result(entry))
+            else:
+                self.train(entry)
+        self.checkpoints.write_last()
+        with contextlib.suppress(StoppedWaiting):  # everything is on disk; the server finishes a slow reload alone
+            self.versions.finish_reload()
 
-    def _train(self, entry: Entry) -> None:
-        self._progress.step = entry.step
-        answered = self._journal.result(entry) is not None  # a replay after a crash: already published and answered
-        report, reload, digest, error = None, None, None, None
-        try:
-            with self._progress.working(f"reading step {entry.step}"):
-                payload, digest = self._journal.load(entry)
-            report = self._update.train(payload, lambda n: self._progress.beat("training", n))
-            if entry.step % self._settings.publish.every == 0 and not answered:
-                reload = self._publish(entry.step)
-        except (NotFinite, VersionRejected) as trouble:  # the caller gets the error; the old version keeps serving
-            error = str(trouble)
-        except DamagedEntry as damage:
-            error = give_up(self._journal, entry, damage)
-            self._journal.forget_aside(keep=self._settings.keep_set_aside)
-        self._step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
+    def train(self, entry: Entry) -> None:
+        """Train on the next step, publish the weights, and answer the caller."""
+        answered = self.journal.result(entry) is not None  # a replay after a crash: already published and answered
+        report, digest, error = self.critic.train(entry)
         if not answered:
-            version = reload.version if reload else self._current()
-            loss = report.loss_mean if report else None
-            self._finish(entry, Result(entry.name, version, loss, digest, error))
+            reload, error = self.versions.publish_step() if error is None else (None, error)
+            version, loss = reload.version if reload else self.versions.current(), report.loss_mean if report else None
+            self.pending.finish(entry, Result(entry.name, version, loss, digest, error))
             if report is not None:
-                self._progress.log_update(entry.step, version, report, reload)
+                self.progress.log_update(entry.step, version, report, reload)
             if error is not None:
-                self._progress.log_failure(entry.step, version, error, rejected=self._publisher.rejected)
-        if self._step % self._settings.checkpoint_every == 0:
-            self._write_checkpoint(asked=False)
+                self.progress.log_failure(entry.step, version, error, rejected=self.versions.publisher.rejected)
+        self.checkpoints.write_periodically()
 
-    def _answer_again(self, entry: Entry) -> None:
-        """Answer a step that is already trained but whose result is lost; the newest checkpoint may contain it.
-
-        Without a matching result the answer is an error, because the critic has moved past this step.
-        """
-        newest = self._checkpoints.latest()
-        remembered = [] if newest is None else self._checkpoints.state(newest).results
-        digest = None
-        with contextlib.suppress(DamagedEntry), self._progress.working(f"reading step {entry.step}"):
-            digest = self._journal.load(entry)[1]
-        known = next((Result(**data) for data in remembered if data["entry"] == entry.name), None)
-        if known is None or known.digest != digest:
-            known = Result(
-                entry.name, self._current(), digest=digest,
-                error=f"step {entry.step} was sent again after its result was lost, and the critic stands at step "
-                f"{self._step}: resume the actor from its checkpoint, which rewinds the critic",
-            )  # fmt: skip
-        self._finish(entry, known)
-
-    def _save(self, entry: Entry) -> None:
+    def save(self, entry: Entry) -> Result:
+        """Write a checkpoint of the entry's step, and remove those that the caller no longer needs."""
         try:
-            keep_steps = self._journal.keep_steps(entry)
+            keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
-            error: str | None = str(damage)
-        else:
-            error = self._checkpoint_of(entry.step) or self._publish_remainder()
-            if error is None and keep_steps is not None:
-                self._persist("removing checkpoints", lambda: self._keep_only(keep_steps, entry.step))
-        self._finish(entry, Result(entry.name, self._current(), error=error))
-        # A reload that is still running needs no second one: it loads the version that CURRENT names, too.
-        under_way = self._reload is not None and self._reload.is_alive()
-        if self._settings.reload_on_save == "triton" and not under_way:
-            self._reload = threading.Thread(
-                target=self._reload_through_triton, args=(self._step,), name="reload", daemon=True
-            )
-            self._reload.start()
+            return Result(entry.name, self.versions.current(), error=str(damage))
+        error = self.checkpoints.write_step(entry.step) or self.versions.publish_remainder()
+        if error is None and keep_steps is not None:
+            self.checkpoints.keep_only(keep_steps, step=entry.step)
+        return Result(entry.name, self.versions.current(), error=error)
 
-    def _checkpoint_of(self, step: int) -> str | None:
-        """Ensure a checkpoint of `step`, marked as requested; return the error if that is impossible."""
-        if step == self._step:
-            self._write_checkpoint(asked=True)
-        elif step in self._checkpoints.steps():
-            self._persist("marking a checkpoint", lambda: self._checkpoints.mark_asked(step))
-        else:  # the request came late, training is past `step`: replay up to it, write the checkpoint, and return
-            error = self._restore(at_most=step)
-            if error is None:
-                self._write_checkpoint(asked=True)
-            self._restore_newest()
-            return error and f"step: {error}"
-        return None
-
-    def _publish_remainder(self) -> str | None:
-        """Publish updates that are not served yet because `publish.every` is above 1; return the error, if any."""
-        if self._settings.publish.every > 1 and self._store.manifest(self._current()).step < self._step:
-            try:
-                self._publish(self._step)
-            except VersionRejected as trouble:  # the checkpoint is on disk, and the old version keeps serving
-                return str(trouble)
-        return None
-
-    def _reload_through_triton(self, step: int) -> None:
-        """Reload the critic; runs in a thread, in parallel to training.
-
-        That is safe: the old process serves meanwhile, and the new one follows CURRENT, too.
-        """
-        try:
-            reload = self._publisher.triton_reload()
-            self._progress.log_reload(step, reload, "save")
-        except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process keeps serving
-            logger.error("reload through Triton after the save: %s", error)
-
-    def _finish_reload(self) -> None:
-        while self._reload is not None and self._reload.is_alive():
-            self._progress.wait("waiting for a reload through Triton")
-            self._reload.join(IDLE_S)
-
-    def _rewind(self, entry: Entry) -> None:
+    def rewind(self, entry: Entry) -> Result:
         """Go back to step `entry.target`: set later entries aside, and publish its weights under a new number."""
-        owners = self._journal.owners(entry)
-        if entry.target == entry.step == self._step:  # a new or resumed run that is at the target already
-            if self._step:
-                self._write_checkpoint(asked=True)
-            error = self._serve_these_weights()  # the answer promises that the weights of this step are served
-            self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
-            return
-        error = self._restore(at_most=entry.target)  # first, so that the journal is unchanged if this fails
-        if error is None:
-            aside = self._persist("setting steps aside", lambda: self._journal.set_aside_after(entry))
-            self._journal.forget_aside(keep=self._settings.keep_set_aside)
-            self._persist("removing checkpoints", lambda: self._checkpoints.drop_after(entry.target))
-            error = self._publish_again()
-            logger.warning("rewound to step %d; set aside: %s", self._step, ", ".join(aside) or "nothing")
-            if self._step:
-                self._write_checkpoint(asked=True)
-        else:
-            # The rewind failed, so the previous owner of the run stays the owner.
-            error, owners = f"rewind_to: {error}", owners[1:]
-            self._restore_newest()
-        self._finish(entry, Result(entry.name, self._current(), error=error, owners=owners))
-
-    def _serve_these_weights(self) -> str | None:
-        """Publish the current weights unless they are served already; return the error, if any.
-
-        They may not be served because the step's version was rejected or skipped, or an operator rolled back.
-        """
-        with self._progress.working("comparing what is served"):
-            served = holds_weights(self._store, self._current(), self._update.critic)
-        return None if served else self._publish_again()
-
-    def _publish_again(self) -> str | None:
-        """Publish the current weights under a new number, even if they had one before; return the error, if any."""
-        parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= self._step)
-        try:
-            self._publish(self._step, parent)
-        except VersionRejected as trouble:  # the caller gets the error; the old version keeps serving
-            return str(trouble)
-        return None
-
-    def _publish(self, step: int, parent: int | None = None) -> Reload:
-        """Publish the critic as of `step`, retrying while the disk refuses."""
-        newest = self._store.versions()[-1]
-
-        def attempt() -> Reload:
-            # With a parent, every attempt would write another version. If an earlier attempt has written one already,
-            # publish without it, which reuses the newest version if its content is the same.
-            written = self._store.versions()[-1] > newest
-            return self._publisher.publish(
-                self._update.critic, step=step, beat=self._progress.wait, parent=None if written else parent
-            )
-
-        return self._persist(f"publishing step {step}", attempt)
-
-    def _persist(self, what: str, action: Callable[[], T]) -> T:
-        """Run a disk operation with a heartbeat in the background, and retry it while the disk refuses."""
-
-        def attempt() -> T:
-            with self._progress.working(what):
-                return action()
-
-        return self._patiently(what, attempt)
-
-    def _finish(self, entry: Entry, result: Result) -> None:
-        """Record the result, which answers the caller; remove the entry unless it is a training step.
-
-        Training steps stay in the journal for replay until a checkpoint covers them.
-        """
-        self._persist(f"recording the result of {entry.name}", lambda: self._journal.finish(entry, result))
-        if entry.kind != "train":
-            self._persist(f"removing {entry.name}", lambda: self._journal.drop(entry))
-
-    def _restore(self, *, at_most: int) -> str | None:
-        """Load the newest checkpoint up to `at_most` and replay the steps after it; return the error if that fails."""
-        try:
-            self._load_newest(at_most=at_most)
-            self._step = replay(self._update, self._journal, self._progress, start=self._step, end=at_most)
-        except (CheckpointError, DamagedEntry) as trouble:  # the caller gets the error, and training continues
-            return f"{at_most} cannot be reached: {trouble}"
-        if self._step != at_most:
-            kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
-            return f"{at_most} cannot be reached: checkpoints are at steps {kept}"
-        return None
-
-    def _restore_newest(self, *, starting: bool = False) -> None:
-        """Load the newest checkpoint; the main loop replays the steps after it. Raises CheckpointError."""
-        state = self._load_newest(at_most=None)
-        if starting and state is not None:
-            warn_of_changes(state, self._origin.settings)
-            self._persist("restoring results", lambda: self._journal.restore_results(state.results))
-
-    def _load_newest(self, *, at_most: int | None) -> CheckpointState | None:
-        with self._progress.working("loading a checkpoint"):
-            base = load_critic(self._store.folder(0), device=self._settings.device)
-            self._update = CriticUpdate(base, self._settings)
-            state = load_newest(self._update, self._checkpoints, self._journal, self._origin, at_most=at_most)
-        self._step = state.step if state else 0
-        return state
-
-    def _next_entry(self) -> Entry | None:
-        changed, (seen, since) = self._journal.changed_at(), self._nothing_due
-        if changed == seen and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal every IDLE_S
-            return None
-        entry = self._due_entry()
-        if entry is not None or changed != seen:
-            self._nothing_due = (None if entry else changed, time.monotonic())
-        return entry
-
-    def _due_entry(self) -> Entry | None:
-        for entry in self._journal.entries():
-            due = (entry.kind == "train" and entry.step > self._step) or not self._journal.is_answered(entry)
-            if due and entry.kind == "train" and entry.step > self._step + 1:
-                raise CheckpointError(
-                    f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
-                    f"and the steps after it end at {self._step}: put the missing checkpoint back, or begin a new run"
-                )
-            if due and not (entry.kind == "save" and entry.step > self._step):  # a save waits for its step
-                return entry
-        return None
-
-    def _write_checkpoint(self, *, asked: bool) -> None:
-        self._progress.beat("writing a checkpoint")
-        results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
-        state = CheckpointState(
-            self._run_id, self._step, self._update.optimizer_step, self._current(), self._epoch, asked,
-            self._origin.settings, fingerprint(self._origin.settings), self._origin.base_sha256, results,
-        )  # fmt: skip
-
-        def write() -> None:
-            self._checkpoints.save(self._update, state)
-            self._forget()
-
-        self._persist(f"writing the checkpoint of step {self._step}", write)
-
-    def _keep_only(self, keep_steps: Sequence[int], step: int) -> None:
-        self._checkpoints.keep_only(keep_steps, step=step)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Remove checkpoints that are no longer needed, and entries that no rewind to an actor's checkpoint needs.
-
-        Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after
-        it. If there are more than `keep_entries` of them, the newest checkpoint replaces them.
-        """
-        self._checkpoints.prune(keep=self._settings.keep_checkpoints, keep_damaged=self._settings.keep_set_aside)
-        covered = self._checkpoints.latest() or 0
-        base = max(self._checkpoints.asked_steps(), default=0)
-        if covered - base > self._settings.keep_entries:
-            base = covered
-        self._journal.forget_covered(covered, base=base)
-        self._journal.sweep()
-
-    def _make_publisher(self) -> Publisher:
-        servers = self._settings.servers or [self._config.server.grpc_url]
-        return Publisher(
-            self._store, run_id=self._run_id, epoch=self._epoch, servers=servers, reload=self._config.critic.reload,
-            timeout_s=self._settings.serve_timeout_s, keep=self._settings.publish.keep,
-            show_trouble=self._progress.show_trouble,
-        )  # fmt: skip
-
-    def _current(self) -> int:
-        return self._store.current() or 0
+        owners = self.journal.owners(entry)
+        if entry.target == entry.step == self.critic.step:  # a new or resumed run that is at the target already
+            self.checkpoints.write_asked()
+            error = self.versions.ensure_served()  # the answer promises that the weights of this step are served
+        elif (unreachable := self.critic.restore(entry.target)) is not None:
+            error, owners = f"rewind_to: {unreachable}", owners[1:]  # the previous owner of the run stays the owner
+            self.critic.restore_newest()
+        else:  # restored first, so that the journal is unchanged if that fails
+            aside = self.checkpoints.set_aside_after(entry)
+            error = self.versions.publish_again()
+            logger.warning("rewound to step %d; set aside: %s", self.critic.step, ", ".join(aside) or "nothing")
+            self.checkpoints.write_asked()
+        return Result(entry.name, self.versions.current(), error=error, owners=owners)

@@ -20,7 +20,7 @@ from python_backend.store.weights import WeightsStore
 from python_backend.wire.training_payload import TrainPayload
 from tests.support.settings import nested
 from trainer.checkpoint import CheckpointFolder
-from trainer.sidecar import Sidecar
+from trainer.sidecar import follow
 
 PATIENCE_S = 30.0
 
@@ -92,11 +92,11 @@ class Rig:
 
     def start(self) -> Rig:
         self.error, self.stop_now = None, threading.Event()
-        sidecar, stop = Sidecar(self.config), self.stop_now
+        config, stop = self.config, self.stop_now
 
         def run() -> None:
             try:
-                sidecar.run(stop)
+                follow(config, stop)
             except BaseException as error:
                 self.error = error
 

@@ -17,9 +17,9 @@ from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.modeling import load_critic
 from python_backend.store.journal import JournalLocked, Result
 from python_backend.wire.contract import StepConflict
+from trainer.critic_versions import CriticVersions
 from trainer.patience import StoppedWaiting
 from trainer.publish import Publisher, Reload, VersionRejected
-from trainer.sidecar import Sidecar
 
 pytest_plugins = ["sidecar_fixtures"]
 
@@ -164,11 +164,11 @@ def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pyte
     time.sleep(0.6)
     waited = []
 
-    def wait_once(self: Sidecar) -> None:
+    def wait_once(self: CriticVersions) -> None:
         self._progress.wait("waiting for a reload through Triton")
         waited.append("and was not told to give up")
 
-    monkeypatch.setattr(Sidecar, "_finish_reload", wait_once)
+    monkeypatch.setattr(CriticVersions, "finish_reload", wait_once)
     assert rig.stop() is None
     assert waited
     assert rig.checkpoints.latest() == 1

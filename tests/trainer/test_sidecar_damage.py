@@ -229,13 +229,13 @@ def test_the_random_state_is_the_same_wherever_training_resumes(
 ):
     """Nothing draws from it today; a critic with dropout would."""
     drawn: list[float] = []
-    original = Sidecar._train
+    original = Sidecar.train
 
     def drawing(self: Sidecar, entry: object) -> None:
         drawn.append(float(torch.rand(())))
         original(self, entry)
 
-    monkeypatch.setattr(Sidecar, "_train", drawing)
+    monkeypatch.setattr(Sidecar, "train", drawing)
     rig = make()
     rig.serve()
     rig.start().train(1, 2, 3)

@@ -1,0 +1,120 @@
+"""Writes the checkpoints of the critic in training, and forgets what no rewind needs any more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from python_backend.config import TrainerSection
+from python_backend.store.journal import Entry, Journal, Result
+from python_backend.store.journal_entry import DamagedEntry
+from python_backend.store.weights import WeightsStore
+from trainer.checkpoint import CheckpointFolder, CheckpointState
+from trainer.critic_state import CriticState
+from trainer.fingerprint import fingerprint
+from trainer.progress import SidecarProgress
+
+
+class CriticCheckpoints:
+    """The checkpoints of one critic, and the journal's entries that they make superfluous."""
+
+    def __init__(
+        self, settings: TrainerSection, critic: CriticState, folder: CheckpointFolder, store: WeightsStore,
+        journal: Journal, progress: SidecarProgress,
+    ) -> None:  # fmt: skip
+        self._settings, self._critic, self._folder = settings, critic, folder
+        self._store, self._journal, self._progress = store, journal, progress
+
+    def write_periodically(self) -> None:
+        """Write a checkpoint of the critic if its step is a multiple of `checkpoint_every`."""
+        if self._critic.step % self._settings.checkpoint_every == 0:
+            self._write(asked=False)
+
+    def write_last(self) -> None:
+        """Write a checkpoint of the critic unless it is the newest one already; step 0 needs none."""
+        if self._folder.latest() != self._critic.step and self._critic.step:
+            self._write(asked=False)
+
+    def write_asked(self) -> None:
+        """Write a checkpoint of the critic, marked as requested; step 0 needs none."""
+        if self._critic.step:
+            self._write(asked=True)
+
+    def write_step(self, step: int) -> str | None:
+        """Ensure a checkpoint of `step`, marked as requested; return the error if that is impossible."""
+        if step == self._critic.step:
+            self._write(asked=True)
+        elif step in self._folder.steps():
+            self._progress.persist("marking a checkpoint", lambda: self._folder.mark_asked(step))
+        else:  # the request came late, training is past `step`: replay up to it, write the checkpoint, and return
+            error = self._critic.restore(step)
+            if error is None:
+                self._write(asked=True)
+            self._critic.restore_newest()
+            return error and f"step: {error}"
+        return None
+
+    def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
+        """Remove the checkpoints up to `step` that are not in `keep_steps`, and the entries that only they need."""
+
+        def keep() -> None:
+            self._folder.keep_only(keep_steps, step=step)
+            self._forget()
+
+        self._progress.persist("removing checkpoints", keep)
+
+    def set_aside_after(self, rewind: Entry) -> list[str]:
+        """Set later entries aside and remove later checkpoints; return the names of what was set aside."""
+        aside = self._progress.persist("setting steps aside", lambda: self._journal.set_aside_after(rewind))
+        self._journal.forget_aside(keep=self._settings.keep_set_aside)
+        self._progress.persist("removing checkpoints", lambda: self._folder.drop_after(rewind.target))
+        return aside
+
+    def lost_result(self, entry: Entry) -> Result:
+        """Return the result of a step that is trained already but has none; the newest checkpoint may contain it.
+
+        Without a matching result the answer is an error, because the critic has moved past this step.
+        """
+        newest = self._folder.latest()
+        remembered = [] if newest is None else self._folder.state(newest).results
+        digest = None
+        with contextlib.suppress(DamagedEntry), self._progress.working(f"reading step {entry.step}"):
+            digest = self._journal.load(entry)[1]
+        known = next((Result(**data) for data in remembered if data["entry"] == entry.name), None)
+        if known is not None and known.digest == digest:
+            return known
+        return Result(
+            entry.name, self._store.current() or 0, digest=digest,
+            error=f"step {entry.step} was sent again after its result was lost, and the critic stands at step "
+            f"{self._critic.step}: resume the actor from its checkpoint, which rewinds the critic",
+        )  # fmt: skip
+
+    def _write(self, *, asked: bool) -> None:
+        self._progress.beat("writing a checkpoint")
+        critic, settings = self._critic, self._critic.deciding_settings
+        results = [asdict(result) for result in self._journal.results() if result.entry.endswith(".train")]
+        state = CheckpointState(
+            self._journal.run_id, critic.step, critic.update.optimizer_step, self._store.current() or 0,
+            self._progress.epoch, asked, settings, fingerprint(settings), critic.base_sha256, results,
+        )  # fmt: skip
+
+        def write() -> None:
+            self._folder.save(critic.update, state)
+            self._forget()
+
+        self._progress.persist(f"writing the checkpoint of step {critic.step}", write)
+
+    def _forget(self) -> None:
+        """Remove checkpoints that are no longer needed, and entries that no rewind to an actor's checkpoint needs.
+
+        Entries since the newest requested checkpoint stay, because an actor may still request a rewind to a step after
+        it. If there are more than `keep_entries` of them, the newest checkpoint replaces them.
+        """
+        self._folder.prune(keep=self._settings.keep_checkpoints, keep_damaged=self._settings.keep_set_aside)
+        covered = self._folder.latest() or 0
+        base = max(self._folder.asked_steps(), default=0)
+        if covered - base > self._settings.keep_entries:
+            base = covered
+        self._journal.forget_covered(covered, base=base)
+        self._journal.sweep()

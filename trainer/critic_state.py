@@ -1,0 +1,195 @@
+"""The critic in training: its weights, optimizer and step, restored from checkpoints and journal.
+
+Damage that can be repaired by replay is logged and skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import torch
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import TrainerSection
+from python_backend.errors import NotFinite
+from python_backend.models.modeling import load_critic
+from python_backend.store.journal import Journal
+from python_backend.store.journal_entry import DamagedEntry, Entry
+from python_backend.store.weights import WeightsStore
+from python_backend.wire.training_payload import TrainPayload
+from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpoint
+from trainer.critic_update import CriticUpdate, UpdateReport
+from trainer.fingerprint import changes, deciding_settings, fingerprint
+from trainer.progress import SidecarProgress
+
+logger = logging.getLogger(__name__)
+
+
+class CriticState:
+    """The critic as of one step of the journal."""
+
+    update: CriticUpdate
+    step: int
+
+    def __init__(
+        self, settings: TrainerSection, store: WeightsStore, journal: Journal, checkpoints: CheckpointFolder,
+        progress: SidecarProgress, *, seed: int,
+    ) -> None:  # fmt: skip
+        """`seed`: of torch's random state before the first step. Call `restore_at_start` before anything else."""
+        self._settings, self._seed = settings, seed
+        self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
+        # A checkpoint's run and base must be the same; different settings only cause a warning.
+        self.base_sha256 = store.manifest(0).sha256  # of version 0's weights
+        self.deciding_settings = deciding_settings(settings)
+
+    def train(self, entry: Entry) -> tuple[UpdateReport | None, str | None, str | None]:
+        """Train on the next step; return report, the payload's digest, and error, each None if there is none.
+
+        Raises CheckpointError if the entry is damaged, but was trained and answered before.
+        """
+        report, digest, error = None, None, None
+        self._progress.step = entry.step
+        try:
+            with self._progress.working(f"reading step {entry.step}"):
+                payload, digest = self._journal.load(entry)
+            report = self.update.train(payload, lambda n: self._progress.beat("training", n))
+        except NotFinite as trouble:
+            error = str(trouble)
+        except DamagedEntry as damage:
+            error = _give_up(self._journal, entry, damage)
+            self._journal.forget_aside(keep=self._settings.keep_set_aside)
+        self.step = entry.step  # a failed step counts, too: its caller gets the error and continues with the next step
+        return report, digest, error
+
+    def restore_at_start(self) -> None:
+        """Restore as `restore_newest`; warn of changed settings, and restore the results that the journal lacks."""
+        state = self.restore_newest()
+        if state is None:
+            return
+        if state.fingerprint != fingerprint(self.deciding_settings):  # changing them between runs is allowed
+            logger.warning(
+                "the critic was trained up to step %d under other settings (%s); the new ones hold from here on",
+                state.step, "; ".join(changes(state.settings, self.deciding_settings)) or "settings that are no more",
+            )  # fmt: skip
+        self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
+
+    def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
+        """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.
+
+        Returns its state, None without a checkpoint. Raises CheckpointError.
+        """
+        with self._progress.working("loading a checkpoint"):
+            base = load_critic(self._store.folder(0), device=self._settings.device)
+            self.update = CriticUpdate(base, self._settings)
+            state = self._load_newest(at_most)
+        self.step = state.step if state else 0
+        return state
+
+    def restore(self, step: int) -> str | None:
+        """Load the newest checkpoint up to `step` and replay the steps after it; return the error if that fails.
+
+        After an error, call `restore_newest`.
+        """
+        try:
+            self.restore_newest(at_most=step)
+            self._replay(end=step)
+        except (CheckpointError, DamagedEntry) as trouble:  # the caller gets the error, and training continues
+            return f"{step} cannot be reached: {trouble}"
+        if self.step != step:
+            kept = ", ".join(map(str, self._checkpoints.steps())) or "none"
+            return f"{step} cannot be reached: checkpoints are at steps {kept}"
+        return None
+
+    def _load_newest(self, at_most: int | None) -> CheckpointState | None:
+        """Load the newest intact checkpoint; damaged newer ones are set aside if the journal can replay up to them.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to another run; or a newer one is damaged and the journal lacks a
+                step up to it.
+        """
+        torch.manual_seed(self._seed)  # for a start from version 0; a checkpoint restores its own random state
+        damaged: list[tuple[int, DamagedCheckpoint]] = []
+        found = None
+        for step in reversed([step for step in self._checkpoints.steps() if at_most is None or step <= at_most]):
+            try:
+                self._check_origin(self._checkpoints.state(step))
+                found = self._checkpoints.load(step, self.update)
+                break
+            except DamagedCheckpoint as error:
+                damaged.append((step, error))
+        start = found.step if found else 0
+        for step, damage in damaged:
+            missing = _first_missing(self._journal, start, step)
+            if missing is not None:
+                raise CheckpointError(
+                    f"{damage}; it cannot be made up for from step {start}, because the journal no longer has step "
+                    f"{missing}: put the file back, or begin a new run"
+                ) from damage
+        for step, damage in damaged:
+            aside = self._checkpoints.set_aside(step)
+            logger.warning("%s; training is repeated from step %d; it lies in %s now", damage, start, aside)
+        return found
+
+    def _check_origin(self, state: CheckpointState) -> None:
+        if state.run_id != self._journal.run_id:
+            raise CheckpointError(
+                f"run.run_id: {self._journal.run_id!r}, but the checkpoint of step {state.step} belongs to run "
+                f"{state.run_id!r}: give the run its old run_id, or a folder of its own (run.dir)"
+            )
+        if state.base_sha256 != self.base_sha256:
+            raise CheckpointError(
+                f"the checkpoint of step {state.step} was trained from a version 0 with sha256 "
+                f"{state.base_sha256[:12]}…, the weights store's has {self.base_sha256[:12]}…: put that store back, or "
+                "begin a new run (run.dir)"
+            )
+
+    def _replay(self, *, end: int) -> None:
+        """Train on the journal's steps up to `end`. Raises DamagedEntry if one that changed the weights is damaged."""
+        for entry in self._journal.entries():
+            if entry.kind == "train" and entry.step == self.step + 1 <= end:
+                with self._progress.working(f"reading step {entry.step}"):
+                    payload = _payload(self._journal, entry)
+                if payload is not None:
+                    with contextlib.suppress(NotFinite):  # the original training failed the same way, and went on
+                        self.update.train(payload, lambda n: self._progress.beat("replaying", n))
+                self.step = entry.step
+
+
+def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry) -> str:
+    """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
+
+    Raises:
+        CheckpointError: the step was trained and answered before, so that its weights cannot be reproduced.
+    """
+    result = journal.result(entry)
+    if result is None:
+        journal.set_aside_damaged(entry)
+    elif result.loss_mean is not None:
+        raise CheckpointError(
+            f"{damage}; step {entry.step} was trained and answered before, and without it the weights cannot become "
+            "the same again: put the file back, or begin a new run"
+        ) from damage
+    return f"step {entry.step} was not trained, training goes on with the next step: {damage}"
+
+
+def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
+    """Load an entry for replay; None if it is damaged and was so originally, so that its step changed no weights."""
+    try:
+        return journal.load(entry)[0]
+    except DamagedEntry:
+        result = journal.result(entry)
+        if result is None or result.loss_mean is not None:
+            raise
+        return None
+
+
+def _first_missing(journal: Journal, start: int, end: int) -> int | None:
+    """Return the first step after `start`, up to `end`, that the journal cannot replay; None if there is none."""
+    entries = {entry.step: entry for entry in journal.entries() if entry.kind == "train"}
+    for step in range(start + 1, end + 1):
+        try:
+            _payload(journal, entries[step])
+        except (KeyError, DamagedEntry):
+            return step
+    return None

@@ -1,0 +1,101 @@
+"""Puts the weights of the critic in training into service, step by step or again, and reloads it in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from python_backend.config import TrainerSection
+from python_backend.store.weights import WeightsStore
+from trainer.control_plane import ControlPlaneError
+from trainer.critic_state import CriticState
+from trainer.progress import SidecarProgress
+from trainer.publish import Publisher, Reload, VersionRejected
+from trainer.verification import holds_weights
+
+logger = logging.getLogger(__name__)
+JOIN_S = 0.005
+
+
+class CriticVersions:
+    """Published versions of the critic in training."""
+
+    def __init__(
+        self, settings: TrainerSection, critic: CriticState, publisher: Publisher, store: WeightsStore,
+        progress: SidecarProgress,
+    ) -> None:  # fmt: skip
+        self._settings, self._critic, self.publisher = settings, critic, publisher
+        self._store, self._progress = store, progress
+        self._reload: threading.Thread | None = None
+
+    def current(self) -> int:
+        """Return the version that CURRENT names."""
+        return self._store.current() or 0
+
+    def publish_step(self) -> tuple[Reload | None, str | None]:
+        """Publish the critic if its step is a multiple of `publish.every`; return the reload or the error, if any."""
+        return self._publish() if self._critic.step % self._settings.publish.every == 0 else (None, None)
+
+    def publish_remainder(self) -> str | None:
+        """Publish updates that are not served yet because `publish.every` is above 1; return the error, if any."""
+        if self._settings.publish.every > 1 and self._store.manifest(self.current()).step < self._critic.step:
+            return self._publish()[1]
+        return None
+
+    def ensure_served(self) -> str | None:
+        """Publish the critic again unless its weights are served already; return the error, if any.
+
+        They may not be served because the step's version was rejected or skipped, or an operator rolled back.
+        """
+        with self._progress.working("comparing what is served"):
+            served = holds_weights(self._store, self.current(), self._critic.update.critic)
+        return None if served else self.publish_again()
+
+    def publish_again(self) -> str | None:
+        """Publish the critic under a new number, even if its weights had one before; return the error, if any."""
+        step = self._critic.step
+        parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= step)
+        return self._publish(parent)[1]
+
+    def reload_after_save(self) -> None:
+        """Start a reload through Triton (`reload_on_save`) in a thread, in parallel to training.
+
+        That is safe: the old process serves meanwhile, and the new one follows CURRENT, too.
+        """
+        # A reload that is still running needs no second one: it loads the version that CURRENT names, too.
+        under_way = self._reload is not None and self._reload.is_alive()
+        if self._settings.reload_on_save == "triton" and not under_way:
+            self._reload = threading.Thread(
+                target=self._reload_through_triton, args=(self._critic.step,), name="reload", daemon=True
+            )
+            self._reload.start()
+
+    def finish_reload(self) -> None:
+        """Wait for the background reload. Raises StoppedWaiting."""
+        while self._reload is not None and self._reload.is_alive():
+            self._progress.wait("waiting for a reload through Triton")
+            self._reload.join(JOIN_S)
+
+    def _publish(self, parent: int | None = None) -> tuple[Reload | None, str | None]:
+        """Publish the critic, retrying while the disk refuses; return the reload, or the error if it is rejected."""
+        step, newest = self._critic.step, self._store.versions()[-1]
+
+        def attempt() -> Reload:
+            # With a parent, every attempt would write another version. If an earlier attempt has written one already,
+            # publish without it, which reuses the newest version if its content is the same.
+            written = self._store.versions()[-1] > newest
+            return self.publisher.publish(
+                self._critic.update.critic, step=step, beat=self._progress.wait, parent=None if written else parent
+            )
+
+        try:
+            return self._progress.persist(f"publishing step {step}", attempt), None
+        except VersionRejected as trouble:  # the caller gets the error; the old version keeps serving
+            return None, str(trouble)
+
+    def _reload_through_triton(self, step: int) -> None:
+        try:
+            reload = self.publisher.triton_reload()
+            self._progress.log_reload(step, reload, "save")
+        except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process keeps serving
+            logger.error("reload through Triton after the save: %s", error)
