@@ -48,8 +48,9 @@ def write_config(folder: Path, given: Path | None) -> Path:
     data["server"] = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1}
     data["critic"] |= {"reload": "swap"}
     # All versions are kept: each one is compared with the reference.
+    schedule = {"lr": 1e-3, "warmup_steps": 2, "constant_steps": 10, "max_steps": 1000}
     data["trainer"] |= {
-        "lr": 1e-3, "warmup_steps": 2, "constant_steps": 10, "max_steps": 1000, "global_batch_size": 12,
+        "optimizer": {**data["trainer"].get("optimizer", {}), **schedule}, "global_batch_size": 12,
         "token_budget": 512, "checkpoint_every": 5, "keep_checkpoints": 3, "reload_on_save": "triton",
         "publish": {"every": 1, "keep": 100_000},
     }  # fmt: skip
