@@ -6,10 +6,12 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from actor.algorithms.experience import critic_payload
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.data.step_inputs import StepInputs
 from actor.generation.engine import Generation
 from actor.loop import PPORun
 from actor.run.metrics import Timers
@@ -70,6 +72,21 @@ class PaddedServices:
         return await self._critic.train(padded, run_id=run_id, step=step)
 
 
+@dataclass(frozen=True)
+class BlockInputs(StepInputs):
+    """The prompts and seeds of a step's place in its block, so that all blocks have the same."""
+
+    run: MeasuredRun = field(kw_only=True)
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """Return the prompts of this place in the block."""
+        return super().prompts_of(self.run.place)
+
+    def seed_of(self, step: int) -> int:
+        """Return the seed of this place in the block."""
+        return super().seed_of(self.run.place)
+
+
 class MeasuredRun(PPORun):
     """A run whose blocks all have the same prompts, draws and lengths; its policy barely moves."""
 
@@ -85,14 +102,8 @@ class MeasuredRun(PPORun):
         given.__dict__ = self.policy.generation.__dict__
         given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.generation.max_new_tokens)
         self.policy.generation = given
-
-    def prompts_of(self, step: int) -> list[Prompt]:
-        """Return the prompts of this place in the block."""
-        return super().prompts_of(self.place)
-
-    def seed_of(self, step: int) -> int:
-        """Return the seed of this place in the block."""
-        return super().seed_of(self.place)
+        self.inputs = self.rollouts.inputs = BlockInputs(**vars(self.inputs), run=self)
+        self._run_id = config.run.identity
 
     async def blocks(
         self, modes: Sequence[str], *, steps: int, rounds: int, note: Callable[[dict[str, Any]], None]
@@ -114,7 +125,7 @@ class MeasuredRun(PPORun):
                 continue
             self.done += 1
             await (self.one_step(self.done, is_last=False) if mode == OVERLAPPED else self.serial_step(self.done, None))
-        await self.await_updates(self.done)
+        await self.critic.served(self.done)
         seconds, cpu = time.time() - start, cpu_seconds([os.getpid()]) - cpu
         spans = [[phase, begin - start, end - start] for phase, begin, end in self.spans]
         return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
@@ -123,7 +134,9 @@ class MeasuredRun(PPORun):
         """Do the work of `one_step` with all phases in sequence."""
         timers = Timers()
         with timers.phase("generate"):
-            rollout = await self.in_thread(self.policy.generate, self.prompts_of(step), seed=self.seed_of(step))
+            rollout = await self.in_thread(
+                self.policy.generate, self.inputs.prompts_of(step), seed=self.inputs.seed_of(step)
+            )
         with timers.phase("scoring"):
             scores = await (padded or self.scorer).score(rollout)
         with timers.phase("logprobs"):
@@ -132,10 +145,10 @@ class MeasuredRun(PPORun):
             ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # the actor's own copy
         batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
         if padded is None:
-            await self.train_critic(step, batch)
+            await self.critic.train(step, batch)
         else:
             with timers.phase("critic_update"):
-                await padded.train(critic_payload(batch), run_id=self.run_id, step=step)
+                await padded.train(critic_payload(batch), run_id=self._run_id, step=step)
         with timers.phase("train_time"):
-            await self.in_thread(self.policy_update.run, batch, seed=self.seed_of(step), kl_coef=self.kl.coef)
+            await self.in_thread(self.policy_update.run, batch, seed=self.inputs.seed_of(step), kl_coef=self.kl.coef)
         self.books.log_timeline(step, timers.spans)

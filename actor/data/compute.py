@@ -1,10 +1,10 @@
-"""Runs torch outside the event loop, so that responses from servers are processed while it computes."""
+"""Runs torch outside the event loop, so that responses from servers are processed while it computes; ends tasks."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -26,3 +26,11 @@ def in_a_thread_of(threads: int) -> InThread:
         return await asyncio.get_running_loop().run_in_executor(executor, call)
 
     return run
+
+
+async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel these tasks and wait until they have ended; their errors are dropped."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable
 from types import FrameType
 from typing import Any, TypeVar
@@ -46,6 +47,28 @@ class Stop:
         finally:
             requested.cancel()
             task.cancel()
+
+
+class TimeLimit:
+    """The limit `actor.max_minutes` of a run that starts now."""
+
+    def __init__(self, max_minutes: float | None) -> None:
+        self._max_minutes, self._started = max_minutes, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    def is_over(self, step: int, of: int) -> bool:
+        """Return whether the limit is reached after `step`, and log it."""
+        if self._max_minutes is None or self.seconds < 60 * self._max_minutes:
+            return False
+        logger.warning(
+            "actor.max_minutes (%g) reached at step %d of %d; the next start continues from here",
+            self._max_minutes, step, of,
+        )  # fmt: skip
+        return True
 
 
 def stop_on_signals(stop: Stop, grace_s: float) -> None:

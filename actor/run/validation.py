@@ -18,6 +18,7 @@ from actor.run.collection import collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
+from python_backend.config import ActorSection
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
@@ -37,21 +38,32 @@ class Validation:
         return float(self.scores.rewards[self.scores.scored].mean())
 
 
-async def validate(
-    policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int, greedy: bool = False,
-    in_thread: InThread, with_kl: bool = True,
-) -> Validation:  # fmt: skip
-    """Generate one response per prompt, sampled or greedy, and score it. Raises RequestFailed."""
-    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    ready.set_result(None)
-    scored = await collect(
-        policy, scorer, reference, prompts, seed=seed + SEED_OFFSET, greedy=greedy, ready=ready, in_thread=in_thread,
-        timers=Timers(), with_kl=with_kl, with_logprobs=False,
-    )  # fmt: skip
-    whole, scores = scored.rollout, scored.scores
-    mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
-    kl = sequence_kl(scored, mask)
-    return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
+class Validator:
+    """Validates the policy on the held-out prompts; without any, not at all."""
+
+    def __init__(
+        self, settings: ActorSection, prompts: list[Prompt], policy: Policy, scorer: Scorer, reference: Reference, *,
+        seed: int, in_thread: InThread,
+    ) -> None:  # fmt: skip
+        """`seed`: of the run; the same in every validation."""
+        self.prompts = prompts
+        self._greedy, self._with_kl = settings.validation.greedy, settings.kl.uses_reference
+        self._policy, self._scorer, self._reference = policy, scorer, reference
+        self._seed, self._in_thread = seed + SEED_OFFSET, in_thread
+
+    async def run(self) -> Validation:
+        """Generate one response per prompt, sampled or greedy, and score it. Raises RequestFailed."""
+        await self._in_thread(self._policy.renew_sampler)
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        scored = await collect(
+            self._policy, self._scorer, self._reference, self.prompts, seed=self._seed, greedy=self._greedy,
+            ready=ready, in_thread=self._in_thread, timers=Timers(), with_kl=self._with_kl, with_logprobs=False,
+        )  # fmt: skip
+        whole, scores = scored.rollout, scored.scores
+        mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
+        kl = sequence_kl(scored, mask)
+        return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
 
 
 def explained(rollout: Rollout, rewards: torch.Tensor, scores: Scores) -> float:

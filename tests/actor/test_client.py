@@ -25,8 +25,8 @@ ROWS = [np.asarray([3, 4, 5])]
 
 
 def settings(*servers: FakeTriton, **changes: Any) -> ClientSection:
-    urls = [server.url for server in servers]
-    return ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **changes})
+    values = {"backoff_s": 0.001, "deadline_s": 20.0, "servers": [server.url for server in servers], **changes}
+    return ClientSection(**values)
 
 
 def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
@@ -143,10 +143,8 @@ def test_the_budget_ends_a_storm():
     """Forty requests that each may be repeated six times: 240 more attempts without a budget, here 5 + 20 % of 40."""
 
     async def play() -> None:
-        async with (
-            FakeTriton(lambda *_: "busy") as server,
-            client_of(server, retry_reserve=5, retries=6, retry_budget=0.2) as client,
-        ):
+        limits = {"retries": 6, "retry_budget": 0.2, "retry_reserve": 5}
+        async with FakeTriton(lambda *_: "busy") as server, client_of(server, **limits) as client:
             asking = [client.rewards(ROWS) for _ in range(40)]
             answers = await asyncio.gather(*asking, return_exceptions=True)
             assert all(isinstance(answer, RequestFailed) for answer in answers)

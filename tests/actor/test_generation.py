@@ -15,8 +15,8 @@ from packaging.version import Version
 from transformers import GenerationConfig
 
 from actor.data.rollout import Prompt, Rollout
+from actor.data.step_inputs import step_seed
 from actor.generation.engine import Generation
-from actor.loop import step_seed
 from actor.policy.policy import Policy
 from python_backend.config import GenerationSection
 from tests.support.settings import actor_section

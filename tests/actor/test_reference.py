@@ -61,7 +61,7 @@ def collect(run: PPORun) -> ScoredRollout:
     """The rollout of step 1."""
 
     async def rollout() -> ScoredRollout:
-        return (await run.begin_rollout(1, updated=0)).scored
+        return (await run.rollouts.collect(1, updated=0)).scored
 
     return asyncio.run(asyncio.wait_for(rollout(), PATIENCE_S))
 
@@ -109,8 +109,8 @@ def test_the_reference_does_not_wait_for_the_critic(tmp_path: Path, checkpoints:
 
     async def main() -> None:
         update: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        run.updates[0] = update  # type: ignore[assignment]
-        rollout = run.begin_rollout(1, updated=0)
+        run.critic._in_flight[0] = update  # type: ignore[assignment]
+        rollout = asyncio.create_task(run.rollouts.collect(1, updated=0))
         while len(server.rows) < 8:
             await asyncio.sleep(0.005)
         assert server.rewarded == 0
@@ -223,7 +223,7 @@ def test_without_a_kl_penalty_its_kl_is_measured_every_nth_step(tmp_path: Path, 
     run = make_ppo(tmp_path, checkpoints, server, kl_coef=0.0, kl_every=2)
 
     async def rollouts() -> list[ScoredRollout]:
-        return [(await run.begin_rollout(step, updated=0)).scored for step in (1, 2)]
+        return [(await run.rollouts.collect(step, updated=0)).scored for step in (1, 2)]
 
     first, second = asyncio.run(asyncio.wait_for(rollouts(), PATIENCE_S))
     assert first.ref_logprobs is None

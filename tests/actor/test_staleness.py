@@ -19,6 +19,7 @@ from actor.scoring.client import RequestCounters, TrainAnswer
 from actor.scoring.retry import ServerFailed
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
+from python_backend.config import RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
@@ -189,12 +190,17 @@ class SlowCritic:
         self.versions[max(self.versions) + 1] = self.trained
 
 
-class WatchedRun(PPORun):
-    """Tells the critic what it waits for."""
+def watched_run(config: RunConfig, critic: SlowCritic) -> PPORun:
+    """A run that tells the critic what it waits for."""
+    run = PPORun(config, critic)  # type: ignore[arg-type]
+    served = run.critic.served
 
-    async def await_updates(self, step: int) -> int:
-        self.client.awaited = max(self.client.awaited, step)  # type: ignore[attr-defined]
-        return await super().await_updates(step)
+    async def watched(step: int) -> int:
+        critic.awaited = max(critic.awaited, step)
+        return await served(step)
+
+    run.critic.served = watched  # type: ignore[method-assign]
+    return run
 
 
 @pytest.mark.parametrize(("max_staleness", "every"), [(0, 1), (1, 1), (3, 1), (0, 2), (1, 3), (4, 3)])
@@ -210,7 +216,7 @@ def test_no_row_is_staler_than_allowed(
         },
     )  # fmt: skip
     critic = SlowCritic(load_tokenizer(checkpoints.policy), every=every)
-    asyncio.run(asyncio.wait_for(WatchedRun(run.config, critic).run(), 60))  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(watched_run(run.config, critic).run(), 60))
     seen = [dict(sorted(critic.scored[sent].items())) for sent in range(STEPS)]
     assert max(max(rows) for rows in seen) <= max(max_staleness, every - 1)
     if every == 1:
@@ -248,7 +254,7 @@ def test_a_run_out_of_time_drops_a_rollout_and_no_update(tmp_path: Path, checkpo
 
     async def main() -> dict[str, Any]:
         critic.saving = asyncio.Event()
-        return await asyncio.wait_for(WatchedRun(run.config, critic).run(), 20)  # type: ignore[arg-type]
+        return await asyncio.wait_for(watched_run(run.config, critic).run(), 20)
 
     summary = asyncio.run(main())
     assert critic.trained == summary["steps"] == 1
@@ -281,13 +287,15 @@ def test_a_failed_critic_update_is_told_and_the_run_goes_on(
     )  # fmt: skip
     critic = FailingCritic(load_tokenizer(checkpoints.policy), every=1)
     critic.fails = fails
-    summary = asyncio.run(asyncio.wait_for(WatchedRun(run.config, critic).run(), 60))  # type: ignore[arg-type]
+    summary = asyncio.run(asyncio.wait_for(watched_run(run.config, critic).run(), 60))
     assert summary["failed_critic_updates"] == len(fails)
     assert summary["weights_version"] == FIRST_VERSION + 4 - len(fails)
     lines = read_jsonl(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert lines[-1]["client/failed_critic_updates"] == sum(step < 4 for step in fails)
-    told = [record.getMessage() for record in caplog.records if "update failed, the run goes on" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "update failed, the run continues" in record.getMessage()
+    ]
     assert all(f"the gradients of {step} are not finite" in text for step, text in zip(fails, told, strict=True))
 
 

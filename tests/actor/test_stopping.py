@@ -278,11 +278,11 @@ def test_a_validation_that_waits_for_the_next_rollout_is_abandoned_with_it(tmp_p
             left_in_time.append(leaving.wait(5.0))
         return generate(*args, **kwargs)
 
-    async def watched_validate(when: str, *, step: int) -> None:
-        if step:
+    async def watched_validate(when: str) -> None:
+        if run.done:
             asyncio.get_running_loop().call_soon(run.stop.request)
             validating.set()
-        await validate(when, step=step)
+        await validate(when)
 
     async def watched_leave() -> None:
         leaving.set()

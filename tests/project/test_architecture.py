@@ -20,6 +20,7 @@ from tools import render_configs
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
 MOST_MODULES = 18  # in a folder
+MAIN_LOOP_LINES = 120
 HARD_LIMIT_LINES = 400
 # Modules that only carry, check or start things: torch alone costs seconds, in every process that imports it.
 WITHOUT_TORCH = [
@@ -118,6 +119,11 @@ def test_no_file_is_over_the_limit():
     assert len(sizes) > 50
     too_long = {str(path.relative_to(ROOT)): size for path, size in sizes.items() if size > HARD_LIMIT_LINES}
     assert not too_long
+
+
+@pytest.mark.parametrize("path", ["actor/loop.py", "trainer/sidecar.py"])
+def test_the_main_loops_fit_on_two_screens(path: str):
+    assert len((ROOT / path).read_text().splitlines()) <= MAIN_LOOP_LINES
 
 
 def test_folders_are_small_and_have_no_catch_all():

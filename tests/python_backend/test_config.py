@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from pydantic import BaseModel, ValidationError
 
@@ -167,12 +166,6 @@ def test_the_run_is_named_by_its_folder(tmp_path: Path, folder: str, identity: s
     config = load(tmp_path, "", f"run.dir={tmp_path / folder}")
     assert config.run.identity == identity
     assert load(tmp_path, "", f"run.run_id={identity}").run.identity == identity  # and may be written out
-
-
-def test_every_seed_fits_the_generator_with_its_steps(tmp_path: Path):
-    """`seed << 40` plus steps and rows is what sampling starts from (actor/loop.py)."""
-    largest = load(tmp_path, "run: {seed: 16777215}").run.seed
-    torch.Generator().manual_seed((largest << 40) + 2**40 - 1)
 
 
 def sections_of(model: type[BaseModel]) -> list[type[BaseModel]]:

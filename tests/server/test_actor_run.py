@@ -183,7 +183,7 @@ def test_a_failed_critic_update_does_not_end_the_run(tmp_path: Path, checkpoints
     summary = json.loads((tmp_path / "actor_summary.json").read_text())
     assert (summary["steps"], summary["failed_critic_updates"], summary["weights_version"]) == (3, 2, 1)
     for step in (2, 3):
-        assert f"step {step}: the critic's update failed, the run goes on without it: critic_train at" in log
+        assert f"step {step}: the critic's update failed, the run continues without it: critic_train at" in log
     assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["train_rollouts/staleness"] == 1
 
 

@@ -100,7 +100,7 @@ def test_validations_the_best_policy_and_a_limit_of_time(live: System, tmp_path:
     settings = {"actor.validation.every": 1, "actor.checkpoint_every": 100, "actor.validation.greedy": True}
     run_actor(live, folder, "reinforce++", **settings, **{"actor.max_minutes": 1e-6})
     log = (live.run.config.run.logs_dir / "actor-reinforce++.log").read_text()
-    assert "are over at step 1 of 3; the next start goes on from here" in log
+    assert "actor.max_minutes (1e-06) reached at step 1 of 3; the next start continues from here" in log
     assert [path.name for path in (folder / "checkpoints" / "actor").iterdir()] == ["1"]
     assert json.loads((folder / "actor_summary.json").read_text())["steps"] == 1
     run_actor(live, folder, "reinforce++", **settings)

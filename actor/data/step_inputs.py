@@ -1,0 +1,37 @@
+"""The prompts and the seed of each step, the same after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from actor.data.prompts import take
+from actor.data.rollout import Prompt
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Chooses what each step samples from."""
+
+    prompts: list[Prompt]
+    seed: int  # of the run
+    rollout_size: int
+    responses_per_prompt: int
+    taken: Callable[[int], int]  # number of prompts that the steps up to a step have used
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """Return the prompts of `step`, one entry per response."""
+        count = self.rollout_size // self.responses_per_prompt
+        taken = take(self.prompts, start=self.taken(step - 1), count=count, seed=self.seed)
+        return [prompt for prompt in taken for _ in range(self.responses_per_prompt)]
+
+    def seed_of(self, step: int) -> int:
+        """Return the seed for sampling and shuffling in `step`."""
+        return step_seed(self.seed, step)
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """Return a seed per run and step, hashed: torch's CPU generator uses only the lowest 32 bits of a seed."""
+    return int(np.random.SeedSequence([run_seed, step]).generate_state(1)[0])

@@ -1,0 +1,59 @@
+"""Critic updates in flight: sent to the server beside the policy's update, awaited when scoring needs their weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from actor.algorithms.experience import critic_payload
+from actor.data.compute import cancelled
+from actor.data.rollout import PPOBatch
+from actor.run.metrics import Timers
+from actor.run.recorder import Bookkeeper
+from actor.scoring.client import TritonClient
+from actor.scoring.retry import ServerFailed
+
+logger = logging.getLogger(__name__)
+
+
+class CriticUpdates:
+    """The updates that were sent and whose weights have not been awaited yet; none in a run without a critic."""
+
+    def __init__(self, client: TritonClient, books: Bookkeeper, *, run_id: str) -> None:
+        self._client, self._books, self._run_id = client, books, run_id
+        self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # by step
+
+    def send(self, step: int, batch: PPOBatch) -> None:
+        """Start the critic's update of `step`."""
+        self._in_flight[step] = asyncio.create_task(self.train(step, batch))
+
+    async def served(self, step: int) -> int:
+        """Wait until the updates up to `step` are served; return the last weights version, or -1 if none was sent."""
+        version = -1
+        for sent in [sent for sent in sorted(self._in_flight) if sent <= step]:
+            served = await asyncio.shield(self._in_flight[sent])  # cancelling a rollout must not cancel the update
+            self._in_flight.pop(sent, None)
+            if served is not None:
+                version = self._books.weights_version = served
+        return version
+
+    async def train(self, step: int, batch: PPOBatch) -> int | None:
+        """Send the critic its update; return the weights version that serves it, or None if the update failed.
+
+        The sidecar counts a failed update as done: it keeps serving the previous weights and accepts the next step.
+        """
+        timers = Timers()
+        with timers.phase("critic_update"):
+            try:
+                answer = await self._client.train(critic_payload(batch), run_id=self._run_id, step=step)
+            except ServerFailed as error:  # task edge: the run survives one lost critic update
+                self._books.failed_critic_updates += 1
+                logger.warning("step %d: the critic's update failed, the run continues without it: %s", step, error)
+                return None
+        self._books.log_timeline(step, timers.spans)
+        self._books.version_steps.learn(answer.weights_version, step)
+        return answer.weights_version
+
+    async def cancel(self) -> None:
+        """Stop waiting; updates that the server accepted are in its journal and not lost."""
+        await cancelled(self._in_flight.values())

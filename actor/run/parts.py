@@ -1,0 +1,70 @@
+"""Creates the parts of a run from its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.methods import Method
+from actor.algorithms.shaping import RewardShaper
+from actor.data.compute import in_a_thread_of
+from actor.data.prompts import read_prompts
+from actor.data.step_inputs import StepInputs
+from actor.policy.checkpoint import RunState
+from actor.policy.policy import Policy
+from actor.policy.update import PolicyUpdate
+from actor.run.critic_updates import CriticUpdates
+from actor.run.recorder import Bookkeeper
+from actor.run.rollouts import Rollouts
+from actor.run.stopping import Stop
+from actor.run.validation import Validator
+from actor.scoring.client import TritonClient
+from actor.scoring.reference import make_reference
+from actor.scoring.scorer import Scorer
+from python_backend.config import RunConfig
+
+
+class RunParts:
+    """What the training loop works with."""
+
+    def __init__(self, config: RunConfig, client: TritonClient) -> None:
+        self.settings = actor = config.actor
+        self.stop = Stop()
+        seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
+        torch.manual_seed(seed)  # LoRA adapters are initialised randomly
+        self.policy = Policy.of(actor)
+        self.method = Method.of(actor.algorithm, actor.kl)
+        self.policy_update = PolicyUpdate.of(actor, self.policy, self.method)
+        self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
+        self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
+        self.scorer = Scorer(
+            client, self.policy.tokenizer, rows_per_request=actor.client.rows_per_request, with_critic=has_critic
+        )
+        self.reference = make_reference(config, client, self.policy)
+        limits: dict[str, Any] = {
+            "max_tokens": actor.prompts.max_tokens, "too_long": actor.prompts.too_long,
+            "vocab_size": self.policy.vocab_size,
+        }  # fmt: skip
+        prompts = read_prompts(actor.prompts.path, self.policy.tokenizer, **limits)
+        held_out = (
+            read_prompts(validation.prompts, self.policy.tokenizer, limit=validation.size, **limits)
+            if validation.prompts and validation.size else []
+        )  # fmt: skip
+        state = RunState(self.policy, self.shaper, self.kl)
+        self.books = Bookkeeper(config, state, client, num_prompts=len(prompts), has_critic=has_critic)
+        self.inputs = StepInputs(
+            prompts, seed, actor.rollout_size, actor.algorithm.responses_per_prompt, self.books.prompts_taken
+        )
+        self.in_thread = in_a_thread_of(actor.threads)
+        # A second thread, so that the update can run beside a rollout.
+        self.in_update_thread = in_a_thread_of(actor.threads) if actor.one_step_off_policy else self.in_thread
+        self.critic = CriticUpdates(client, self.books, run_id=config.run.identity)
+        self.rollouts = Rollouts(
+            actor, self.inputs, self.policy, self.scorer, self.reference, self.critic,
+            publish_every=config.trainer.publish.every, in_thread=self.in_thread,
+        )  # fmt: skip
+        self.validator = Validator(
+            actor, held_out, self.policy, self.scorer, self.reference, seed=seed, in_thread=self.in_thread
+        )
