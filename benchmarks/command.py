@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from benchmarks.benchmark import Benchmark, Result, Target
+    from benchmarks.support.benchmark import Benchmark, Result, Target
 
 BENCHMARKS = {
-    "scoring": "throughput and latency of scoring beside what users have today",
-    "reload": "what reloads and updates of the critic cost its clients",
-    "learning": "every algorithm on a task whose optimum is known",
-    "generation": "generation beside what transformers offers",
-    "step": "a PPO step by phase, overlapped beside serial",
-    "trl": "training steps without a critic beside TRL's",
-    "update": "throughput of the critic's update beside the same update padded",
+    "scoring": ("benchmarks.scoring.sweep", "throughput and latency of scoring beside what users have today"),
+    "reload": ("benchmarks.reload.parts", "what reloads and updates of the critic cost its clients"),
+    "learning": ("benchmarks.learning", "every algorithm on a task whose optimum is known"),
+    "generation": ("benchmarks.generation", "generation beside what transformers offers"),
+    "step": ("benchmarks.step.phases", "a PPO step by phase, overlapped beside serial"),
+    "trl": ("benchmarks.trl.comparison", "training steps without a critic beside TRL's"),
+    "update": ("benchmarks.update", "throughput of the critic's update beside the same update padded"),
 }
 
 
@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in BENCHMARKS:
-        return run(name, importlib.import_module(f"benchmarks.{name}"), arguments[1:])
+        return run(name, importlib.import_module(BENCHMARKS[name][0]), arguments[1:])
     if name in ("-h", "--help"):
         print("usage: python -m tools bench <what> --out DIR [--help]\n\nbenchmarks:")
-        print("\n".join(f"  {key:<11}{what}" for key, what in BENCHMARKS.items()))
+        print("\n".join(f"  {key:<11}{what}" for key, (_, what) in BENCHMARKS.items()))
         return 0 if arguments else 2
     print(f"error: unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
     return 2
@@ -46,7 +46,7 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
     from actor.scoring.client import RequestFailed  # tritonclient: not for --help
-    from benchmarks.benchmark import BenchError
+    from benchmarks.support.benchmark import BenchError
     from python_backend.config import ConfigError
     from tools.server.child import ChildDied
     from tools.server.triton_home import ServerStartError
@@ -71,7 +71,7 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
 
 def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the benchmark's options, `--out` or `--report-only`, and `--quick`, which changes defaults only."""
-    parser = argparse.ArgumentParser(prog=f"python -m tools bench {name}", description=BENCHMARKS[name])
+    parser = argparse.ArgumentParser(prog=f"python -m tools bench {name}", description=BENCHMARKS[name][1])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="folder of result.json, report.md and pictures")
     where.add_argument("--report-only", type=Path, metavar="DIR", help="report again on DIR/result.json")
@@ -83,7 +83,7 @@ def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> arg
 
 def report(benchmark: Benchmark, result: Result, out: Path) -> str:
     """Add summary and targets to result.json, write report.md and pictures; return the text of report.md."""
-    from benchmarks.benchmark import Record
+    from benchmarks.support.benchmark import Record
 
     result["summary"] = benchmark.summarise(result)
     judged = benchmark.targets(result)
@@ -138,8 +138,8 @@ def _limits(low: float | None, high: float | None) -> str:
 
 
 def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:
-    from benchmarks.benchmark import Record
-    from benchmarks.machine import describe_machine, describe_versions, now_utc
+    from benchmarks.support.benchmark import Record
+    from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 
     values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
     record = Record(out, {

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.benchmark import Option, Record, Result, Target
-from benchmarks.benchmark import no_pictures as draw
-from benchmarks.samples import grouped, in_turn, median_of, ratio, select
-from benchmarks.trace import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
+from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.benchmark import no_pictures as draw
+from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
+from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
 
 __all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
 PLAIN = "generate"

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.benchmark import Option, Record, Result, Target
-from benchmarks.pictures import figure_of
-from benchmarks.reward_functions import OPTIMUM, WORD
-from benchmarks.samples import grouped
-from benchmarks.trace import word_tokenizer
-from benchmarks.tritonservers import SERVED
+from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.pictures import figure_of
+from benchmarks.support.reward_functions import OPTIMUM, WORD
+from benchmarks.support.samples import grouped
+from benchmarks.support.servers import SERVED
+from benchmarks.support.workload import word_tokenizer
 from tools.server.child import Child
 
 LEAST_SHARE = 0.95
@@ -81,7 +81,7 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
         "run": {"dir": str(folder / "run"), "seed": seed},
         "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
         "reward": served,
-        "rewards": {"share": {"function": "benchmarks.reward_functions:share_of_word"}},
+        "rewards": {"share": {"function": "benchmarks.support.reward_functions:share_of_word"}},
         "critic": served,
         "trainer": {
             "optimizer": {

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.machine import describe_machine, describe_versions, now_utc
+from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from chaos import verdict
 from chaos.actor_damage import damage_actor_checkpoints
 from chaos.killer import Killer

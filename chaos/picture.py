@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import STYLE
+from benchmarks.support.pictures import STYLE
 from chaos.points import POINTS, VICTIMS
 from chaos.summary import outages
 from chaos.traffic import RequestRecord

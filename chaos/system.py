@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.trace import SIZES, make_checkpoint
+from benchmarks.support.workload import SIZES, make_checkpoint
 from chaos.traffic import Shape
 from python_backend.checkpoints.positions import max_positions
 from python_backend.config import RunConfig, load_config

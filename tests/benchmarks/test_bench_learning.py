@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import command, learning
-from benchmarks.reward_functions import share_of_word
+from benchmarks.support.reward_functions import share_of_word
 from python_backend.config import load_config
 from python_backend.rewards.function import Sample
 

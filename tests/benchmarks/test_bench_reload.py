@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import reload
 from benchmarks.command import main, parse_arguments
-from benchmarks.pytriton import LockedCritic
-from benchmarks.reload import PARTS
-from benchmarks.reload_journal import accept_once, bare_write_ms, padded_arrays
-from benchmarks.reload_stage import RUN_ID, Cores, on_core, under_load
-from benchmarks.reload_training import make_payload
-from benchmarks.trace import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload
+from benchmarks.reload import parts
+from benchmarks.reload.journal import accept_once, bare_write_ms, padded_arrays
+from benchmarks.reload.parts import PARTS
+from benchmarks.reload.server import RUN_ID, Cores, on_core, under_load
+from benchmarks.reload.training import make_payload
+from benchmarks.support.pytriton import LockedCritic
+from benchmarks.support.workload import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload
 from python_backend.store.journal import Journal
 from python_backend.wire.contract import SEQUENCE_LENGTHS, TOKENS, Limits
 from python_backend.wire.training_payload import train_payload
@@ -95,9 +95,9 @@ def test_a_bare_write_leaves_nothing(tmp_path: Path):
 
 def test_quick_changes_defaults_only(tmp_path: Path):
     out = ["--out", str(tmp_path)]
-    assert parse_arguments("reload", reload, [*out, "--quick"]).swaps == 4
-    assert parse_arguments("reload", reload, [*out, "--quick", "--swaps", "7"]).swaps == 7
-    full = parse_arguments("reload", reload, out)
+    assert parse_arguments("reload", parts, [*out, "--quick"]).swaps == 4
+    assert parse_arguments("reload", parts, [*out, "--quick", "--swaps", "7"]).swaps == 7
+    full = parse_arguments("reload", parts, out)
     assert (full.swaps, full.triton_reloads, full.clients) == (200, 50, 32)
     assert (full.leak_swaps, full.leak_triton_reloads) == (1000, 100)
     assert (full.journal_rows, full.journal_tokens) == (512, 1024)

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import reload, reload_gaps, reload_journal, reload_leak, reload_load, reload_publish
-from benchmarks import reload_training as training
-from benchmarks.benchmark import Target
 from benchmarks.command import report
-from benchmarks.reload import PARTS
-from benchmarks.reload_load import share_of_cycle
-from benchmarks.reload_windows import Samples, p99, quiet_windows, ratio
+from benchmarks.reload import gaps, journal, leak, load, parts, publish, training
+from benchmarks.reload.load import share_of_cycle
+from benchmarks.reload.parts import PARTS
+from benchmarks.reload.windows import Samples, p99, quiet_windows, ratio
+from benchmarks.support.benchmark import Target
 
 
 def raw(start_s: list[float], latency_ms: list[float], version: int = 0) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def target(targets: list[Target], words: str) -> Target:
 
 
 def load_targets(part: dict[str, Any]) -> list[Target]:
-    return reload_load.targets(reload_load.summarise({"1m": part}))
+    return load.targets(load.summarise({"1m": part}))
 
 
 def test_load_compares_with_quiet_times():
@@ -135,7 +134,7 @@ def publish_part() -> dict[str, Any]:
 
 
 def test_publish_divides_by_the_sum_of_its_steps():
-    found = reload_publish.targets(reload_publish.summarise(publish_part()))
+    found = publish.targets(publish.summarise(publish_part()))
     assert target(found, "swap").value == pytest.approx(1.2)
     assert target(found, "triton").value == pytest.approx(1.5)
     assert [b.verdict for b in found] == ["pass", "miss"]
@@ -167,10 +166,10 @@ def gaps_part() -> dict[str, Any]:
 
 
 def test_gaps_are_those_of_their_own_reloads():
-    summary = reload_gaps.summarise(gaps_part())
+    summary = gaps.summarise(gaps_part())
     assert summary["http"]["longest_silence_ms"] == pytest.approx(2010.0)
     assert summary["swap"]["longest_silence_ms"] == pytest.approx(10.0)
-    found = reload_gaps.targets(summary)
+    found = gaps.targets(summary)
     assert [b.value for b in found] == pytest.approx([201.0, 404.0])
     assert [b.verdict for b in found] == ["pass", "pass"]
 
@@ -178,7 +177,7 @@ def test_gaps_are_those_of_their_own_reloads():
 def test_one_client_that_is_kept_waiting_among_others_is_seen():
     part = gaps_part()
     part["samples"] = joined(ticking(0, 30, 0.01), raw([20.0], [2000.0]))
-    silence, wait = reload_gaps.targets(reload_gaps.summarise(part))
+    silence, wait = gaps.targets(gaps.summarise(part))
     assert silence.verdict == "miss"
     assert wait.value == pytest.approx(400.0)
 
@@ -202,15 +201,15 @@ def leak_part(**of_swaps: float) -> dict[str, Any]:
 
 
 def test_slopes_begin_after_the_warm_up():
-    summary = reload_leak.summarise(leak_part())
+    summary = leak.summarise(leak_part())
     assert summary["swap"]["server_slope_kb"] == pytest.approx(3.0)
-    assert {b.verdict for b in reload_leak.targets({"swap": summary["swap"]})} == {"pass"}
+    assert {b.verdict for b in leak.targets({"swap": summary["swap"]})} == {"pass"}
 
 
 def test_a_leak_of_memory_or_handles_is_a_miss():
-    memory = reload_leak.targets(reload_leak.summarise(leak_part(slope_kb=21.0)))
+    memory = leak.targets(leak.summarise(leak_part(slope_kb=21.0)))
     assert target(memory, "swap, memory of the server").verdict == "miss"
-    handles = reload_leak.targets(reload_leak.summarise(leak_part(handles=0.1)))
+    handles = leak.targets(leak.summarise(leak_part(handles=0.1)))
     assert target(handles, "swap, what grew").verdict == "miss"
 
 
@@ -220,7 +219,7 @@ def journal_part() -> dict[str, Any]:
 
 
 def test_journal_counts_checking_too():
-    found = reload_journal.targets(reload_journal.summarise(journal_part()))
+    found = journal.targets(journal.summarise(journal_part()))
     assert [b.value for b in found] == pytest.approx([1.6, 1.0])
     assert [b.verdict for b in found] == ["miss", "pass"]
 
@@ -237,7 +236,7 @@ def whole_result() -> dict[str, Any]:
 
 
 def test_report_of_everything(tmp_path: Path):
-    text = report(reload, whole_result(), tmp_path)
+    text = report(parts, whole_result(), tmp_path)
     written = json.loads((tmp_path / "result.json").read_text())
     assert set(written["summary"]) == set(PARTS)
     assert all(t["name"] in text for t in written["targets"])
@@ -246,6 +245,6 @@ def test_report_of_everything(tmp_path: Path):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_report_of_one_part_alone(name: str, tmp_path: Path):
-    report(reload, {"parts": {name: whole_result()["parts"][name]}}, tmp_path)
+    report(parts, {"parts": {name: whole_result()["parts"][name]}}, tmp_path)
     assert list(json.loads((tmp_path / "result.json").read_text())["summary"]) == [name]
     assert (tmp_path / "reload.png").is_file() == (name in ("load", "training", "leak"))

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scoring
-from benchmarks.benchmark import Target
 from benchmarks.command import BENCHMARKS, markdown, parse_arguments, report, targets_table
-from benchmarks.samples import in_turn, median_of, pairs, ratio
-from benchmarks.scoring_report import flatness, padding_share, points_of, power_law, summarise, targets, throughput
-from benchmarks.trace import model_size
+from benchmarks.scoring import sweep
+from benchmarks.scoring.report import flatness, padding_share, points_of, power_law, summarise, targets, throughput
+from benchmarks.support.benchmark import Target
+from benchmarks.support.samples import in_turn, median_of, pairs, ratio
+from benchmarks.support.workload import model_size
 
 
 def sample(contender: str, seconds: float, **changes: Any) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def test_summary_and_tables():
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_parts_that_the_runner_calls(name: str, capsys: pytest.CaptureFixture[str]):
-    benchmark = importlib.import_module(f"benchmarks.{name}")
+    benchmark = importlib.import_module(BENCHMARKS[name][0])
     assert all(callable(getattr(benchmark, part)) for part in ("measure", "summarise", "targets", "draw"))
     settings, quick = (parse_arguments(name, benchmark, ["--out", "x", *more]) for more in ([], ["--quick"]))
     assert set(benchmark.OPTIONS) < set(vars(settings))
@@ -190,7 +190,7 @@ def test_targets_table_says_what_was_promised():
 def test_report_of_one_round_is_written_whole(tmp_path: Path):
     samples = [sample(name, 1.0, concurrency=c) for name in ("ours", "one_forward") for c in (1, 8)]
     samples.append(sample("ours", 1.0, purpose="scaling", scaling_tokens=1000, pss_mb=10.0))
-    text = report(scoring, result_of(samples), tmp_path)
+    text = report(sweep, result_of(samples), tmp_path)
     assert "not measured" in text
     written = json.loads((tmp_path / "result.json").read_text())
     assert len(written["summary"]) == 4

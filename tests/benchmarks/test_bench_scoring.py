@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import scoring
-from benchmarks.benchmark import BenchError, Record
 from benchmarks.command import main, parse_arguments
-from benchmarks.contenders import CONTENDERS
-from benchmarks.forward import CountedReward, ForwardCounters, read_counters
-from benchmarks.instances import claim, pack, unpack
-from benchmarks.pytriton import stripped_width
-from benchmarks.scoring_plan import Pace, num_requests, plan_cells
-from benchmarks.trace import (
+from benchmarks.scoring import sweep
+from benchmarks.scoring.cells import Pace, num_requests, plan_cells
+from benchmarks.scoring.contenders import CONTENDERS
+from benchmarks.scoring.instances import claim, pack, unpack
+from benchmarks.support.benchmark import BenchError, Record
+from benchmarks.support.forward import CountedReward, ForwardCounters, read_counters
+from benchmarks.support.pytriton import stripped_width
+from benchmarks.support.usage import cpu_seconds, difference, snapshot
+from benchmarks.support.workload import (
     LONGEST,
     SHORTEST,
     SIZES,
@@ -33,11 +34,10 @@ from benchmarks.trace import (
     rows_for_tokens,
     trace_lengths,
 )
-from benchmarks.usage import cpu_seconds, difference, snapshot
 from python_backend.models.modeling import load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS = parse_arguments("scoring", scoring, ["--out", "unused", "--concurrency", "1,64"])
+SETTINGS = parse_arguments("scoring", sweep, ["--out", "unused", "--concurrency", "1,64"])
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_snapshot_of_a_process(tmp_path: Path):
 
 
 def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path):
-    bench = scoring.ModelBench(SETTINGS, Record(tmp_path, {}), None, SIZES["tiny"])  # type: ignore[arg-type]
+    bench = sweep.ModelBench(SETTINGS, Record(tmp_path, {}), None, SIZES["tiny"])  # type: ignore[arg-type]
     bench.check_rewards("first", [0.5, 1.0])
     bench.check_rewards("other", [0.5001, 1.0])
     with pytest.raises(BenchError, match="other scores"):
@@ -196,9 +196,9 @@ def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path)
 
 def test_quick_changes_defaults_only(tmp_path: Path):
     out = ["--out", str(tmp_path)]
-    assert parse_arguments("scoring", scoring, [*out, "--quick"]).models == ["tiny"]
-    assert parse_arguments("scoring", scoring, [*out, "--quick", "--models", "1m"]).models == ["1m"]
-    assert parse_arguments("scoring", scoring, out).models == ["1m", "7m", "110m"]
+    assert parse_arguments("scoring", sweep, [*out, "--quick"]).models == ["tiny"]
+    assert parse_arguments("scoring", sweep, [*out, "--quick", "--models", "1m"]).models == ["1m"]
+    assert parse_arguments("scoring", sweep, out).models == ["1m", "7m", "110m"]
 
 
 def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -215,13 +215,13 @@ def test_quick_run_measures_every_contender_and_leaves_nothing_running(tmp_path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    sweep = [sample for sample in result["samples"] if sample["purpose"] == "sweep"]
-    points = {(s["contender"], s["rows"], s["concurrency"]) for s in sweep}
+    swept = [sample for sample in result["samples"] if sample["purpose"] == "sweep"]
+    points = {(s["contender"], s["rows"], s["concurrency"]) for s in swept}
     assert points == {(name, rows, c) for name in CONTENDERS for rows in (1, 8) for c in (1, 8)}
     padding = {row["contender"]: row["padding_share"] for row in result["summary"] if row["rows"] == 1}
     assert padding["one_forward"] == 0
     assert padding["pytriton_padded"] > padding["pytriton_stripped"] > padding["ours"]
-    assert all(sample["server_cpu_s"] > 0 for sample in sweep)
+    assert all(sample["server_cpu_s"] > 0 for sample in swept)
     assert "| ours " in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "throughput.png", "servers"}
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

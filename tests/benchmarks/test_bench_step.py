@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.step import cores_bound, critical_path, median_phase, mode_ratio
+from benchmarks.step.phases import cores_bound, critical_path, median_phase, mode_ratio
 
 
 def block(mode: str, number: int, seconds: float, **phases: float) -> dict[str, Any]:

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.benchmark import BenchError, Record
 from benchmarks.command import main
-from benchmarks.trl import summarise, take_turns, targets
-from benchmarks.trl_stage import REQUIREMENTS, SteppedTrainer, prompts_for
-from benchmarks.trl_theirs import trl_arguments
+from benchmarks.support.benchmark import BenchError, Record
+from benchmarks.trl.comparison import summarise, take_turns, targets
+from benchmarks.trl.theirs import trl_arguments
+from benchmarks.trl.trainers import REQUIREMENTS, SteppedTrainer, prompts_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CELL = {"model": "tiny", "algorithm": "grpo", "rows": 16, "new_tokens": 8}
 TRAINER = """
 import time
-from benchmarks.trl_turns import ContenderTurns
+from benchmarks.trl.turns import ContenderTurns
 turns = ContenderTurns()
 print("a library's greeting")
 for step in range({steps}):

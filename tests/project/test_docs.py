@@ -108,15 +108,15 @@ def script_of(arguments: list[str]) -> str | None:
         return MODULES[module]
     name = rest[0] if rest else "--help"
     if name == "bench" and rest[1:] and not rest[1].startswith("-"):
-        return f"benchmarks/{rest[1]}.py"
+        return f"{BENCHMARKS[rest[1]][0].replace('.', '/')}.py"
     return "tools/__main__.py" if name == "--help" else f"{COMMANDS[name][0].replace('.', '/')}.py"
 
 
 @cache
 def options_in(file: Path) -> set[str]:
     """The options of a benchmark, or those that a file's argument parser declares by literal names or shares."""
-    if file.parent.name == "benchmarks" and file.stem in BENCHMARKS:
-        keys = importlib.import_module(f"benchmarks.{file.stem}").OPTIONS
+    if (module := ".".join(file.relative_to(ROOT).with_suffix("").parts)) in dict(BENCHMARKS.values()):
+        keys = importlib.import_module(module).OPTIONS
         return {"--out", "--report-only", "--quick", *(f"--{key.replace('_', '-')}" for key in keys)}
     source = file.read_text()
     shared = (ROOT / "python_backend/config/command_line.py").read_text() if "command_line" in source else ""

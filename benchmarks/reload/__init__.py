@@ -1,0 +1,1 @@
+"""Reloads and updates of the critic: their cost for clients."""

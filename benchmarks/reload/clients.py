@@ -1,0 +1,85 @@
+"""Clients of the reload benchmark: value requests in a closed loop until they are stopped, in their own process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from actor.scoring.client import RequestFailed, TritonClient
+from benchmarks.support.children import serve_json
+from benchmarks.support.workload import make_trace
+from python_backend.config import ClientSection
+from python_backend.wire.contract import VALUES, WEIGHTS_VERSION
+
+DEADLINE_S = 300.0
+NUM_ROWS = 256
+AFTER_FAILURE_S = 0.01  # pause, so that a failing server is not flooded with requests
+
+
+class Recording:
+    """Running clients and their observations. Each requests values of one row at a time, without pause or retries."""
+
+    def __init__(self, url: str, num_clients: int) -> None:
+        self._starts: list[float] = []
+        self._latencies: list[float] = []
+        self._versions: list[int] = []
+        self._failures: list[tuple[float, str]] = []
+        self._going_on = True
+        self._task = asyncio.create_task(self._run(url, num_clients))
+
+    async def finish(self) -> dict[str, Any]:
+        """Let every client finish its request.
+
+        Return `start_s` on the machine's monotonic clock, `latency_ms` and `version` of each answer, and `failures`.
+        """
+        self._going_on = False
+        await self._task
+        return {
+            "start_s": [round(start, 5) for start in self._starts],
+            "latency_ms": [round(latency * 1e3, 3) for latency in self._latencies],
+            "version": self._versions,
+            "failures": self._failures,
+        }
+
+    async def _run(self, url: str, num_clients: int) -> None:
+        rows = itertools.cycle(make_trace(NUM_ROWS))  # one event loop: the clients share the iterator
+        settings = ClientSection(deadline_s=DEADLINE_S, retries=0, max_outage_s=0, max_in_flight=num_clients)
+        async with TritonClient(url, settings) as client:
+            await asyncio.gather(*(self._ask(client, rows) for _ in range(num_clients)))
+
+    async def _ask(self, client: TritonClient, rows: Iterator[np.ndarray]) -> None:
+        while self._going_on:
+            row = next(rows)
+            start = time.monotonic()
+            try:
+                answer = await client.score([row], (VALUES, WEIGHTS_VERSION))
+            except RequestFailed as error:
+                self._failures.append((start, str(error)))
+                await asyncio.sleep(AFTER_FAILURE_S)
+                continue
+            latency = time.monotonic() - start
+            if answer[VALUES].shape != (1, row.size) or not np.isfinite(answer[VALUES]).all():
+                self._failures.append((start, f"values of shape {answer[VALUES].shape}, or not finite"))
+                continue
+            self._starts.append(start)
+            self._latencies.append(latency)
+            self._versions.append(int(answer[WEIGHTS_VERSION][0, 0]))
+
+
+def serve(ports: list[int]) -> None:
+    """Serve `/start` and `/stop` until SIGTERM."""
+    recordings: list[Recording] = []
+
+    async def start(url: str, num_clients: int) -> dict[str, Any]:
+        recordings.append(Recording(url, num_clients))
+        return {}
+
+    async def stop() -> dict[str, Any]:
+        return await recordings.pop().finish()
+
+    serve_json(ports[0], start=start, stop=stop)

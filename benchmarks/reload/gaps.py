@@ -1,0 +1,84 @@
+"""Reload benchmark, second half of part c: the longest silence during a swap and during a load call over HTTP."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import urllib.request
+import uuid
+from typing import Any
+
+from benchmarks.reload.server import LOAD_TIMEOUT_S, Bed, Stage, under_load
+from benchmarks.reload.windows import Samples, Window, ratio
+from benchmarks.support.benchmark import Target
+from python_backend.store.control_key import HEADER, control_key
+from python_backend.wire.contract import CRITIC
+
+LEAST_TIMES = 20.0
+PAUSE_S = 0.5
+MARGIN_S = 0.05
+WAYS = ("swap", "http")
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Reload in both ways alternately, under the load of part a."""
+    settings = stage.settings
+    windows: list[dict[str, Any]] = []
+    with Bed(stage, "gaps", under_load(settings.models)[0]) as bed:
+        stage.clients.ask("/start", {"url": bed.url, "num_clients": settings.clients})
+        for number in range(settings.gap_reloads):
+            for way in WAYS:
+                time.sleep(PAUSE_S)
+                begin, end = _reload(bed, way)
+                windows.append({"way": way, "begin_s": begin, "end_s": end})
+            stage.say(f"c: {number + 1} swaps and loads over HTTP")
+        time.sleep(PAUSE_S)
+        return {"windows": windows, "samples": stage.clients.ask("/stop", {}), "clients": settings.clients}
+
+
+def _reload(bed: Bed, way: str) -> Window:
+    if way == "http":
+        return load_over_http(bed.url, control_key(bed.config.run.weights_dir))
+    done = bed.publish()
+    return done.begin_s, done.end_s
+
+
+def load_over_http(url: str, key: str) -> Window:
+    """Load the critic over HTTP, on the port of the inference requests; the project does this over gRPC."""
+    with urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/config", timeout=LOAD_TIMEOUT_S) as answer:
+        config = json.load(answer)
+    config["parameters"]["weights_version"] = {"string_value": f"http-{uuid.uuid4().hex[:8]}"}
+    body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
+    request = urllib.request.Request(f"http://{url}/v2/repository/models/{CRITIC}/load", body, {HEADER: key})
+    begin = time.monotonic()
+    with urllib.request.urlopen(request, timeout=LOAD_TIMEOUT_S):
+        return begin, time.monotonic()
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """Return, for each way, the longest silence, the longest wait of one request, and the length of a reload.
+
+    Silence and wait differ over HTTP: a load call blocks one of the server's HTTP threads and the clients that this
+    thread serves, which may be all of them or a few.
+    """
+    samples = Samples.of(part["samples"])
+    found: dict[str, Any] = {"failed": len(part["samples"]["failures"])}
+    for way in WAYS:
+        windows = [(w["begin_s"], w["end_s"]) for w in part["windows"] if w["way"] == way]
+        silences = samples.longest_silences(windows, margin_s=MARGIN_S)
+        waits = [float(samples.in_flight([window]).max(initial=0.0)) for window in windows]
+        medians = {"silence_ms": statistics.median(silences), "wait_ms": statistics.median(waits)}
+        found[way] = {**medians, "longest_silence_ms": max(silences), "reloads": len(windows)}
+    return found
+
+
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return how many times as long a load over HTTP makes all clients, and the last of them, wait."""
+    found = []
+    for key, words in (("silence_ms", "longest gap between answers"), ("wait_ms", "longest wait of a request")):
+        ways = ", ".join(f"{way} {summary[way][key]:,.0f} ms" for way in WAYS)
+        times = ratio(summary["http"][key], summary["swap"][key])
+        detail = f"medians of {summary['http']['reloads']}: {ways}"
+        found.append(Target(f"c: {words}, HTTP / swap", times, LEAST_TIMES, None, detail))
+    return found

@@ -1,0 +1,131 @@
+"""Reload benchmark, part d: growth of the server, of the critic's stub and of the disk usage over many reloads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.reload.server import Bed, Stage, under_load
+from benchmarks.support.benchmark import BenchError, Target
+from python_backend.wire.contract import CRITIC
+from tools.server.shared_memory import SHARED_MEMORY
+
+EVERY = 10
+WARM_UP = 50  # reloads before the slope counts; fewer where few are measured
+MOST_SLOPE_KB = 20.0
+ENDING_TIMEOUT_S = 60.0
+REGION_ARGUMENT = "shm-region-prefix-name="
+# Allowed growth from the first to the last fifth: a handle may just be open, or a thread just be ending.
+FLAT = {"handles": 3, "threads": 2, "shm_bytes": 1 << 20}
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Sample every tenth reload of both kinds, each kind on a server of its own, under light load."""
+    settings = stage.settings
+    return {
+        "swap": _measure_kind(stage, "swap", settings.leak_swaps, lambda bed: bed.publish()),
+        "triton": _measure_kind(stage, "triton", settings.leak_triton_reloads, lambda bed: bed.triton_reload()),
+    }
+
+
+def _measure_kind(stage: Stage, kind: str, total: int, reload: Callable[[Bed], Any]) -> dict[str, Any]:
+    samples = []
+    with Bed(stage, f"leak-{kind}", under_load(stage.settings.models)[0]) as bed:
+        stage.clients.ask("/start", {"url": bed.url, "num_clients": stage.settings.leak_clients})
+        samples.append({"reloads": 0, **look(bed.server.pid, bed.config.run.weights_dir)})
+        for number in range(1, total + 1):
+            reload(bed)
+            if number % EVERY == 0 or number == total:
+                samples.append({"reloads": number, **look(bed.server.pid, bed.config.run.weights_dir)})
+            if number % max(1, total // 5) == 0:
+                stage.say(f"d: {number} of {total} {kind} reloads")
+        seen = stage.clients.ask("/stop", {})
+    facts = {"requests": len(seen["start_s"]), "failed": len(seen["failures"])}
+    return {"samples": samples, **facts}
+
+
+def look(server_pid: int, weights: Path) -> dict[str, float]:
+    """Return memory of server and stub (kB), handles and threads of both, bytes in /dev/shm and of the weights."""
+    server = psutil.Process(server_pid)
+    stub = _only_stub(server)
+    (prefix,) = (argument.partition(REGION_ARGUMENT)[2] for argument in server.cmdline() if REGION_ARGUMENT in argument)
+    return {
+        "server_rss_kb": server.memory_info().rss / 1024,
+        "stub_rss_kb": stub.memory_info().rss / 1024,
+        "handles": server.num_fds() + stub.num_fds(),
+        "threads": server.num_threads() + stub.num_threads(),
+        "shm_bytes": _disk_bytes(SHARED_MEMORY.glob(f"{prefix}*")),
+        "disk_bytes": _disk_bytes(weights.rglob("*")),
+    }
+
+
+def _only_stub(server: psutil.Process) -> psutil.Process:
+    """Return the critic's process once the previous one has ended, which is after Triton reports the load as done."""
+    deadline = time.monotonic() + ENDING_TIMEOUT_S
+    while True:
+        stubs = [child for child in server.children(recursive=True) if f"{os.sep}{CRITIC}{os.sep}" in _command(child)]
+        if len(stubs) == 1:
+            return stubs[0]
+        if time.monotonic() > deadline:
+            raise BenchError(f"{len(stubs)} processes of the critic after {ENDING_TIMEOUT_S:g} s, expected 1")
+        time.sleep(0.05)
+
+
+def _command(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _disk_bytes(paths: Any) -> int:
+    total = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            total += path.stat().st_blocks * 512
+    return total
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """Return slopes of memory (kB per reload), and growth of the rest from the first to the last fifth."""
+    return {kind: _summarise_kind(found) for kind, found in part.items()}
+
+
+def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
+    warm = min(WARM_UP, found["samples"][-1]["reloads"] // 5)
+    samples = [sample for sample in found["samples"] if sample["reloads"] >= warm]
+    reloads = [sample["reloads"] for sample in samples]
+    fifth = max(1, len(samples) // 5)
+    slopes = dict.fromkeys(("server_slope_kb", "stub_slope_kb"))
+    if len(set(reloads)) > 1:
+        for who in ("server", "stub"):
+            memory = [sample[f"{who}_rss_kb"] for sample in samples]
+            slopes[f"{who}_slope_kb"] = statistics.linear_regression(reloads, memory).slope
+    growth = {
+        f"{what}_growth": statistics.median(sample[what] for sample in samples[-fifth:])
+        - statistics.median(sample[what] for sample in samples[:fifth])
+        for what in (*FLAT, "disk_bytes")
+    }
+    last = {name: samples[-1][name] for name in ("server_rss_kb", "stub_rss_kb", "disk_bytes")}
+    return {"reloads": reloads[-1], "failed": found["failed"], **slopes, **growth, **last}
+
+
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part d. Every Triton reload has a fresh stub, so its stubs' sizes have none."""
+    found = []
+    for kind, of in summary.items():
+        for who in ("server", "stub") if kind == "swap" else ("server",):
+            name = f"d: {kind}, memory of the {who}, kB a reload"
+            detail = f"{of[f'{who}_rss_kb'] / 1024:,.1f} MB after {of['reloads']:,} reloads"
+            found.append(Target(name, of[f"{who}_slope_kb"], None, MOST_SLOPE_KB, detail))
+        over = [what for what, most in FLAT.items() if of[f"{what}_growth"] > most]
+        over += ["disk_bytes"] if of["disk_bytes_growth"] > of["disk_bytes"] / 4 else []
+        grown = ", ".join(f"{what} {of[f'{what}_growth']:+,.0f}" for what in (*FLAT, "disk_bytes"))
+        found.append(Target(f"d: {kind}, what grew besides, of 4", len(over), None, 0, grown))
+    return found

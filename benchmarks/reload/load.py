@@ -1,0 +1,151 @@
+"""Reload benchmark, part a: failures, p99 and longest pause of clients during swaps and Triton reloads."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reload.server import Bed, Stage, Timed, under_load
+from benchmarks.reload.windows import Samples, Window, p99, quiet_windows, ratio
+from benchmarks.support.benchmark import Target
+from benchmarks.support.samples import median_of
+
+MOST_P99 = {"swap": 1.5, "triton": 3.0}
+WORDS = {"swap": "swaps", "triton": "Triton reloads"}
+MOST_PAUSE_MS = 20.0
+MARGIN_S = 0.05
+SETTLE_S = 1.0
+DRAWS = 40
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Return samples, reloads and blocks by model."""
+    return {model: _measure_model(stage, model) for model in under_load(stage.settings.models)}
+
+
+def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
+    settings = stage.settings
+    reloads: list[Timed] = []
+    blocks: list[dict[str, Any]] = []
+    with Bed(stage, "load", model) as bed:
+        before = bed.failed_requests()
+        stage.clients.ask("/start", {"url": bed.url, "num_clients": settings.clients})
+        time.sleep(SETTLE_S)
+        for cycle in range(settings.cycles):
+            for kind in ("quiet", "swap", "quiet", "triton"):
+                begin = time.monotonic()
+                reloads += _block(bed, kind, cycle, settings)
+                blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
+            counts = {how: sum(r.reload == how for r in reloads) for how in ("swap", "triton")}
+            stage.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
+        samples = stage.clients.ask("/stop", {})
+        failed = bed.failed_requests() - before
+    return {
+        "samples": samples, "reloads": [dataclasses.asdict(reload) for reload in reloads], "blocks": blocks,
+        "failed_by_server": failed, "clients": settings.clients,
+    }  # fmt: skip
+
+
+def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
+    """Return how many of `total` belong to cycle number `cycle`, spread as evenly as possible."""
+    return total * (cycle + 1) // cycles - total * cycle // cycles
+
+
+def _block(bed: Bed, kind: str, cycle: int, settings: argparse.Namespace) -> list[Timed]:
+    if kind == "quiet":
+        time.sleep(settings.quiet_s)
+        return []
+    if kind == "triton":
+        return [bed.triton_reload() for _ in range(share_of_cycle(settings.triton_reloads, settings.cycles, cycle))]
+    done = []
+    for _ in range(share_of_cycle(settings.swaps, settings.cycles, cycle)):
+        next_at = time.monotonic() + settings.swap_every_s
+        done.append(bed.publish())
+        time.sleep(max(0.0, next_at - time.monotonic()))
+    return done
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """Return, by model, failures, latencies in quiet blocks and during reloads, silences around swaps and without."""
+    return {model: _summarise_model(found) for model, found in part.items()}
+
+
+def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
+    samples = Samples.of(found["samples"])
+    quiet = _quiet(found["blocks"])
+    swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
+    windows = {how: [(r["begin_s"], r["end_s"]) for r in found["reloads"] if r["reload"] == how] for how in MOST_P99}
+    # Silences count while a version is verified and loaded, not while the publisher writes it.
+    serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
+    around = samples.longest_silences(serving, margin_s=MARGIN_S)
+    draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
+    without = [samples.longest_silences(drawn, margin_s=MARGIN_S) for drawn in draws if drawn]
+    longest = sorted(map(max, without))  # a maximum is noisy: these are by chance, in as many windows without a swap
+    return {
+        "requests": int(samples.start.size),
+        "failed_by_clients": len(found["samples"]["failures"]),
+        "failed_by_server": found["failed_by_server"],
+        "versions_seen": int(np.unique(samples.version).size),
+        **{how: _latencies(samples, windows[how], quiet) for how in MOST_P99},
+        "silence_ms": {"swap_median": median_of(around), "swap_longest": max(around, default=None),
+                       "quiet_median": median_of(ms for draw in without for ms in draw),
+                       "quiet_longest": median_of(longest),
+                       "quiet_longest_95": [longest[int(share * (len(longest) - 1))] for share in (0.025, 0.975)]
+                       if longest else None},
+        "pause_ms": max(0.0, max(around) - statistics.median(longest)) if around and longest else None,
+    }  # fmt: skip
+
+
+def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
+    """Return the quiet blocks, except those after Triton reloads, which begin with a backlog."""
+    before = ["quiet", *(block["kind"] for block in blocks)]
+    return [
+        (block["begin_s"], block["end_s"])
+        for block, kind in zip(blocks, before, strict=False)
+        if block["kind"] == "quiet" and kind != "triton"
+    ]
+
+
+def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
+    """Compare requests in flight in reloads with those in equally long quiet windows (whole blocks if too short)."""
+    during = samples.in_flight(windows)
+    # Only requests that are entirely in quiet blocks: one at a block's end may wait for the reload that follows.
+    without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
+    return {
+        "reloads": len(windows), "requests": int(during.size), "p99_ms": p99(during), "quiet_p99_ms": p99(without),
+        "p99_ratio": ratio(p99(during), p99(without)), "reload_s": median_of(end - begin for begin, end in windows),
+    }  # fmt: skip
+
+
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part a for each model."""
+    found = []
+    for model, of in summary.items():
+        failed = of["failed_by_clients"] + of["failed_by_server"]
+        detail = f"{of['requests']:,} requests, {of['swap']['reloads']} swaps, {of['triton']['reloads']} Triton reloads"
+        found.append(Target(f"a, {model}: failed requests", failed, None, 0, detail))
+        for how, most in MOST_P99.items():
+            p99s = of[how]
+            detail = f"{_ms(p99s['p99_ms'])} against {_ms(p99s['quiet_p99_ms'])} without"
+            found.append(
+                Target(f"a, {model}: p99 during {WORDS[how]} / without", p99s["p99_ratio"], None, most, detail)
+            )
+        silence = of["silence_ms"]
+        low, high = silence["quiet_longest_95"] or (None, None)
+        detail = (
+            f"longest silence {_ms(silence['swap_longest'])}; in as many moments without a swap "
+            f"{_ms(silence['quiet_longest'])}, by chance {_ms(low)} to {_ms(high)}; medians "
+            f"{_ms(silence['swap_median'])} and {_ms(silence['quiet_median'])}"
+        )
+        found.append(Target(f"a, {model}: longest pause by a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
+    return found
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f} ms"

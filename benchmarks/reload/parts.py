@@ -1,0 +1,97 @@
+"""Benchmark of the critic's reloads: their cost for clients, and the time until a new version is served.
+
+Server and clients have a core each. Each part is saved when it is done, and a later run can add other parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from benchmarks.reload import gaps, journal, leak, load, publish, training
+from benchmarks.reload.picture import draw_parts
+from benchmarks.reload.server import Cores, Stage, on_core
+from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.children import BenchChild
+from benchmarks.support.machine import now_utc
+from benchmarks.support.workload import SIZES
+from python_backend.store.durable import read_json
+
+PARTS: dict[str, tuple[str, ModuleType]] = {
+    "load": ("a", load),
+    "publish": ("b", publish),
+    "training": ("c", training),
+    "gaps": ("c", gaps),
+    "leak": ("d", leak),
+    "journal": ("e", journal),
+}
+"""Letter and module of each part; a module has `measure(stage)`, `summarise(part)` and `targets(summary)`."""
+LETTERS = "abcde"
+OPTIONS = {
+    "parts": Option(list(LETTERS), "measure these, keep what DIR has of the others", known=LETTERS),
+    "models": Option(["1m", "7m", "110m"], f"of {', '.join(SIZES)}; above 7m: part b alone", ["tiny"], SIZES),
+    "swaps": Option(200, "part a", quick=4),
+    "triton_reloads": Option(50, "part a", quick=1),
+    "clients": Option(32, "parts a and c: value requests in flight while the critic is reloaded", quick=4),
+    "cycles": Option(25, "part a: quiet, swaps, quiet, Triton reloads, so many times", quick=1),
+    "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
+    "swap_every_s": Option(0.5, "part a"),
+    "publishes": Option(20, "part b, for each model up to 7 million parameters", quick=2),
+    "loads": Option(7, "part b: Triton reloads beside fresh processes, and publishes of larger models", quick=1),
+    "update_clients": Option(8, "part c: value requests in flight while the critic trains", quick=2),
+    "update_rows": Option(
+        32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
+    ),
+    "updates": Option(3, "part c, of each size and server", quick=1),
+    "gap_reloads": Option(10, "part c, of each way", quick=1),
+    "leak_swaps": Option(1000, "part d", quick=20),
+    "leak_triton_reloads": Option(100, "part d", quick=2),
+    "leak_clients": Option(4, "part d", quick=2),
+    "journal_repeats": Option(15, "part e", quick=2),
+    "journal_rows": Option(512, "part e", quick=16),
+    "journal_tokens": Option(1024, "part e: tokens of each row", quick=64),
+}
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Measure the parts in turn; parts of an earlier run in the same folder are kept."""
+    earlier, facts = read_json(record.out / "result.json") or {}, {**record.result}
+    record.result |= {key: earlier.get(key, {}) for key in ("parts", "measured")}
+    cores = Cores.of_machine()
+    record.say(f"cores: server {cores.server}, clients {cores.clients}, trainer {cores.trainer}")
+    servers = record.out / "servers"
+    with on_core(cores.clients):
+        clients = BenchChild("load generator", "reload.clients:serve", {}, servers / "clients.log")
+    try:
+        clients.wait_ready()
+        with on_core(*cores.trainer):
+            stage = Stage(settings, servers, cores, clients, record.say)
+            for name, (letter, part) in PARTS.items():
+                if letter in settings.parts:
+                    record.say(f"{letter}: {name}")
+                    record.result["parts"][name] = part.measure(stage)
+                    kept = {key: facts[key] for key in ("versions", "settings")}
+                    record.result["measured"][name] = {**kept, "date": now_utc(), "load_after": os.getloadavg()[0]}
+                    record.save()
+    finally:
+        clients.stop()
+    shutil.rmtree(servers)
+
+
+def summarise(result: Result) -> dict[str, Any]:
+    """Return the summary of each measured part."""
+    return {name: part.summarise(result["parts"][name]) for name, (_, part) in PARTS.items() if name in result["parts"]}
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the targets of each measured part."""
+    return [target for name, summary in result["summary"].items() for target in PARTS[name][1].targets(summary)]
+
+
+def draw(result: Result, out: Path) -> None:
+    """Draw latency over time, p99 while training, and memory over reloads, as far as measured."""
+    draw_parts(result["parts"], result["summary"], out / "reload.png")

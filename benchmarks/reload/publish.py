@@ -1,0 +1,123 @@
+"""Reload benchmark, part b: time from a written version to a served one, against its unavoidable steps alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reload.server import MOST_SIZE_UNDER_LOAD, Bed, Stage, on_core
+from benchmarks.reload.windows import ratio
+from benchmarks.support.benchmark import BenchError, Target
+from benchmarks.support.workload import model_size
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.store.weights import sha256_of
+from tools.server.triton_home import find_tritonserver, server_environment
+
+MOST_SWAP, MOST_TRITON = 1.25, 1.2
+FRESH_TIMEOUT_S = 120.0
+FRESH_PROCESS = """
+import sys, time
+from pathlib import Path
+import torch, transformers
+from python_backend.models.modeling import (load_critic, quiet_transformers)
+quiet_transformers()
+torch.set_num_threads(1)
+load_critic(Path(sys.argv[1]))
+print(time.monotonic())
+"""
+
+
+def measure(stage: Stage) -> dict[str, Any]:
+    """Return samples by model, on a server that has nothing else to do."""
+    return {model: _measure_model(stage, model) for model in stage.settings.models}
+
+
+def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
+    settings = stage.settings
+    publishes = settings.publishes if model_size(model) <= MOST_SIZE_UNDER_LOAD else settings.loads
+    swaps: list[dict[str, Any]] = []
+    loads: list[dict[str, Any]] = []
+    with Bed(stage, "publish", model) as bed:
+        bed.publish()  # warm-up: the first one includes deferred imports
+        for _ in range(publishes):
+            done = bed.publish()
+            alone = bed.as_publisher(functools.partial(_alone, bed, done.version))
+            swaps.append({**dataclasses.asdict(done), "to_served_ms": done.verify_ms + done.reload_ms, **alone})
+        stage.say(f"b, {model}: {publishes} publishes beside hash, load and canary")
+        folder = bed.store.folder(bed.store.current() or 0)
+        for _ in range(settings.loads):
+            with on_core(stage.cores.server):
+                fresh_ms = _fresh_process_ms(folder)
+            loads.append({"fresh_ms": fresh_ms, "reload_ms": bed.triton_reload().reload_ms})
+        stage.say(f"b, {model}: {settings.loads} Triton reloads beside fresh processes")
+        return {"parameters": bed.num_parameters, "swaps": swaps, "loads": loads}
+
+
+def _alone(bed: Bed, version: int) -> dict[str, float]:
+    """Return the milliseconds of each step on its own: hash, load, canary."""
+    from trainer.verification import canary_row  # torch: not for --help
+
+    folder = bed.store.folder(version)
+    hash_ms, _ = _timed(lambda: sha256_of(folder / WEIGHTS_FILE))
+    load_ms, critic = _timed(lambda: bed.critic.with_weights(folder))
+    canary_ms, _ = _timed(lambda: critic.values([canary_row(critic)]))
+    return {"hash_ms": hash_ms, "load_ms": load_ms, "canary_ms": canary_ms}
+
+
+def _timed(do: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    done = do()
+    return (time.perf_counter() - start) * 1e3, done
+
+
+def _fresh_process_ms(folder: Path) -> float:
+    """Time a new Python process until it has imported torch and transformers and loaded the critic in `folder`."""
+    environment = {**os.environ, **server_environment(find_tritonserver())}
+    command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
+    start = time.monotonic()  # the same clock in every process
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FRESH_TIMEOUT_S)
+    if done.returncode:
+        raise BenchError(f"a fresh process could not load {folder}; it ended with: {done.stderr[-400:]}")
+    return (float(done.stdout.split()[-1]) - start) * 1e3
+
+
+def summarise(part: dict[str, Any]) -> dict[str, Any]:
+    """Return medians and ratios by model."""
+    found = {}
+    for model, of in part.items():
+        swap = _medians(of["swaps"], ("publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms"))
+        load = _medians(of["loads"], ("reload_ms", "fresh_ms"))
+        alone = swap["hash_ms"] + swap["load_ms"] + swap["canary_ms"]
+        found[model] = {
+            "parameters": of["parameters"],
+            "swap": {**swap, "alone_ms": alone, "ratio": ratio(swap["to_served_ms"], alone), "n": len(of["swaps"])},
+            "triton": {**load, "ratio": ratio(load["reload_ms"], load["fresh_ms"]), "n": len(of["loads"])},
+        }
+    return found
+
+
+def _medians(samples: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, float]:
+    return {name: statistics.median(sample[name] for sample in samples) for name in names}
+
+
+def targets(summary: dict[str, Any]) -> list[Target]:
+    """Return the targets of part b for each model."""
+    found = []
+    for model, of in summary.items():
+        swap, load = of["swap"], of["triton"]
+        detail = (
+            f"{swap['to_served_ms']:,.1f} ms; hash {swap['hash_ms']:,.1f}, load {swap['load_ms']:,.1f}, "
+            f"canary {swap['canary_ms']:,.1f} ms; n {swap['n']}"
+        )
+        found.append(Target(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, detail))
+        detail = f"{load['reload_ms']:,.0f} ms against {load['fresh_ms']:,.0f} ms; n {load['n']}"
+        found.append(Target(f"b, {model}: triton / fresh process", load["ratio"], None, MOST_TRITON, detail))
+    return found

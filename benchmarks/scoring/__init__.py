@@ -1,0 +1,1 @@
+"""Serving throughput: the project's server beside what users have today."""

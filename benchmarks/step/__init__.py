@@ -1,0 +1,1 @@
+"""A PPO step by phase: overlapped beside serial."""

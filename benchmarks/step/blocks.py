@@ -1,0 +1,154 @@
+"""PPO steps in blocks of the same rollouts, overlapped as in a run, or serial."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actor.algorithms.experience import critic_payload
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.data.step_inputs import StepInputs
+from actor.generation.engine import Generation
+from actor.loop import PPORun
+from actor.run.metrics import Timers
+from actor.scoring.client import TrainAnswer, TritonClient
+from benchmarks.generation import decoder_of, response_lengths
+from benchmarks.support.samples import in_turn
+from benchmarks.support.usage import cpu_seconds
+from python_backend.config import RunConfig
+from python_backend.wire.contract import VALUES, WEIGHTS_VERSION
+
+OVERLAPPED, SERIAL, PADDED = "overlapped", "serial", "padded"
+
+
+class GivenLengths(Generation):
+    """Generates `lengths[i]` tokens for prompt i, so that every block does the same work."""
+
+    lengths: Sequence[int]
+
+    def run(self, prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
+        """Generate as the parent class does, except that responses end by their given length."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.rand(len(prompts), self._settings.max_new_tokens, dtype=torch.float64, generator=generator)
+        decoder = decoder_of(self.lengths)(self._model, self._rules(), slots=self._settings.batch_size)
+        decoder.run(prompts, draws, finished)
+
+
+class PaddedServices:
+    """Reward and critic behind PyTriton, called as its users do: every row is padded to one common length."""
+
+    def __init__(self, reward: TritonClient, critic: TritonClient, width: int) -> None:
+        self._reward, self._critic, self._width = reward, critic, width
+
+    async def score(self, rollout: Rollout) -> Scores:
+        """Return rewards and values of every row."""
+        import torch
+
+        async def one(row: Any) -> tuple[Any, Any]:
+            return await asyncio.gather(
+                self._reward.rewards([row], width=self._width),
+                self._critic.score([row], (VALUES, WEIGHTS_VERSION), width=self._width),
+            )
+
+        answers = await asyncio.gather(*(one(row) for row in rollout.rows()))
+        count, width = rollout.tokens.shape
+        values = torch.stack([torch.tensor(critic[VALUES][0, :width]) for _, critic in answers])
+        rewards = torch.tensor([float(reward["rewards"][0, 0]) for reward, _ in answers])
+        return Scores(rewards, values, torch.zeros(count).long(), torch.ones(count).bool(), [])
+
+    async def train(self, payload: dict[str, Any], *, run_id: str, step: int) -> TrainAnswer:
+        """Update once on the padded batch, sent as if every row were as long as the longest."""
+        import numpy as np
+
+        count, width = payload["tokens"].shape
+        packed = {name: array.reshape(1, -1) for name, array in payload.items()}
+        padded = {**packed, "sequence_lengths": np.full((count, 1), width, np.int64)}
+        return await self._critic.train(padded, run_id=run_id, step=step)
+
+
+@dataclass(frozen=True)
+class BlockInputs(StepInputs):
+    """The prompts and seeds of a step's place in its block, so that all blocks have the same."""
+
+    run: MeasuredRun = field(kw_only=True)
+
+    def prompts_of(self, step: int) -> list[Prompt]:
+        """Return the prompts of this place in the block."""
+        return super().prompts_of(self.run.place)
+
+    def seed_of(self, step: int) -> int:
+        """Return the seed of this place in the block."""
+        return super().seed_of(self.run.place)
+
+
+class MeasuredRun(PPORun):
+    """A run whose blocks all have the same prompts, draws and lengths; its policy barely moves."""
+
+    def __init__(self, config: RunConfig, client: TritonClient) -> None:
+        super().__init__(config, client)
+        self.padded: PaddedServices | None = None
+        self.done = 0  # steps so far
+        self.place = 0  # within the block
+        self.spans: list[tuple[str, float, float]] = []  # of the block
+        self.books.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
+        # Shares the state of the policy's generation, and differs only in its class.
+        given = GivenLengths.__new__(GivenLengths)
+        given.__dict__ = self.policy.generation.__dict__
+        given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.generation.max_new_tokens)
+        self.policy.generation = given
+        self.inputs = self.rollouts.inputs = BlockInputs(**vars(self.inputs), run=self)
+        self._run_id = config.run.identity
+
+    async def blocks(
+        self, modes: Sequence[str], *, steps: int, rounds: int, note: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Measure each mode in each round, a different one first each time."""
+        await self.books.resume()
+        for mode in modes:  # warm-up: one-time costs fall here
+            await self.block(mode, 1)
+        for number, mode in in_turn(modes, rounds):
+            note({"mode": mode, "round": number, **await self.block(mode, steps)})
+
+    async def block(self, mode: str, steps: int) -> dict[str, Any]:
+        """Run `steps` steps, wait until their last update is answered, and return times and spans."""
+        self.spans.clear()
+        cpu, start = cpu_seconds([os.getpid()]), time.time()
+        for self.place in range(1, steps + 1):
+            if mode == PADDED:  # PyTriton's servers do not check step numbers
+                await self.serial_step(0, self.padded)
+                continue
+            self.done += 1
+            await (self.one_step(self.done, is_last=False) if mode == OVERLAPPED else self.serial_step(self.done, None))
+        await self.critic.served(self.done)
+        seconds, cpu = time.time() - start, cpu_seconds([os.getpid()]) - cpu
+        spans = [[phase, begin - start, end - start] for phase, begin, end in self.spans]
+        return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
+
+    async def serial_step(self, step: int, padded: PaddedServices | None) -> None:
+        """Do the work of `one_step` with all phases in sequence."""
+        timers = Timers()
+        with timers.phase("generate"):
+            rollout = await self.in_thread(
+                self.policy.generate, self.inputs.prompts_of(step), seed=self.inputs.seed_of(step)
+            )
+        with timers.phase("scoring"):
+            scores = await (padded or self.scorer).score(rollout)
+        with timers.phase("logprobs"):
+            logprobs = await self.in_thread(self.policy.logprobs, rollout)
+        with timers.phase("init_logprobs"):
+            ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # the actor's own copy
+        batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
+        if padded is None:
+            await self.critic.train(step, batch)
+        else:
+            with timers.phase("critic_update"):
+                await padded.train(critic_payload(batch), run_id=self._run_id, step=step)
+        with timers.phase("train_time"):
+            await self.in_thread(self.policy_update.run, batch, seed=self.inputs.seed_of(step), kl_coef=self.kl.coef)
+        self.books.log_timeline(step, timers.spans)

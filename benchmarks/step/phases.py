@@ -1,0 +1,139 @@
+"""Benchmark of a PPO step by phase: overlapped, serial, and serial over padded PyTriton; then with waiting services."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.pictures import figure_of
+from benchmarks.support.samples import Sample, grouped, ratio, select
+from benchmarks.support.workload import SIZES
+
+MOST_RATIO = 0.75
+# Computed by the actor itself, so they cannot overlap.
+OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")
+OPTIONS = {
+    "model": Option("7m", f"of policy, reward and critic: {', '.join(SIZES)}", quick="tiny", known=SIZES),
+    "scaling_model": Option("1m", "where growth is measured", quick="tiny", known=SIZES),
+    "rollout": Option(64, "responses of a step", quick=8),
+    "longest": Option(128, "tokens of the longest response", quick=12),
+    "steps": Option(3, "of a block", quick=1),
+    "rounds": Option(3, "blocks of each mode", quick=1),
+    "scaling_rollouts": Option([16, 32, 64, 128], "responses of a step", quick=[4]),
+    "scaling_lengths": Option([32, 64, 128, 256], "tokens of the longest response", quick=[8]),
+    "cores": Option(2, "that all processes share"),
+}
+LANES = {
+    "generate": ("generation", "#0072B2"),
+    "scoring": ("rewards and values", "#E69F00"),
+    "logprobs": ("log-probs", "#56B4E9"),
+    "init_logprobs": ("reference log-probs", "#7FC8F0"),
+    "critic_update": ("critic's update and reload", "#D55E00"),
+    "train_time": ("policy's update", "#009E73"),
+}
+TITLES = {
+    ("computed", "padded"): "serial, over padded PyTriton",
+    ("computed", "serial"): "serial",
+    ("computed", "overlapped"): "overlapped",
+    ("waited", "serial"): "serial, services wait",
+    ("waited", "overlapped"): "overlapped, services wait",
+}
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Measure blocks of steps with services that compute, with services that wait, and over the size of a step."""
+    from benchmarks.step.contests import measure_contests  # torch: not for --help
+
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.cores])
+    measure_contests(settings, record)
+
+
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """Return the seconds of a step and of its phases, for each contest and mode."""
+    return [
+        {
+            "contest": contest, "rollout": rollout, "longest": longest, "mode": mode, "s_a_step": median_step(own),
+            "cpu_s": median_step(own, "cpu_seconds"), **{phase: median_phase(own, phase) for phase in LANES},
+        }
+        for (contest, rollout, longest, mode), own in grouped(
+            result["samples"], "contest", "rollout", "longest", "mode"
+        ).items()
+    ]  # fmt: skip
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the ratio of overlapped to serial steps, and its lower bounds."""
+    computed, waited = (select(result["samples"], contest=contest) for contest in ("computed", "waited"))
+    found = []
+    for what, samples, most in (("computed", computed, None), ("waited", waited, MOST_RATIO)):
+        if serial := select(samples, mode="serial"):
+            found += [
+                Target(f"{what}: overlapped / serial", mode_ratio(samples, "overlapped", "serial"), None, most),
+                Target(f"{what}: the actor's own computing / serial", critical_path(serial) / median_step(serial)),
+            ]
+    cores = result["settings"]["cores"]
+    if select(computed, mode="serial"):
+        found += [
+            Target(f"computed: all processor time on {cores} cores / serial", cores_bound(computed, cores)),
+            Target("computed: overlapped / serial over padded PyTriton", mode_ratio(computed, "overlapped", "padded")),
+        ]
+    scaled = grouped(select(result["samples"], contest="scaling"), "rollout", "longest")
+    for (rollout, longest), samples in scaled.items():
+        value = mode_ratio(samples, "overlapped", "serial")
+        found.append(Target(f"scaling, {rollout} x {longest}: overlapped / serial", value))
+    return found
+
+
+def median_step(samples: Sequence[Sample], key: str = "seconds") -> float:
+    """Return the median over the blocks of `key` per step."""
+    return statistics.median(sample[key] / sample["steps"] for sample in samples)
+
+
+def median_phase(samples: Sequence[Sample], phase: str) -> float:
+    """Return the seconds of one phase in a step."""
+    sums = [sum(end - start for name, start, end in s["spans"] if name == phase) / s["steps"] for s in samples]
+    return statistics.median(sums)
+
+
+def critical_path(samples: Sequence[Sample]) -> float:
+    """Return the seconds of a serial step in which the actor itself computes, which overlapping cannot hide."""
+    serial = select(samples, mode="serial")
+    return sum(median_phase(serial, phase) for phase in OWN_PHASES)
+
+
+def cores_bound(samples: Sequence[Sample], cores: int) -> float:
+    """Return a serial step's CPU time spread over all cores, divided by its seconds: a lower bound of any schedule."""
+    serial = select(samples, mode="serial")
+    return median_step(serial, "cpu_seconds") / cores / median_step(serial)
+
+
+def mode_ratio(samples: Sequence[Sample], one: str, other: str) -> float | None:
+    """Return the median over the rounds of the seconds of mode `one` divided by those of `other`."""
+    return ratio(samples, one, other, "seconds", by="mode")
+
+
+def draw(result: Result, out: Path) -> None:
+    """Draw the block of median length of each contest and mode as a timeline with a lane for each phase."""
+    by_key = grouped(result["samples"], "contest", "mode")
+    found = {key: sorted(by_key[key], key=lambda block: float(block["seconds"])) for key in TITLES if key in by_key}
+    blocks = {key: own[len(own) // 2] for key, own in found.items()}
+    if not blocks:
+        return
+    longest = max(block["seconds"] for block in blocks.values())
+    with figure_of(out / "step.png", (10, 1.75 * len(blocks))) as figure:
+        axes = figure.subplots(len(blocks), 1, sharex=True, squeeze=False)[:, 0]
+        for ax, (key, block) in zip(axes, blocks.items(), strict=True):
+            for lane, (phase, (_, colour)) in enumerate(LANES.items()):
+                spans = [(start, end - start) for name, start, end in block["spans"] if name == phase]
+                ax.broken_barh(spans, (lane - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.5)
+            ax.axvline(block["seconds"], color="#3C4043", lw=1, ls=(0, (4, 3)))
+            title = f"{TITLES[key]}: {block['seconds'] / block['steps']:.1f} s a step"
+            ax.set(title=title, xlim=(0, longest * 1.01), ylim=(len(LANES) - 0.4, -0.6))
+            ax.set_yticks(range(len(LANES)), [name for name, _ in LANES.values()], fontsize=7)
+            ax.grid(axis="y", visible=False)
+        axes[-1].set_xlabel(f"seconds; {block['steps']} steps of the same work")

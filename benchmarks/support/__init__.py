@@ -1,0 +1,1 @@
+"""What several benchmarks use: the protocol, child processes, servers, workload and statistics."""

@@ -1,0 +1,142 @@
+"""Child processes of a benchmark: started on free ports of loopback, called over HTTP, never left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib
+import json
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+from aiohttp import web
+
+from benchmarks.support.benchmark import BenchError
+from python_backend.config import ServerSection
+from tools.server.child import Child
+from tools.server.ports import PORT_KEYS, with_free_ports
+from tools.server.shared_memory import SHARED_MEMORY
+from tools.server.triton_home import find_tritonserver, server_environment
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 180.0
+ANSWER_TIMEOUT_S = 1800.0
+STOP_TIMEOUT_S = 20.0
+
+
+class BenchChild:
+    """A function of this package that runs in a child process with ports of its own."""
+
+    def __init__(self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1) -> None:
+        """Start `target` (`module:function`) with three `ports`, and with `arguments`, which are JSON or paths."""
+        self.ports = list(free_ports().values())
+        self.url = f"{HOST}:{self.ports[0]}"
+        # OMP_NUM_THREADS reaches the threads that a library starts; torch.set_num_threads only the one that calls it.
+        # PyTriton's stubs need this interpreter's libpython, as those of the project's tritonserver do.
+        environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(threads)}
+        self._child = Child(name, child_command(target, ports=self.ports, **arguments), log, environment)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._child.process.pid
+
+    def wait_ready(self, path: str = "/ready") -> None:
+        """Return when `GET path` answers 200. Raises BenchError when the process ends or takes too long."""
+        wait_until(lambda: _answers(f"http://{self.url}{path}"), self._child)
+
+    def ask(self, path: str, job: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON answer to `job`. Raises BenchError if the request fails."""
+        request = urllib.request.Request(
+            f"http://{self.url}{path}", json.dumps(job).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+                return dict(json.load(answer))
+        except (OSError, http.client.HTTPException) as error:
+            if self._child.poll() is not None:
+                raise BenchError(self._child.obituary()) from error
+            tail = self._child.log_path.read_text(errors="replace").strip().splitlines()[-1:]
+            raise BenchError(f"the {self._child.name} failed: {error}; its log ends with: {tail}") from error
+
+    def stop(self) -> None:
+        """Stop the process and its descendants. Stopping twice does nothing."""
+        if self._child.poll() is not None:  # its pid may have been reused
+            return
+        family = psutil.Process(self.pid).children(recursive=True)
+        self._child.stop(signal.SIGTERM, STOP_TIMEOUT_S)
+        for process in family:  # PyTriton's server and stubs, if it has not stopped them
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for pid in (self.pid, *(process.pid for process in family)):  # PyTriton's prefix is misspelt
+            for segment in SHARED_MEMORY.glob(f"pytrtion{pid}-*"):
+                segment.unlink(missing_ok=True)
+
+
+def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
+    """Return when `is_ready()`. Raises BenchError if the child ends or takes too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not is_ready():
+        if child.poll() is not None:
+            raise BenchError(child.obituary())
+        if time.monotonic() > deadline:
+            raise BenchError(f"the {child.name} was not ready within {START_TIMEOUT_S:g} s; its log: {child.log_path}")
+        time.sleep(0.05)
+
+
+def free_ports() -> dict[str, int]:
+    """Return free ports for HTTP, gRPC and metrics under the keys of a server section."""
+    section = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
+    return {key: getattr(section, key) for key in PORT_KEYS}
+
+
+def child_command(target: str, **arguments: Any) -> list[str]:
+    """Return the arguments of `python -m` that call `target`, `module:function` of this package."""
+    return ["benchmarks.support.children", target, json.dumps(arguments, default=str)]
+
+
+def serve_http(port: int, routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]) -> None:
+    """Serve `POST` on the routes, and `GET /ready`, until SIGTERM."""
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.get("/ready", ready), *(web.post(path, handler) for path, handler in routes.items())])
+    web.run_app(app, host=HOST, port=port, print=None, access_log=None)
+
+
+def serve_json(port: int, **functions: Callable[..., Awaitable[dict[str, Any]]]) -> None:
+    """Serve `POST /<name>`: the body's keys are the function's arguments, its result is the answer."""
+
+    def handler(function: Callable[..., Awaitable[dict[str, Any]]]) -> Any:
+        async def handle(request: web.Request) -> web.Response:
+            return web.json_response(await function(**await request.json()))
+
+        return handle
+
+    serve_http(port, {f"/{name}": handler(function) for name, function in functions.items()})
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def main() -> None:
+    """Call the function with the arguments that `child_command` has put on the command line."""
+    module, _, function = sys.argv[1].partition(":")
+    getattr(importlib.import_module(f"benchmarks.{module}"), function)(**json.loads(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Variants of the served models for benchmarks: with counters, with late answers, with waiting instead of computing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.support.forward import ForwardCounters
+from python_backend.models.batching import plan_micro_batches
+from python_backend.serving import critic, reward
+from python_backend.serving.round_robin import run_to_end
+from python_backend.serving.triton import Call, Parameters
+from python_backend.wire.contract import REWARDS
+
+
+class CountedModel(reward.TritonPythonModel):
+    """The reward model, with counters of its forward passes in the folder `bench_counters`."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        self._computed = ForwardCounters(Parameters(args).path("bench_counters"))
+        super().initialize(args)
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        self._computed.add([row.size for row in rows], width)
+        return super().forward(model, rows, width)
+
+
+class LateModel(CountedModel):
+    """Answers every request of a merged batch when the whole batch is done, as a plain Triton model does."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        super().initialize(args)
+        parameters = Parameters(args)
+        self._late_budget = parameters.number("token_budget")
+        self._late_rows = parameters.number("micro_batch_rows")
+
+    def execute(self, requests: list[Any]) -> None:
+        """Triton's entry point: all answers at the end."""
+        calls = [Call(request) for request in requests]
+        read = [run_to_end(self.read(call)).tokens for call in calls]
+        rows = [row for request in read for row in request]
+        lengths = [row.size for row in rows]
+        scores = np.empty((len(rows), 1), np.float32)
+        model = self.current_model()
+        for batch in plan_micro_batches(lengths, token_budget=self._late_budget, max_rows=self._late_rows):
+            width = max(lengths[i] for i in batch)
+            scores[batch] = np.stack(self.forward(model, [rows[i] for i in batch], width))
+        ends = np.cumsum([len(request) for request in read])[:-1]
+        for call, part in zip(calls, np.split(scores, ends), strict=True):
+            call.answer({REWARDS: part})
+
+
+class Waiting:
+    """Mix-in whose forward pass waits `bench_seconds_per_token` per position, padding included, and returns zeros."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Triton's entry point at load."""
+        self._pause = float(Parameters(args).text("bench_seconds_per_token"))
+        super().initialize(args)  # type: ignore[misc]
+
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        time.sleep(self._pause * len(rows) * width)
+        return [np.zeros(self.outputs_of(row), np.float32) for row in rows]
+
+    def outputs_of(self, row: np.ndarray) -> int:
+        """Return the number of values of a row."""
+        return row.size
+
+
+class WaitingReward(Waiting, reward.TritonPythonModel):
+    """The reward model with a waiting forward."""
+
+    def outputs_of(self, row: np.ndarray) -> int:
+        return 1
+
+
+class WaitingCritic(Waiting, critic.TritonPythonModel):
+    """The critic with a waiting forward."""

@@ -1,0 +1,68 @@
+"""Starts the project's server and sidecar for benchmarks, optionally with a model replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.children import wait_until
+from python_backend.config import RunConfig
+from python_backend.store.control_key import control_key
+from python_backend.store.durable import write_json
+from python_backend.store.journal import Journal
+from tools.render_configs import render_repository
+from tools.run import LIBRARY_ENV
+from tools.server.child import Child
+from tools.server.triton_home import find_tritonserver, lay_out_backends
+from tools.server.tritonserver import TritonServer
+
+SERVED: dict[str, Any] = {
+    "workers": 1, "threads": 1, "token_budget": 256, "forward_overhead_tokens": 64,
+}  # fmt: skip
+STOP_TIMEOUT_S = 60.0
+
+
+def start_triton(config: RunConfig, change: Callable[[Path], None] = lambda repository: None) -> TritonServer:
+    """Start a tritonserver on the run's repository, after applying `change` to it, and wait until it is ready."""
+    render_repository(config, config.run.repository_dir)
+    change(config.run.repository_dir)
+    home = find_tritonserver(config.server.tritonserver)
+    server = TritonServer(
+        home, config.run.repository_dir, config.server, config.run.logs_dir / "tritonserver.log",
+        backends=lay_out_backends(home, config.run.dir / "backends"), control_key=control_key(config.run.weights_dir),
+        log=lambda line: None,
+    )  # fmt: skip
+    try:
+        server.start()
+        server.wait_ready()
+    except BaseException:
+        server.stop()
+        raise
+    return server
+
+
+def replace_model(repository: Path, model: str, kind: str, **parameters: str) -> None:
+    """Replace the class of `model` with `kind` of `served_models`, and add its parameters to config.pbtxt."""
+    config = repository / model / "config.pbtxt"
+    added = [f'parameters {{ key: "{k}" value {{ string_value: "{text}" }} }}\n' for k, text in parameters.items()]
+    config.write_text(config.read_text() + "".join(added))
+    source = f"from benchmarks.support.served_models import {kind} as TritonPythonModel  # noqa: F401\n"
+    (repository / model / "1" / "model.py").write_text(source)
+
+
+@contextlib.contextmanager
+def running_sidecar(config: RunConfig, command: Callable[[Path], list[str]]) -> Iterator[Child]:
+    """Run a sidecar as `python -m` with the arguments `command(YAML)`; yield once it follows the journal."""
+    path = config.run.dir / "sidecar.yaml"
+    write_json(path, config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
+    environment = {**LIBRARY_ENV, "OMP_NUM_THREADS": "1"}
+    child = Child("sidecar", command(path), config.run.logs_dir / "sidecar.log", environment)
+    try:
+        journal = Journal(config.run.journal_dir, config.run.identity)
+        wait_until(journal.is_followed, child)
+        yield child
+    finally:
+        child.stop(signal.SIGINT, STOP_TIMEOUT_S)

@@ -1,0 +1,1 @@
+"""Training steps without a critic beside TRL's."""

@@ -1,0 +1,119 @@
+"""Benchmark of critic-free training steps against TRL's, in matched rounds.
+
+TRL runs in an environment of its own, which the first measurement sets up. Both sides train the same model on the same
+prompts with the same reward function, full parameters in float32, one optimizer step per rollout; every response has
+the same number of new tokens. Our side is `python -m actor` with its reward function behind a real tritonserver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
+from benchmarks.support.benchmark import no_pictures as draw
+from benchmarks.support.samples import grouped, in_turn, ratio
+from benchmarks.support.workload import SIZES
+from benchmarks.trl.trainers import GROUP, prepare_cell, prepare_environment, prepare_model, running
+
+__all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
+OURS, TRL = "ours", "trl"
+MOST_RATIO = 0.85
+SMOLLM2 = "135m"
+CELL = ("model", "algorithm", "rows", "new_tokens")
+MOST_STEPS = 20  # of a turn
+Steps = Callable[[int], dict[str, Any]]
+OPTIONS = {
+    "models": Option(["7m", SMOLLM2], f"of {SMOLLM2} (SmolLM2), {', '.join(SIZES)}", ["tiny"], (SMOLLM2, *SIZES)),
+    "smollm2": Option(None, f"SmolLM2-135M as a Hugging Face folder: {SMOLLM2}", kind=Path),
+    "algorithms": Option(["grpo", "rloo"], "of grpo, rloo", quick=["grpo"], known=("grpo", "rloo")),
+    "cells": Option(["16x32", "64x64"], f"rows x new tokens; rows are a multiple of {GROUP}", quick=["16x8"]),
+    "contenders": Option([TRL, OURS], "one alone shows its profile", known=(TRL, OURS)),
+    "rounds": Option(5, "turns of each contender in each cell", quick=1),
+    "seconds": Option(10.0, "least length of a turn, in whole steps", quick=0.1),
+    "warmup": Option(2, "steps before the first round"),
+    "threads": Option(2, "torch threads of each side"),
+    "trl_micro_batch": Option(64, "rows of TRL's forwards; accumulated beyond"),
+    "environment": Option(Path("runs/trl-environment"), "of TRL; made if missing", kind=Path),
+}
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Measure all cells. Raises BenchError if a trainer fails, or the folder of SmolLM2 is missing."""
+    if SMOLLM2 in settings.models and settings.smollm2 is None:
+        raise BenchError(f"--models {SMOLLM2} needs --smollm2 DIR, the model's folder; or leave it out of --models")
+    theirs = prepare_environment(settings.environment, record.say) if TRL in settings.contenders else None
+    record.result |= {
+        "trl_versions": None if theirs is None else theirs.versions,
+        "ppo": "not compared: this release of TRL has no trl.experimental.ppo",
+    }
+    for model in settings.models:
+        checkpoint = prepare_model(record.out / "models", model, settings.smollm2)
+        for rows, new_tokens in (map(int, cell.split("x")) for cell in settings.cells):
+            for algorithm in settings.algorithms:
+                cell = dict(zip(CELL, (model, algorithm, rows, new_tokens), strict=True))
+                shared = prepare_cell(settings, record.out, cell, checkpoint)
+                with contextlib.ExitStack() as stack:
+                    steps: dict[str, Steps] = {}
+                    for name in settings.contenders:
+                        steps[name] = stack.enter_context(running(name, shared, theirs)).steps
+                    take_turns(steps, settings, cell, record)
+
+
+def take_turns(
+    contenders: dict[str, Steps], settings: argparse.Namespace, cell: dict[str, Any],
+    record: Record,
+) -> None:  # fmt: skip
+    """Warm up all contenders, then give each a turn per round, a different one first each time.
+
+    Args:
+        contenders: functions that take a number of steps and return the measured means.
+        settings: `seconds` is the least length of a turn, estimated from the faster contender's last warm-up step.
+    """
+    warm: dict[str, float] = {}
+    for name, steps in contenders.items():
+        for _ in range(max(1, settings.warmup)):
+            warm[name] = steps(1)["seconds_per_step"]
+        record.say(f"{cell_name(cell)}: {name} warmed up, {warm[name]:.2f} s a step")
+    count = max(1, min(MOST_STEPS, round(settings.seconds / min(warm.values()))))
+    for number, name in in_turn(list(contenders), settings.rounds):
+        sample = contenders[name](count)
+        record.add({**cell, "contender": name, "round": number, **sample})
+        seconds = sample["seconds_per_step"]
+        record.say(f"{cell_name(cell)}: round {number + 1}/{settings.rounds}, {name} {seconds:.2f} s a step")
+
+
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """Return medians over the rounds for each cell and contender, with the seconds of each phase."""
+    rows = []
+    for key, own in grouped(result["samples"], *CELL, "contender").items():
+        phases = {phase: statistics.median(s["phases"].get(phase, 0.0) for s in own) for phase in own[0]["phases"]}
+        rows.append({
+            **dict(zip((*CELL, "contender"), key, strict=True)),
+            "seconds_per_step": statistics.median(sample["seconds_per_step"] for sample in own),
+            "cpu_seconds_per_step": statistics.median(sample["cpu_seconds_per_step"] for sample in own),
+            "peak_rss_mb": max(sample["peak_rss_mb"] for sample in own), "tokens": own[0]["tokens"],
+            "phases": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()),
+        })  # fmt: skip
+    return rows
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the ratio of ours and TRL's seconds per step in each cell, and that of the CPU time."""
+    found = []
+    for key, samples in grouped(result["samples"], *CELL).items():
+        name = cell_name(dict(zip(CELL, key, strict=True)))
+        found.append(
+            Target(f"{name}: ours / TRL, seconds", ratio(samples, OURS, TRL, "seconds_per_step"), None, MOST_RATIO)
+        )
+        found.append(Target(f"{name}: ours / TRL, CPU time", ratio(samples, OURS, TRL, "cpu_seconds_per_step")))
+    return found
+
+
+def cell_name(cell: dict[str, Any]) -> str:
+    """Return model, algorithm and size in words."""
+    return f"{cell['model']} {cell['algorithm']} {cell['rows']}x{cell['new_tokens']}"

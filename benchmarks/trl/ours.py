@@ -1,0 +1,41 @@
+"""Our side of `bench trl`: `python -m actor`, whose loop waits for its turn before each step."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from benchmarks.trl.turns import ContenderTurns
+
+
+def main() -> int:
+    """Run the actor with the arguments of this process."""
+    turns = ContenderTurns()
+
+    from actor import __main__ as actor
+    from actor import loop
+    from python_backend.config import RunConfig
+    from python_backend.store.jsonl import read_jsonl
+
+    class InTurns(loop.PPORun):
+        """A run that reports each step's timers from the line that it wrote to metrics.jsonl."""
+
+        def __init__(self, config: RunConfig, client: Any) -> None:
+            super().__init__(config, client)
+            self._lines = config.run.dir / "metrics.jsonl"
+
+        async def one_step(self, step: int, *, is_last: bool) -> None:
+            await asyncio.to_thread(turns.begin)  # the client's connections stay alive meanwhile
+            await super().one_step(step, is_last=is_last)
+            line = read_jsonl(self._lines)[-1]
+            prefix = "timers/"
+            turns.phases = {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
+            turns.end(tokens=round(line["train_rollouts/generation_length"] * self.settings.rollout_size))
+
+    loop.PPORun = InTurns  # type: ignore[misc]
+    return actor.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
