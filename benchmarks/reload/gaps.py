@@ -9,7 +9,8 @@ import urllib.request
 import uuid
 from typing import Any
 
-from benchmarks.reload.server import LOAD_TIMEOUT_S, Bed, Stage, under_load
+from benchmarks.reload.critic_service import LOAD_TIMEOUT_S, CriticService
+from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.reload.windows import Samples, Window, ratio
 from benchmarks.support.benchmark import Target
 from python_backend.store.control_key import HEADER, control_key
@@ -21,26 +22,26 @@ MARGIN_S = 0.05
 WAYS = ("swap", "http")
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(setup: ReloadSetup) -> dict[str, Any]:
     """Reload in both ways alternately, under the load of part a."""
-    settings = stage.settings
+    settings = setup.settings
     windows: list[dict[str, Any]] = []
-    with Bed(stage, "gaps", under_load(settings.models)[0]) as bed:
-        stage.clients.ask("/start", {"url": bed.url, "num_clients": settings.clients})
+    with CriticService(setup, "gaps", under_load(settings.models)[0]) as service:
+        setup.clients.ask("/start", {"url": service.url, "num_clients": settings.clients})
         for number in range(settings.gap_reloads):
             for way in WAYS:
                 time.sleep(PAUSE_S)
-                begin, end = _reload(bed, way)
+                begin, end = _reload(service, way)
                 windows.append({"way": way, "begin_s": begin, "end_s": end})
-            stage.say(f"c: {number + 1} swaps and loads over HTTP")
+            setup.say(f"c: {number + 1} swaps and loads over HTTP")
         time.sleep(PAUSE_S)
-        return {"windows": windows, "samples": stage.clients.ask("/stop", {}), "clients": settings.clients}
+        return {"windows": windows, "samples": setup.clients.ask("/stop", {}), "clients": settings.clients}
 
 
-def _reload(bed: Bed, way: str) -> Window:
+def _reload(service: CriticService, way: str) -> Window:
     if way == "http":
-        return load_over_http(bed.url, control_key(bed.config.run.weights_dir))
-    done = bed.publish()
+        return load_over_http(service.url, control_key(service.config.run.weights_dir))
+    done = service.publish()
     return done.begin_s, done.end_s
 
 

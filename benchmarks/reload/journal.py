@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reload.server import RUN_ID, Stage, on_core, under_load
+from benchmarks.reload.critic_service import RUN_ID
+from benchmarks.reload.setup import ReloadSetup, on_core, under_load
 from benchmarks.reload.windows import ratio
 from benchmarks.support.benchmark import Target
 from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_checkpoint, noise_payload
@@ -28,24 +29,24 @@ MOST_TIMES = 1.5
 MOST_SHARE = 0.02
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(setup: ReloadSetup) -> dict[str, Any]:
     """Accept payloads and write their bytes in turn; then time one critic update with as many tokens."""
-    settings = stage.settings
+    settings = setup.settings
     rows = np.random.default_rng(0).integers(3, VOCAB_SIZE, (settings.journal_rows, settings.journal_tokens))
     arrays = padded_arrays(noise_payload(list(rows)))
     limits = Limits(VOCAB_SIZE, settings.journal_tokens)
-    folder = stage.folder / "journal"
+    folder = setup.folder / "journal"
     shutil.rmtree(folder, ignore_errors=True)
     journal = Journal(folder, RUN_ID)
     keep_freed_memory()  # as critic_train does
     with on_core(*range(os.cpu_count() or 1)):  # critic_train computes the digest in a second thread
         steps = range(1, settings.journal_repeats + 1)
         samples = [accept_once(journal, arrays, limits, step, folder) for step in steps]
-    stage.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
+    setup.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
     shutil.rmtree(folder)
     model = under_load(settings.models)[0]
-    update_s = _update_seconds(stage, model, train_payload(arrays, limits))
-    stage.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
+    update_s = _update_seconds(setup, model, train_payload(arrays, limits))
+    setup.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
     return {"samples": samples, "rows": settings.journal_rows, "tokens": settings.journal_tokens,
             "update_s": update_s, "update_model": model}  # fmt: skip
 
@@ -88,12 +89,12 @@ def bare_write_ms(path: Path, data: bytes) -> float:
     return seconds * 1e3
 
 
-def _update_seconds(stage: Stage, model: str, payload: TrainPayload) -> float:
+def _update_seconds(setup: ReloadSetup, model: str, payload: TrainPayload) -> float:
     """Time one update of the critic with the payload."""
     import torch
 
     torch.set_num_threads(1)
-    checkpoint = stage.folder / "journal-checkpoint"
+    checkpoint = setup.folder / "journal-checkpoint"
     make_checkpoint(SIZES[model], checkpoint)
     try:
         return one_update(checkpoint, payload, TrainerSection().token_budget)["seconds"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.reload.server import Bed, Stage, under_load
+from benchmarks.reload.critic_service import CriticService
+from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.support.benchmark import BenchError, Target
 from python_backend.wire.contract import CRITIC
 from tools.server.shared_memory import SHARED_MEMORY
@@ -26,27 +27,27 @@ REGION_ARGUMENT = "shm-region-prefix-name="
 FLAT = {"handles": 3, "threads": 2, "shm_bytes": 1 << 20}
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(setup: ReloadSetup) -> dict[str, Any]:
     """Sample every tenth reload of both kinds, each kind on a server of its own, under light load."""
-    settings = stage.settings
+    settings = setup.settings
     return {
-        "swap": _measure_kind(stage, "swap", settings.leak_swaps, lambda bed: bed.publish()),
-        "triton": _measure_kind(stage, "triton", settings.leak_triton_reloads, lambda bed: bed.triton_reload()),
+        "swap": _measure_kind(setup, "swap", settings.leak_swaps, lambda service: service.publish()),
+        "triton": _measure_kind(setup, "triton", settings.leak_triton_reloads, lambda service: service.triton_reload()),
     }
 
 
-def _measure_kind(stage: Stage, kind: str, total: int, reload: Callable[[Bed], Any]) -> dict[str, Any]:
+def _measure_kind(setup: ReloadSetup, kind: str, total: int, reload: Callable[[CriticService], Any]) -> dict[str, Any]:
     samples = []
-    with Bed(stage, f"leak-{kind}", under_load(stage.settings.models)[0]) as bed:
-        stage.clients.ask("/start", {"url": bed.url, "num_clients": stage.settings.leak_clients})
-        samples.append({"reloads": 0, **look(bed.server.pid, bed.config.run.weights_dir)})
+    with CriticService(setup, f"leak-{kind}", under_load(setup.settings.models)[0]) as service:
+        setup.clients.ask("/start", {"url": service.url, "num_clients": setup.settings.leak_clients})
+        samples.append({"reloads": 0, **look(service.server.pid, service.config.run.weights_dir)})
         for number in range(1, total + 1):
-            reload(bed)
+            reload(service)
             if number % EVERY == 0 or number == total:
-                samples.append({"reloads": number, **look(bed.server.pid, bed.config.run.weights_dir)})
+                samples.append({"reloads": number, **look(service.server.pid, service.config.run.weights_dir)})
             if number % max(1, total // 5) == 0:
-                stage.say(f"d: {number} of {total} {kind} reloads")
-        seen = stage.clients.ask("/stop", {})
+                setup.say(f"d: {number} of {total} {kind} reloads")
+        seen = setup.clients.ask("/stop", {})
     facts = {"requests": len(seen["start_s"]), "failed": len(seen["failures"])}
     return {"samples": samples, **facts}
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reload.server import Bed, Stage, Timed, under_load
+from benchmarks.reload.critic_service import CriticService, Timed
+from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.reload.windows import Samples, Window, p99, quiet_windows, ratio
 from benchmarks.support.benchmark import Target
 from benchmarks.support.samples import median_of
@@ -24,28 +25,28 @@ SETTLE_S = 1.0
 DRAWS = 40
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(setup: ReloadSetup) -> dict[str, Any]:
     """Return samples, reloads and blocks by model."""
-    return {model: _measure_model(stage, model) for model in under_load(stage.settings.models)}
+    return {model: _measure_model(setup, model) for model in under_load(setup.settings.models)}
 
 
-def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
-    settings = stage.settings
+def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
+    settings = setup.settings
     reloads: list[Timed] = []
     blocks: list[dict[str, Any]] = []
-    with Bed(stage, "load", model) as bed:
-        before = bed.failed_requests()
-        stage.clients.ask("/start", {"url": bed.url, "num_clients": settings.clients})
+    with CriticService(setup, "load", model) as service:
+        before = service.failed_requests()
+        setup.clients.ask("/start", {"url": service.url, "num_clients": settings.clients})
         time.sleep(SETTLE_S)
         for cycle in range(settings.cycles):
             for kind in ("quiet", "swap", "quiet", "triton"):
                 begin = time.monotonic()
-                reloads += _block(bed, kind, cycle, settings)
+                reloads += _block(service, kind, cycle, settings)
                 blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
             counts = {how: sum(r.reload == how for r in reloads) for how in ("swap", "triton")}
-            stage.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
-        samples = stage.clients.ask("/stop", {})
-        failed = bed.failed_requests() - before
+            setup.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
+        samples = setup.clients.ask("/stop", {})
+        failed = service.failed_requests() - before
     return {
         "samples": samples, "reloads": [dataclasses.asdict(reload) for reload in reloads], "blocks": blocks,
         "failed_by_server": failed, "clients": settings.clients,
@@ -57,16 +58,16 @@ def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
     return total * (cycle + 1) // cycles - total * cycle // cycles
 
 
-def _block(bed: Bed, kind: str, cycle: int, settings: argparse.Namespace) -> list[Timed]:
+def _block(service: CriticService, kind: str, cycle: int, settings: argparse.Namespace) -> list[Timed]:
     if kind == "quiet":
         time.sleep(settings.quiet_s)
         return []
     if kind == "triton":
-        return [bed.triton_reload() for _ in range(share_of_cycle(settings.triton_reloads, settings.cycles, cycle))]
+        return [service.triton_reload() for _ in range(share_of_cycle(settings.triton_reloads, settings.cycles, cycle))]
     done = []
     for _ in range(share_of_cycle(settings.swaps, settings.cycles, cycle)):
         next_at = time.monotonic() + settings.swap_every_s
-        done.append(bed.publish())
+        done.append(service.publish())
         time.sleep(max(0.0, next_at - time.monotonic()))
     return done
 

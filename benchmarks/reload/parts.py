@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.reload import gaps, journal, leak, load, publish, training
 from benchmarks.reload.picture import draw_parts
-from benchmarks.reload.server import Cores, Stage, on_core
+from benchmarks.reload.setup import Cores, ReloadSetup, on_core
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.children import BenchChild
 from benchmarks.support.machine import now_utc
@@ -29,7 +29,7 @@ PARTS: dict[str, tuple[str, ModuleType]] = {
     "leak": ("d", leak),
     "journal": ("e", journal),
 }
-"""Letter and module of each part; a module has `measure(stage)`, `summarise(part)` and `targets(summary)`."""
+"""Letter and module of each part; a module has `measure(setup)`, `summarise(part)` and `targets(summary)`."""
 LETTERS = "abcde"
 OPTIONS = {
     "parts": Option(list(LETTERS), "measure these, keep what DIR has of the others", known=LETTERS),
@@ -69,11 +69,11 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     try:
         clients.wait_ready()
         with on_core(*cores.trainer):
-            stage = Stage(settings, servers, cores, clients, record.say)
+            setup = ReloadSetup(settings, servers, cores, clients, record.say)
             for name, (letter, part) in PARTS.items():
                 if letter in settings.parts:
                     record.say(f"{letter}: {name}")
-                    record.result["parts"][name] = part.measure(stage)
+                    record.result["parts"][name] = part.measure(setup)
                     kept = {key: facts[key] for key in ("versions", "settings")}
                     record.result["measured"][name] = {**kept, "date": now_utc(), "load_after": os.getloadavg()[0]}
                     record.save()

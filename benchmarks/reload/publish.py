@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reload.server import MOST_SIZE_UNDER_LOAD, Bed, Stage, on_core
+from benchmarks.reload.critic_service import CriticService
+from benchmarks.reload.setup import MOST_SIZE_UNDER_LOAD, ReloadSetup, on_core
 from benchmarks.reload.windows import ratio
 from benchmarks.support.benchmark import BenchError, Target
 from benchmarks.support.workload import model_size
@@ -35,39 +36,39 @@ print(time.monotonic())
 """
 
 
-def measure(stage: Stage) -> dict[str, Any]:
+def measure(setup: ReloadSetup) -> dict[str, Any]:
     """Return samples by model, on a server that has nothing else to do."""
-    return {model: _measure_model(stage, model) for model in stage.settings.models}
+    return {model: _measure_model(setup, model) for model in setup.settings.models}
 
 
-def _measure_model(stage: Stage, model: str) -> dict[str, Any]:
-    settings = stage.settings
+def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
+    settings = setup.settings
     publishes = settings.publishes if model_size(model) <= MOST_SIZE_UNDER_LOAD else settings.loads
     swaps: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []
-    with Bed(stage, "publish", model) as bed:
-        bed.publish()  # warm-up: the first one includes deferred imports
+    with CriticService(setup, "publish", model) as service:
+        service.publish()  # warm-up: the first one includes deferred imports
         for _ in range(publishes):
-            done = bed.publish()
-            alone = bed.as_publisher(functools.partial(_alone, bed, done.version))
+            done = service.publish()
+            alone = service.as_publisher(functools.partial(_alone, service, done.version))
             swaps.append({**dataclasses.asdict(done), "to_served_ms": done.verify_ms + done.reload_ms, **alone})
-        stage.say(f"b, {model}: {publishes} publishes beside hash, load and canary")
-        folder = bed.store.folder(bed.store.current() or 0)
+        setup.say(f"b, {model}: {publishes} publishes beside hash, load and canary")
+        folder = service.store.folder(service.store.current() or 0)
         for _ in range(settings.loads):
-            with on_core(stage.cores.server):
+            with on_core(setup.cores.server):
                 fresh_ms = _fresh_process_ms(folder)
-            loads.append({"fresh_ms": fresh_ms, "reload_ms": bed.triton_reload().reload_ms})
-        stage.say(f"b, {model}: {settings.loads} Triton reloads beside fresh processes")
-        return {"parameters": bed.num_parameters, "swaps": swaps, "loads": loads}
+            loads.append({"fresh_ms": fresh_ms, "reload_ms": service.triton_reload().reload_ms})
+        setup.say(f"b, {model}: {settings.loads} Triton reloads beside fresh processes")
+        return {"parameters": service.num_parameters, "swaps": swaps, "loads": loads}
 
 
-def _alone(bed: Bed, version: int) -> dict[str, float]:
+def _alone(service: CriticService, version: int) -> dict[str, float]:
     """Return the milliseconds of each step on its own: hash, load, canary."""
     from trainer.verification import canary_row  # torch: not for --help
 
-    folder = bed.store.folder(version)
+    folder = service.store.folder(version)
     hash_ms, _ = _timed(lambda: sha256_of(folder / WEIGHTS_FILE))
-    load_ms, critic = _timed(lambda: bed.critic.with_weights(folder))
+    load_ms, critic = _timed(lambda: service.critic.with_weights(folder))
     canary_ms, _ = _timed(lambda: critic.values([canary_row(critic)]))
     return {"hash_ms": hash_ms, "load_ms": load_ms, "canary_ms": canary_ms}
 

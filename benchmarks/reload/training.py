@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 
 from actor.scoring.client import TritonClient
-from benchmarks.reload.server import LOWEST_PRIORITY, RUN_ID, Bed, Stage, on_core, under_load
+from benchmarks.reload.critic_service import LOWEST_PRIORITY, RUN_ID, CriticService
+from benchmarks.reload.setup import ReloadSetup, on_core, under_load
 from benchmarks.reload.windows import Samples, Window, p99, ratio
 from benchmarks.support.benchmark import Target
 from benchmarks.support.children import BenchChild
@@ -30,23 +31,27 @@ TRAINER = TrainerSection(
 )
 
 
-def measure(stage: Stage) -> list[dict[str, Any]]:
+def measure(setup: ReloadSetup) -> list[dict[str, Any]]:
     """Return requests and the time of the update for each server, size and repeat."""
-    settings = stage.settings
+    settings = setup.settings
     model = under_load(settings.models)[-1]
     runs = []
-    with Bed(stage, "training", model, trainer=TRAINER) as bed, _sidecar(stage, bed), _locked(stage, bed) as locked:
-        urls = {"ours": bed.url, "one lock": locked.url}
+    with (
+        CriticService(setup, "training", model, trainer=TRAINER) as service,
+        _sidecar(setup, service),
+        _locked(setup, service) as locked,
+    ):
+        urls = {"ours": service.url, "one lock": locked.url}
         steps = dict.fromkeys(urls, 0)
         for repeat in range(settings.updates):
             for size in SIZES:
                 payload = make_payload(settings.update_rows, copies=size)
                 for server, url in urls.items():
                     steps[server] += 1
-                    found = _one_update(stage, url, payload, steps[server])
+                    found = _one_update(setup, url, payload, steps[server])
                     runs.append({"server": server, "size": size, "repeat": repeat, "model": model, **found})
                     begin, end = found["window"]
-                    stage.say(f"c, {server}: update x{size} of {payload[TOKENS].size:,} tokens, {end - begin:.1f} s")
+                    setup.say(f"c, {server}: update x{size} of {payload[TOKENS].size:,} tokens, {end - begin:.1f} s")
     return runs
 
 
@@ -56,11 +61,11 @@ def make_payload(num_rows: int, *, copies: int) -> dict[str, np.ndarray]:
     return {name: array[:, None] if name == SEQUENCE_LENGTHS else array[None] for name, array in arrays.items()}
 
 
-def _one_update(stage: Stage, url: str, payload: dict[str, np.ndarray], step: int) -> dict[str, Any]:
-    stage.clients.ask("/start", {"url": url, "num_clients": stage.settings.update_clients})
+def _one_update(setup: ReloadSetup, url: str, payload: dict[str, np.ndarray], step: int) -> dict[str, Any]:
+    setup.clients.ask("/start", {"url": url, "num_clients": setup.settings.update_clients})
     time.sleep(SETTLE_S)
     window = asyncio.run(_train(url, payload, step))
-    return {"window": window, "samples": stage.clients.ask("/stop", {})}
+    return {"window": window, "samples": setup.clients.ask("/stop", {})}
 
 
 async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
@@ -72,22 +77,22 @@ async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
 
 
 @contextmanager
-def _sidecar(stage: Stage, bed: Bed) -> Iterator[None]:
+def _sidecar(setup: ReloadSetup, service: CriticService) -> Iterator[None]:
     """Run the project's sidecar on the trainer's cores, at the lowest priority."""
     with (
-        on_core(*stage.cores.trainer),
-        running_sidecar(bed.config, lambda path: ["trainer", "--config", str(path)]) as child,
+        on_core(*setup.cores.trainer),
+        running_sidecar(service.config, lambda path: ["trainer", "--config", str(path)]) as child,
     ):
         psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
         yield
 
 
 @contextmanager
-def _locked(stage: Stage, bed: Bed) -> Iterator[BenchChild]:
+def _locked(setup: ReloadSetup, service: CriticService) -> Iterator[BenchChild]:
     """Run the server with one lock on the server's core."""
-    arguments = {"critic": bed.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
-    log = bed.folder / "locked.log"
-    with on_core(stage.cores.server):
+    arguments = {"critic": service.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
+    log = service.folder / "locked.log"
+    with on_core(setup.cores.server):
         child = BenchChild("server with one lock", "support.pytriton:serve_critic", arguments, log)
     try:
         child.wait_ready(f"/v2/models/{CRITIC_TRAIN}/ready")  # PyTriton binds this model last

@@ -13,9 +13,10 @@ import pytest
 
 from benchmarks.command import main, parse_arguments
 from benchmarks.reload import parts
+from benchmarks.reload.critic_service import RUN_ID
 from benchmarks.reload.journal import accept_once, bare_write_ms, padded_arrays
 from benchmarks.reload.parts import PARTS
-from benchmarks.reload.server import RUN_ID, Cores, on_core, under_load
+from benchmarks.reload.setup import Cores, on_core, under_load
 from benchmarks.reload.training import make_payload
 from benchmarks.support.pytriton import LockedCritic
 from benchmarks.support.workload import LONGEST, SIZES, VOCAB_SIZE, make_checkpoint, make_trace, noise_payload

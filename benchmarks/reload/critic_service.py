@@ -1,22 +1,19 @@
-"""Cores and beds of the reload benchmark; a bed is a server with a critic whose versions can be published."""
+"""The server of the reload benchmark, with a critic whose versions can be published."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import dataclasses
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.support.children import BenchChild
+from benchmarks.reload.setup import ReloadSetup, on_core
 from benchmarks.support.servers import SERVED, start_triton
-from benchmarks.support.workload import SIZES, make_checkpoint, model_size
+from benchmarks.support.workload import SIZES, make_checkpoint
 from python_backend.config import CriticSection, RewardSection, RunConfig, RunSection, ServerSection, TrainerSection
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import CRITIC
@@ -26,53 +23,8 @@ from trainer.control_plane import ControlPlane
 T = TypeVar("T")
 RUN_ID = "bench"
 LOWEST_PRIORITY = 19
-MOST_SIZE_UNDER_LOAD = 7  # million parameters: where latencies are milliseconds
 PERTURBATION = 1e-4
 LOAD_TIMEOUT_S = 300.0
-
-
-def under_load(models: list[str]) -> list[str]:
-    """Return the models that are small enough to be reloaded under load; the first if none is."""
-    return [name for name in models if model_size(name) <= MOST_SIZE_UNDER_LOAD] or models[:1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cores:
-    """Core of each process; the trainer has the others. With two cores it shares the clients'; one is shared by all."""
-
-    server: int
-    clients: int
-    trainer: tuple[int, ...]
-
-    @classmethod
-    def of_machine(cls) -> Cores:
-        """Divide the cores that this process may use."""
-        cores = sorted(os.sched_getaffinity(0))
-        return cls(cores[0], cores[min(1, len(cores) - 1)], tuple(cores[2:] or cores[-1:]))
-
-
-@contextlib.contextmanager
-def on_core(*cores: int) -> Iterator[None]:
-    """Pin this thread, and what it starts within, to these cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Settings and resources that every part receives."""
-
-    settings: argparse.Namespace
-    folder: Path
-    """For temporary files, which are removed when the measurement ends."""
-    cores: Cores
-    clients: BenchChild
-    """Serves `/start` and `/stop` of `clients`."""
-    say: Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +41,15 @@ class Timed:
     reload_ms: float
 
 
-class Bed:
+class CriticService:
     """A tritonserver on its core, and a critic whose weights can be published; a context manager that stops both."""
 
-    def __init__(self, stage: Stage, name: str, model: str, *, trainer: TrainerSection | None = None) -> None:
+    def __init__(self, setup: ReloadSetup, name: str, model: str, *, trainer: TrainerSection | None = None) -> None:
         from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
         from trainer.publish import Publisher, initialise_store
 
         quiet_transformers()
-        self.folder = stage.folder / f"{name}-{model}"
+        self.folder = setup.folder / f"{name}-{model}"
         shutil.rmtree(self.folder, ignore_errors=True)
         checkpoint = self.folder / "checkpoint"
         self.num_parameters = make_checkpoint(SIZES[model], checkpoint)
@@ -122,10 +74,10 @@ class Bed:
         # Publishes at low priority, as a trainer should beside clients on the same core. A thread has a priority of its
         # own; that of the whole process would be inherited by its children.
         self._publishing = ThreadPoolExecutor(1, "publisher", initializer=_step_back)
-        with on_core(stage.cores.server):
+        with on_core(setup.cores.server):
             self.server = start_triton(self.config)
 
-    def __enter__(self) -> Bed:
+    def __enter__(self) -> CriticService:
         return self
 
     def __exit__(self, *_: object) -> None:
