@@ -11,10 +11,12 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.support.benchmark import Benchmark, Result, Target
+from benchmarks.support.benchmark import Benchmark, Record, Result, Target
+from benchmarks.support.machine import describe_machine, describe_versions, now_utc
+from python_backend.config import command_line
+from python_backend.errors import REPORTED
 
 BENCHMARKS = {
     "scoring": ("benchmarks.scoring.sweep", "throughput and latency of scoring beside what users have today"),
@@ -45,27 +47,17 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     """Measure and report, or report only; return 0 even if targets are missed, 1 on errors, 130 after a signal."""
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
-    from actor.scoring.client import RequestFailed  # tritonclient: not for --help
-    from benchmarks.support.benchmark import BenchError
-    from python_backend.config import ConfigError
-    from tools.server.child import ChildDied
-    from tools.server.triton_home import ServerStartError
-    from trainer.control_plane import ControlPlaneError
-
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         if settings.report_only is None:
             _measure(benchmark, settings, out)
         print(report(benchmark, json.loads((out / "result.json").read_text()), out))
-    except (BenchError, ChildDied, ConfigError, ControlPlaneError, RequestFailed, ServerStartError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except REPORTED as error:
+        return command_line.report(error, 1)
     except KeyboardInterrupt:
         print(f"stopped; `--report-only {out}` reports on what {out}/result.json has so far", file=sys.stderr)
         return 130
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0
 
 
@@ -83,8 +75,6 @@ def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> arg
 
 def report(benchmark: Benchmark, result: Result, out: Path) -> str:
     """Add summary and targets to result.json, write report.md and pictures; return the text of report.md."""
-    from benchmarks.support.benchmark import Record
-
     result["summary"] = benchmark.summarise(result)
     judged = benchmark.targets(result)
     result["targets"] = [{**dataclasses.asdict(target), "verdict": target.verdict} for target in judged]
@@ -138,9 +128,6 @@ def _limits(low: float | None, high: float | None) -> str:
 
 
 def _measure(benchmark: Benchmark, settings: argparse.Namespace, out: Path) -> None:
-    from benchmarks.support.benchmark import Record
-    from benchmarks.support.machine import describe_machine, describe_versions, now_utc
-
     values = {key: getattr(settings, key) for key in benchmark.OPTIONS}
     record = Record(out, {
         "date": now_utc(), "machine": describe_machine(), "versions": describe_versions(),

@@ -17,6 +17,7 @@ from benchmarks.support.reward_functions import OPTIMUM, WORD
 from benchmarks.support.samples import grouped
 from benchmarks.support.servers import SERVED
 from benchmarks.support.workload import word_tokenizer
+from python_backend.store.jsonl import read_jsonl, write_jsonl
 from tools.server.child import Child
 
 LEAST_SHARE = 0.95
@@ -63,7 +64,7 @@ def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) ->
     finally:
         child.stop(signal.SIGINT, STOP_TIMEOUT_S)
     child.raise_if_failed()
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(folder / "run" / "metrics.jsonl")
     shutil.rmtree(folder / "run" / "weights", ignore_errors=True)
     return [
         {
@@ -123,8 +124,7 @@ def make_checkpoints(folder: Path, seed: int) -> None:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     generator = np.random.default_rng(seed)
-    lines = [json.dumps({"text": " ".join(generator.choice(words, 3))}) for _ in range(NUM_PROMPTS)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    write_jsonl(folder / "prompts.jsonl", ({"text": " ".join(generator.choice(words, 3))} for _ in range(NUM_PROMPTS)))
 
 
 def reached(samples: Sequence[dict[str, Any]]) -> float:

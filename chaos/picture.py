@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.pictures import STYLE
+from benchmarks.support.pictures import figure_of
 from chaos.points import POINTS, VICTIMS
 from chaos.summary import outages
 from chaos.traffic import RequestRecord
@@ -18,17 +18,12 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#3
 
 def draw(path: Path, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> None:
     """Write the timeline to `path`."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12, 8.4), dpi=130, layout="constrained")
+    with figure_of(path, (12, 8.4)) as figure:
         killed, scoring, steps = figure.subplots(3, 1, sharex=True, height_ratios=[1.3, 1.2, 1.0])
         _draw_kills(killed, kills)
         _draw_latency(scoring, record, kills)
         _draw_steps(steps, record, kills)
         steps.set_xlabel("seconds since the first request")
-        figure.savefig(path)
 
 
 def _draw_kills(axes: Axes, kills: Sequence[dict[str, Any]]) -> None:

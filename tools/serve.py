@@ -135,19 +135,27 @@ def with_fixed_ports(config: RunConfig) -> RunConfig:
 
 
 def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
-    """Render the run's repository, start a server on it and wait until every model has answered.
+    """Render the run's repository and start a server on it: see `serve_rendered`.
+
+    Raises:
+        ConfigError: the repository cannot be rendered.
+    """
+    from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
+
+    render_repository(config, config.run.repository_dir)
+    return serve_rendered(config, log=log)
+
+
+def serve_rendered(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
+    """Start a server on the run's repository and wait until every model has answered.
 
     The caller stops the server. Its `section` has the real ports where the configuration had 0. `log` receives
     the progress and the readable lines of the server's log; the full log is in `run.logs_dir`.
 
     Raises:
         ServerStartError: the server cannot start; nothing is left running.
-        ConfigError: the repository cannot be rendered.
     """
-    from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
-
     home = find_tritonserver(config.server.tritonserver)
-    render_repository(config, config.run.repository_dir)
     server = TritonServer(
         home,
         config.run.repository_dir,

@@ -17,12 +17,12 @@ from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.support.benchmark import BenchError, Target
 from python_backend.wire.contract import CRITIC
 from tools.server.shared_memory import SHARED_MEMORY
+from tools.server.tritonserver import TritonServer
 
 EVERY = 10
 WARM_UP = 50  # reloads before the slope counts; fewer where few are measured
 MOST_SLOPE_KB = 20.0
 ENDING_TIMEOUT_S = 60.0
-REGION_ARGUMENT = "shm-region-prefix-name="
 # Allowed growth from the first to the last fifth: a handle may just be open, or a thread just be ending.
 FLAT = {"handles": 3, "threads": 2, "shm_bytes": 1 << 20}
 
@@ -40,11 +40,11 @@ def _measure_kind(setup: ReloadSetup, kind: str, total: int, reload: Callable[[C
     samples = []
     with CriticService(setup, f"leak-{kind}", under_load(setup.settings.models)[0]) as service:
         setup.clients.ask("/start", {"url": service.url, "num_clients": setup.settings.leak_clients})
-        samples.append({"reloads": 0, **look(service.server.pid, service.config.run.weights_dir)})
+        samples.append({"reloads": 0, **look(service.server, service.config.run.weights_dir)})
         for number in range(1, total + 1):
             reload(service)
             if number % EVERY == 0 or number == total:
-                samples.append({"reloads": number, **look(service.server.pid, service.config.run.weights_dir)})
+                samples.append({"reloads": number, **look(service.server, service.config.run.weights_dir)})
             if number % max(1, total // 5) == 0:
                 setup.say(f"d: {number} of {total} {kind} reloads")
         seen = setup.clients.ask("/stop", {})
@@ -52,37 +52,27 @@ def _measure_kind(setup: ReloadSetup, kind: str, total: int, reload: Callable[[C
     return {"samples": samples, **facts}
 
 
-def look(server_pid: int, weights: Path) -> dict[str, float]:
+def look(running: TritonServer, weights: Path) -> dict[str, float]:
     """Return memory of server and stub (kB), handles and threads of both, bytes in /dev/shm and of the weights."""
-    server = psutil.Process(server_pid)
-    stub = _only_stub(server)
-    (prefix,) = (argument.partition(REGION_ARGUMENT)[2] for argument in server.cmdline() if REGION_ARGUMENT in argument)
+    server, stub = psutil.Process(running.pid), _only_stub(running)
     return {
         "server_rss_kb": server.memory_info().rss / 1024,
         "stub_rss_kb": stub.memory_info().rss / 1024,
         "handles": server.num_fds() + stub.num_fds(),
         "threads": server.num_threads() + stub.num_threads(),
-        "shm_bytes": _disk_bytes(SHARED_MEMORY.glob(f"{prefix}*")),
+        "shm_bytes": _disk_bytes(SHARED_MEMORY.glob(f"rlhf-{os.getpid()}-*")),
         "disk_bytes": _disk_bytes(weights.rglob("*")),
     }
 
 
-def _only_stub(server: psutil.Process) -> psutil.Process:
+def _only_stub(server: TritonServer) -> psutil.Process:
     """Return the critic's process once the previous one has ended, which is after Triton reports the load as done."""
     deadline = time.monotonic() + ENDING_TIMEOUT_S
-    while True:
-        stubs = [child for child in server.children(recursive=True) if f"{os.sep}{CRITIC}{os.sep}" in _command(child)]
-        if len(stubs) == 1:
-            return stubs[0]
+    while len(stubs := server.processes_of(CRITIC)) != 1:
         if time.monotonic() > deadline:
             raise BenchError(f"{len(stubs)} processes of the critic after {ENDING_TIMEOUT_S:g} s, expected 1")
         time.sleep(0.05)
-
-
-def _command(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return " ".join(process.cmdline())
-    return ""
+    return stubs[0]
 
 
 def _disk_bytes(paths: Any) -> int:

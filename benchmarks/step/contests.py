@@ -22,6 +22,7 @@ from benchmarks.support.servers import SERVED, replace_model, running_sidecar, s
 from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, noise_payload, trace_tokenizer
 from python_backend.config import ClientSection, RunConfig, TrainerSection, load_config
 from python_backend.models.batching import plan_micro_batches
+from python_backend.store.jsonl import write_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
 
@@ -58,8 +59,8 @@ def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
     make_policy(model).save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     words = tokenizer.convert_ids_to_tokens
-    lines = [json.dumps({"text": " ".join(words(prompt.tolist()))}) for prompt in make_prompts(num_prompts)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    prompts = ({"text": " ".join(words(prompt.tolist()))} for prompt in make_prompts(num_prompts))
+    write_jsonl(folder / "prompts.jsonl", prompts)
     return folder
 
 

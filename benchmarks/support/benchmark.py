@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from python_backend.errors import RlhfError
 from python_backend.store.durable import write_json
 
 Result = dict[str, Any]
 """What result.json holds."""
 
 
-class BenchError(RuntimeError):
+class BenchError(RlhfError):
     """The benchmark cannot continue; the message says why."""
 
 

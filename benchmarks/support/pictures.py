@@ -1,4 +1,4 @@
-"""Style of the benchmarks' pictures."""
+"""Pictures of the benchmarks, in the style of a run's report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-STYLE = {
-    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#E8EAED",
-    "axes.edgecolor": "#9AA0A6", "axes.axisbelow": True, "legend.frameon": False,
-}  # fmt: skip
+from tools.report.curves import STYLE
 
 
 @contextlib.contextmanager

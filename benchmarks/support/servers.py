@@ -10,13 +10,12 @@ from typing import Any
 
 from benchmarks.support.children import wait_until
 from python_backend.config import RunConfig
-from python_backend.store.control_key import control_key
 from python_backend.store.durable import write_json
 from python_backend.store.journal import Journal
 from tools.render_configs import render_repository
 from tools.run import LIBRARY_ENV
+from tools.serve import serve_rendered
 from tools.server.child import Child
-from tools.server.triton_home import find_tritonserver, lay_out_backends
 from tools.server.tritonserver import TritonServer
 
 SERVED: dict[str, Any] = {
@@ -29,19 +28,7 @@ def start_triton(config: RunConfig, change: Callable[[Path], None] = lambda repo
     """Start a tritonserver on the run's repository, after applying `change` to it, and wait until it is ready."""
     render_repository(config, config.run.repository_dir)
     change(config.run.repository_dir)
-    home = find_tritonserver(config.server.tritonserver)
-    server = TritonServer(
-        home, config.run.repository_dir, config.server, config.run.logs_dir / "tritonserver.log",
-        backends=lay_out_backends(home, config.run.dir / "backends"), control_key=control_key(config.run.weights_dir),
-        log=lambda line: None,
-    )  # fmt: skip
-    try:
-        server.start()
-        server.wait_ready()
-    except BaseException:
-        server.stop()
-        raise
-    return server
+    return serve_rendered(config, log=lambda line: None)
 
 
 def replace_model(repository: Path, model: str, kind: str, **parameters: str) -> None:

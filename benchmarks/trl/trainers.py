@@ -23,6 +23,7 @@ from benchmarks.support.usage import cpu_seconds, peak_rss_mb
 from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_policy, trace_tokenizer
 from benchmarks.trl.turns import GO
 from python_backend.config import load_config
+from python_backend.store.jsonl import write_jsonl
 from tools.run import LIBRARY_ENV
 from tools.server.log import tail
 
@@ -93,8 +94,8 @@ def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any],
     folder = out.absolute() / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    lines = [json.dumps({"text": text}) for text in prompts_for(cell["model"], cell["rows"] // GROUP)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    prompts = prompts_for(cell["model"], cell["rows"] // GROUP)
+    write_jsonl(folder / "prompts.jsonl", ({"text": text} for text in prompts))
     return {
         **cell, "folder": str(folder), "prompts": str(folder / "prompts.jsonl"),
         "checkpoint": str(checkpoint.absolute()), "group": GROUP, "lr": LEARNING_RATE, "threads": arguments.threads,
