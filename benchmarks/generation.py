@@ -25,7 +25,6 @@ OPTIONS = {
     "longest": Option(128, "tokens of the longest response", quick=12),
     "slots": Option([16, 32, 64], "of ours", quick=[4]),
     "repeats": Option(5, "matched rounds", quick=1),
-    "threads": Option(1, "torch threads"),
     "continuous": Option(True, "measure transformers' continuous batching", quick=False),
 }
 Contender = Callable[[], dict[int, list[int]]]
@@ -35,7 +34,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     """Generate with every contender on every model and workload."""
     import torch
 
-    torch.set_num_threads(settings.threads)
+    torch.set_num_threads(1)
     prompts = make_prompts(settings.rows)
     record.result["greedy_identical"] = {}
     for name in settings.models:

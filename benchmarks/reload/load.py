@@ -22,6 +22,7 @@ WORDS = {"swap": "swaps", "triton": "Triton reloads"}
 MOST_PAUSE_MS = 20.0
 MARGIN_S = 0.05
 SETTLE_S = 1.0
+SWAP_EVERY_S = 0.5
 DRAWS = 40
 
 
@@ -66,7 +67,7 @@ def _block(service: CriticService, kind: str, cycle: int, settings: argparse.Nam
         return [service.triton_reload() for _ in range(share_of_cycle(settings.triton_reloads, settings.cycles, cycle))]
     done = []
     for _ in range(share_of_cycle(settings.swaps, settings.cycles, cycle)):
-        next_at = time.monotonic() + settings.swap_every_s
+        next_at = time.monotonic() + SWAP_EVERY_S
         done.append(service.publish())
         time.sleep(max(0.0, next_at - time.monotonic()))
     return done

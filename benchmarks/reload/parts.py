@@ -39,7 +39,6 @@ OPTIONS = {
     "clients": Option(32, "parts a and c: value requests in flight while the critic is reloaded", quick=4),
     "cycles": Option(25, "part a: quiet, swaps, quiet, Triton reloads, so many times", quick=1),
     "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
-    "swap_every_s": Option(0.5, "part a"),
     "publishes": Option(20, "part b, for each model up to 7 million parameters", quick=2),
     "loads": Option(7, "part b: Triton reloads beside fresh processes, and publishes of larger models", quick=1),
     "update_clients": Option(8, "part c: value requests in flight while the critic trains", quick=2),

@@ -11,6 +11,7 @@ from benchmarks.support.workload import ModelSize
 
 HEADLINE_ROWS, HEADLINE_CONCURRENCY = 1, 64
 HEADLINE_FACTOR = 3  # the headline cell is measured longer, since most targets are about it
+MOST_ROWS_IN_FLIGHT = 256
 CELL_LIMIT = 20  # times the fastest contender's seconds; only one request per worker may make a cell take longer
 
 
@@ -51,7 +52,7 @@ def plan_cells(settings: argparse.Namespace, size: ModelSize, paces: Mapping[str
         for level in settings.concurrency
         if (not size.rows or rows in size.rows)
         and (not size.concurrency or level in size.concurrency)
-        and rows * level <= settings.max_rows_under_way
+        and rows * level <= MOST_ROWS_IN_FLIGHT
     ]
 
 

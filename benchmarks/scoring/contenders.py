@@ -21,6 +21,7 @@ from python_backend.config import ActorSection, AlgorithmSection, RewardSection,
 from python_backend.wire.contract import REWARD_MODEL
 
 MAX_ROWS = 64
+QUEUE_DELAY_US = 2000
 START_ATTEMPTS = 3
 
 
@@ -50,7 +51,6 @@ class Setup:
     token_budget: int
     overhead_tokens: int
     """Fixed cost of a forward pass, in tokens."""
-    queue_delay_us: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel",
     reward = RewardSection(
         checkpoint=setup.checkpoint, instances=instances, workers=workers, threads=split.threads,
         token_budget=setup.token_budget, micro_batch_rows=MAX_ROWS, forward_overhead_tokens=setup.overhead_tokens,
-        queue_delay_us=setup.queue_delay_us,
+        queue_delay_us=QUEUE_DELAY_US,
     )  # fmt: skip
     config = RunConfig(
         run=RunSection(dir=folder, run_id="bench"), reward=reward,
@@ -166,9 +166,7 @@ def _folders(name: str, setup: Setup, split: Split) -> tuple[Path, Path]:
 
 
 def _arguments(setup: Setup, split: Split, counters: Path) -> dict[str, Any]:
-    return {
-        "checkpoint": setup.checkpoint, "counters": counters, "threads": split.threads,
-    }  # fmt: skip
+    return {"checkpoint": setup.checkpoint, "counters": counters, "threads": split.threads}
 
 
 CONTENDERS: dict[str, Callable[[str, Setup, Split], Contender]] = {

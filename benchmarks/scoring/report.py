@@ -24,7 +24,7 @@ LEAST_RATIO = (
 )
 MIN_ROUNDS = 3
 NEVER_SLOWER_FROM = 8
-LATENCY_MARGIN_MS = 2.0
+MOST_LATENCY_MS = 4.0  # beyond another server's: the queue delay, and 2 ms
 MOST_P99_RATIO = 1.3
 FLATNESS = 0.9
 EXPONENT = (0.9, 1.1)
@@ -90,7 +90,7 @@ def targets(result: Result) -> list[Target]:
     return [
         *(_least_ratio(points, model, other, least) for model, other, least in LEAST_RATIO),
         _never_slower(points),
-        _latency(points, result["settings"]["queue_delay_us"] / 1000 + LATENCY_MARGIN_MS),
+        _latency(points, MOST_LATENCY_MS),
         Target("7m: p99 of ours / p99 without early answers", p99, None, MOST_P99_RATIO, "at the headline"),
         _flat(points),
         *_growth(select(result["samples"], purpose="scaling")),

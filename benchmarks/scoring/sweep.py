@@ -31,12 +31,10 @@ OPTIONS = {
     "rows": Option([1, 8], "rows per request"),
     "concurrency": Option([1, 2, 4, 8, 16, 32, 64, 128, 256], "requests in flight", quick=[1, 8]),
     "repeats": Option(3, "matched rounds (110m: one)", quick=1),
-    "max_rows_under_way": Option(256, "leave out cells with more rows in flight"),
     "seconds": Option(1.0, "of the fastest contender in one cell", quick=0.2),
     "contenders": Option(list(CONTENDERS), f"of {', '.join(CONTENDERS)}", known=CONTENDERS),
     "splits": Option([f"1x{CORES}", f"{CORES}x1"], "instances x threads to choose from", quick=["2x1"]),
     "token_budget": Option([256, 512, 1024], "of ours; `ideal` picks the fastest", quick=[256]),
-    "queue_delay_us": Option(2000, "of ours"),
     "scaling_tokens": Option([1000, 10_000, 100_000, 1_000_000], "sizes of the growth run", quick=[1000, 10_000]),
 }
 NUM_CHECKED = 4  # rewards that every contender must agree on
@@ -82,7 +80,6 @@ class ModelBench:
         setup = Setup(
             checkpoint=checkpoint, folder=checkpoint.parent / self.size.name,
             token_budget=self.settings.token_budget[0], overhead_tokens=forward_overhead(checkpoint),
-            queue_delay_us=self.settings.queue_delay_us,
         )  # fmt: skip
         paces: dict[str, Pace] = {}
         started: dict[str, Contender] = {}

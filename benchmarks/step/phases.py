@@ -15,6 +15,7 @@ from benchmarks.support.samples import Sample, grouped, ratio, select
 from benchmarks.support.workload import SIZES
 
 MOST_RATIO = 0.75
+CORES = 2  # that all processes share
 # Computed by the actor itself, so they cannot overlap.
 OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")
 OPTIONS = {
@@ -26,7 +27,6 @@ OPTIONS = {
     "rounds": Option(3, "blocks of each mode", quick=1),
     "scaling_rollouts": Option([16, 32, 64, 128], "responses of a step", quick=[4]),
     "scaling_lengths": Option([32, 64, 128, 256], "tokens of the longest response", quick=[8]),
-    "cores": Option(2, "that all processes share"),
 }
 LANES = {
     "generate": ("generation", "#0072B2"),
@@ -49,7 +49,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     """Measure blocks of steps with services that compute, with services that wait, and over the size of a step."""
     from benchmarks.step.contests import measure_contests  # torch: not for --help
 
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.cores])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     measure_contests(settings, record)
 
 
@@ -76,10 +76,9 @@ def targets(result: Result) -> list[Target]:
                 Target(f"{what}: overlapped / serial", mode_ratio(samples, "overlapped", "serial"), None, most),
                 Target(f"{what}: the actor's own computing / serial", critical_path(serial) / median_step(serial)),
             ]
-    cores = result["settings"]["cores"]
     if select(computed, mode="serial"):
         found += [
-            Target(f"computed: all processor time on {cores} cores / serial", cores_bound(computed, cores)),
+            Target(f"computed: all processor time on {CORES} cores / serial", cores_bound(computed)),
             Target("computed: overlapped / serial over padded PyTriton", mode_ratio(computed, "overlapped", "padded")),
         ]
     scaled = grouped(select(result["samples"], contest="scaling"), "rollout", "longest")
@@ -106,10 +105,10 @@ def critical_path(samples: Sequence[Sample]) -> float:
     return sum(median_phase(serial, phase) for phase in OWN_PHASES)
 
 
-def cores_bound(samples: Sequence[Sample], cores: int) -> float:
+def cores_bound(samples: Sequence[Sample]) -> float:
     """Return a serial step's CPU time spread over all cores, divided by its seconds: a lower bound of any schedule."""
     serial = select(samples, mode="serial")
-    return median_step(serial, "cpu_seconds") / cores / median_step(serial)
+    return median_step(serial, "cpu_seconds") / CORES / median_step(serial)
 
 
 def mode_ratio(samples: Sequence[Sample], one: str, other: str) -> float | None:

@@ -52,12 +52,6 @@ def test_every_configuration_is_valid(tmp_path: Path, algorithm: str):
     assert (config.actor.algorithm.name, config.run.seed, config.actor.kl.coef) == (algorithm, 3, 0.0)
 
 
-def test_an_unknown_algorithm_is_named(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        command.main(["learning", "--out", "x", "--algorithms", "ppo,trpo"])
-    assert "unknown 'trpo'; known: ppo, reinforce++, rloo, grpo" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_short_run(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.command import BENCHMARKS, markdown, parse_arguments, report, targets_table
+from benchmarks.command import BENCHMARKS, main, markdown, parse_arguments, report, targets_table
 from benchmarks.scoring import sweep
 from benchmarks.scoring.report import flatness, padding_share, points_of, power_law, summarise, targets, throughput
 from benchmarks.support.benchmark import Target
@@ -33,7 +33,7 @@ def in_rounds(contender: str, *seconds: float, **changes: Any) -> list[dict[str,
 
 
 def result_of(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"samples": samples, "settings": {"queue_delay_us": 2000}}
+    return {"samples": samples}
 
 
 def target(samples: list[dict[str, Any]], words: str) -> Target:
@@ -172,6 +172,23 @@ def test_every_benchmark_has_the_parts_that_the_runner_calls(name: str, capsys: 
     with pytest.raises(SystemExit, match="0"):
         parse_arguments(name, benchmark, ["--help"])
     assert f"python -m tools bench {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["scoring", "--contenders", "ours,theirs"], "unknown 'theirs'; known: ideal, ours"),
+        (["reload", "--parts", "a,z"], "unknown 'z'"),
+        (["learning", "--algorithms", "ppo,trpo"], "unknown 'trpo'; known: ppo, reinforce++, rloo, grpo"),
+    ],
+)
+def test_unknown_names_are_refused_before_anything_starts(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main([*arguments, "--out", str(tmp_path / "out")])
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_targets_table_says_what_was_promised():

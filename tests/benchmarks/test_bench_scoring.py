@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.command import main, parse_arguments
+from benchmarks.command import parse_arguments
 from benchmarks.scoring import sweep
 from benchmarks.scoring.cells import Pace, num_requests, plan_cells
 from benchmarks.scoring.contenders import CONTENDERS
@@ -192,20 +192,6 @@ def test_a_contender_that_scores_otherwise_stops_the_measurement(tmp_path: Path)
 
 
 # ---- the command ----
-
-
-def test_quick_changes_defaults_only(tmp_path: Path):
-    out = ["--out", str(tmp_path)]
-    assert parse_arguments("scoring", sweep, [*out, "--quick"]).models == ["tiny"]
-    assert parse_arguments("scoring", sweep, [*out, "--quick", "--models", "1m"]).models == ["1m"]
-    assert parse_arguments("scoring", sweep, out).models == ["1m", "7m", "110m"]
-
-
-def test_unknown_names_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["scoring", "--out", str(tmp_path / "out"), "--contenders", "ours,theirs"])
-    assert "unknown 'theirs'; known: ideal, ours" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_what_the_figures_are_made_of() -> None:
     assert mode_ratio(samples, "overlapped", "serial") == 0.8  # the median of 0.8, 0.6 and 0.9, each of one round
     assert median_phase(serial, "scoring") == 1.0  # of a step, and a block has two
     assert critical_path(samples) == 2.0 + 0.5 + 0.5 + 1.0  # scoring is not the actor's own
-    assert cores_bound(samples, 2) == 0.75
+    assert cores_bound(samples) == 0.75
 
 
 @pytest.mark.slow
