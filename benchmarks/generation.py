@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.benchmark import no_pictures as draw
 from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
 from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
 
-__all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
-PLAIN = "generate"
+PLAIN, CONTINUOUS = "generate", "continuous"
 LEAST_SPEEDUP = {"varied": 1.5, "equal": 1.0}
 LONGEST_PROMPT = 64
 OPTIONS = {
@@ -25,7 +24,7 @@ OPTIONS = {
     "longest": Option(128, "tokens of the longest response", quick=12),
     "slots": Option([16, 32, 64], "of ours", quick=[4]),
     "repeats": Option(5, "matched rounds", quick=1),
-    "continuous": Option(True, "measure transformers' continuous batching", quick=False),
+    "others": Option([PLAIN, CONTINUOUS], "of transformers, beside ours", [PLAIN], known=(PLAIN, CONTINUOUS)),
 }
 Contender = Callable[[], dict[int, list[int]]]
 
@@ -96,11 +95,12 @@ def contenders_of(
     model: Any, prompts: list[np.ndarray], lengths: list[int], settings: argparse.Namespace
 ) -> dict[str, Contender]:
     """Return the contenders; each generates `lengths[i]` tokens for prompt i at temperature 1."""
-    found: dict[str, Contender] = {PLAIN: lambda: plain(model, prompts, lengths)}
-    if settings.continuous:
-        found["continuous"] = lambda: continuous(model, prompts, lengths)
+    others = {PLAIN: plain, CONTINUOUS: continuous}
+    found: dict[str, Contender] = {
+        name: functools.partial(others[name], model, prompts, lengths) for name in settings.others
+    }
     for slots in settings.slots:
-        found[f"slots-{slots}"] = lambda slots=slots: ours(model, prompts, lengths, slots)  # type: ignore[misc]
+        found[f"slots-{slots}"] = functools.partial(ours, model, prompts, lengths, slots)
     return found
 
 

@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.benchmark import no_pictures as draw
 from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
 from benchmarks.support.workload import SIZES, make_checkpoint, make_trace, noise_payload
 from python_backend.config import TrainerSection
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.wire.training_payload import TrainPayload
 
-__all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
 OURS, PADDED = "ours", "padded"
 LEAST_RATIO = 2.0
 OPTIONS = {

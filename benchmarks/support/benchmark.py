@@ -37,10 +37,7 @@ class Option:
     def add_to(self, parser: argparse.ArgumentParser, name: str, *, quick: bool) -> None:
         """Add the option as `--name` to the parser."""
         flag, default = f"--{name.replace('_', '-')}", self.quick if quick and self.quick is not None else self.default
-        if isinstance(default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=self.help)
-        else:
-            parser.add_argument(flag, type=self._convert, default=default, help=self.help)
+        parser.add_argument(flag, type=self._convert, default=default, help=self.help)
 
     def _convert(self, text: str) -> Any:
         if isinstance(self.default, list):
@@ -100,7 +97,10 @@ class Record:
 
 
 class Benchmark(Protocol):
-    """A benchmark; the modules named in `command.BENCHMARKS` implement it."""
+    """A benchmark; the modules named in `command.BENCHMARKS` implement it.
+
+    One with pictures has `draw(result, out)` too, which writes them into the folder `out`.
+    """
 
     OPTIONS: dict[str, Option]
 
@@ -112,10 +112,3 @@ class Benchmark(Protocol):
 
     def targets(self, result: Result) -> list[Target]:
         """Return the targets; `result["summary"]` is what `summarise` returned."""
-
-    def draw(self, result: Result, out: Path) -> None:
-        """Write pictures into the folder `out`."""
-
-
-def no_pictures(result: Result, out: Path) -> None:
-    """Draw nothing: the `draw` of a benchmark without pictures."""

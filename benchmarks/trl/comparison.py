@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
-from benchmarks.support.benchmark import no_pictures as draw
 from benchmarks.support.samples import grouped, in_turn, ratio
 from benchmarks.support.workload import SIZES
 from benchmarks.trl.trainers import GROUP, prepare_cell, prepare_environment, prepare_model, running
 
-__all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
 OURS, TRL = "ours", "trl"
 MOST_RATIO = 0.85
 SMOLLM2 = "135m"
@@ -38,7 +36,7 @@ OPTIONS = {
     "warmup": Option(2, "steps before the first round"),
     "threads": Option(2, "torch threads of each side"),
     "trl_micro_batch": Option(64, "rows of TRL's forwards; accumulated beyond"),
-    "environment": Option(Path("runs/trl-environment"), "of TRL; made if missing", kind=Path),
+    "environment": Option(Path("runs/trl-environment"), "of TRL; made if missing"),
 }
 
 

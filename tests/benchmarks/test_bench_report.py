@@ -165,7 +165,7 @@ def test_summary_and_tables():
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_the_parts_that_the_runner_calls(name: str, capsys: pytest.CaptureFixture[str]):
     benchmark = importlib.import_module(BENCHMARKS[name][0])
-    assert all(callable(getattr(benchmark, part)) for part in ("measure", "summarise", "targets", "draw"))
+    assert all(callable(getattr(benchmark, part)) for part in ("measure", "summarise", "targets"))
     settings, quick = (parse_arguments(name, benchmark, ["--out", "x", *more]) for more in ([], ["--quick"]))
     assert set(benchmark.OPTIONS) < set(vars(settings))
     assert any(getattr(settings, key) != getattr(quick, key) for key in benchmark.OPTIONS)
