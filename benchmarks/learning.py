@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.pictures import figure_of
 from benchmarks.support.reward_functions import OPTIMUM, WORD
@@ -18,6 +20,7 @@ from benchmarks.support.samples import grouped
 from benchmarks.support.servers import SERVED
 from benchmarks.support.workload import word_tokenizer
 from python_backend.store.jsonl import read_jsonl, write_jsonl
+from tools.demo.random_models import random_llama
 from tools.server.child import Child
 
 LEAST_SHARE = 0.95
@@ -104,25 +107,12 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
 
 def make_checkpoints(folder: Path, seed: int) -> None:
     """Write a policy and a critic with random weights over the same sixty words, and prompts of three words."""
-    import numpy as np
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
-
-    from python_backend.models.modeling import quiet_transformers
-
-    quiet_transformers()
     words = [f"w{i}" for i in range(NUM_WORDS)]
     tokenizer = word_tokenizer(["<pad>", "<eos>", "<unk>", *words], eos="<eos>", unknown="<unk>")
-    config: dict[str, Any] = {
-        "vocab_size": NUM_WORDS + 3, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
-        "bos_token_id": None,
-    }  # fmt: skip
-    torch.manual_seed(seed)
-    for name, kind in (("policy", LlamaForCausalLM), ("critic", LlamaForTokenClassification)):
-        model = kind(LlamaConfig(**config, num_labels=1))
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    ids = {"vocab_size": NUM_WORDS + 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    for kind in ("policy", "critic"):
+        random_llama(kind, seed=seed, max_position_embeddings=64, **ids).save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
     generator = np.random.default_rng(seed)
     write_jsonl(folder / "prompts.jsonl", ({"text": " ".join(generator.choice(words, 3))} for _ in range(NUM_PROMPTS)))
 

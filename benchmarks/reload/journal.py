@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ def measure(setup: ReloadSetup) -> dict[str, Any]:
     setup.say(f"e: {len(samples)} payloads of {settings.journal_rows} x {settings.journal_tokens:,} tokens")
     shutil.rmtree(folder)
     model = under_load(settings.models)[0]
-    update_s = _update_seconds(setup, model, train_payload(arrays, limits))
+    update_s = _update_seconds(model, train_payload(arrays, limits))
     setup.say(f"e, {model}: an update with as many tokens took {update_s:.1f} s")
     return {"samples": samples, "rows": settings.journal_rows, "tokens": settings.journal_tokens,
             "update_s": update_s, "update_model": model}  # fmt: skip
@@ -89,17 +90,14 @@ def bare_write_ms(path: Path, data: bytes) -> float:
     return seconds * 1e3
 
 
-def _update_seconds(setup: ReloadSetup, model: str, payload: TrainPayload) -> float:
+def _update_seconds(model: str, payload: TrainPayload) -> float:
     """Time one update of the critic with the payload."""
     import torch
 
     torch.set_num_threads(1)
-    checkpoint = setup.folder / "journal-checkpoint"
-    make_checkpoint(SIZES[model], checkpoint)
-    try:
-        return one_update(checkpoint, payload, TrainerSection().token_budget)["seconds"]
-    finally:
-        shutil.rmtree(checkpoint)
+    with tempfile.TemporaryDirectory() as checkpoint:
+        make_checkpoint(SIZES[model], Path(checkpoint))
+        return one_update(Path(checkpoint), payload, TrainerSection().token_budget)["seconds"]
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:

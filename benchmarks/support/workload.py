@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from python_backend.wire.training_payload import TrainPayload
+from tools.demo.random_models import random_llama
 
 SEED = 0
 VOCAB_SIZE = 4096
@@ -84,29 +85,19 @@ def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
     return TrainPayload(np.concatenate(rows), lengths, returns, prev_values, np.ones_like(returns))
 
 
-def llama_config(size: ModelSize, max_positions: int) -> Any:
-    """Return the configuration that policies, rewards and critics of this size share."""
-    from transformers import LlamaConfig
-
+def make_model(kind: str, size: ModelSize, max_positions: int) -> Any:
+    """Return a `policy`, `reward` or `critic` of this size with random weights."""
     heads = max(1, size.width // 64)
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=size.width, intermediate_size=size.feed_forward,
+    return random_llama(
+        kind, seed=SEED, vocab_size=VOCAB_SIZE, hidden_size=size.width, intermediate_size=size.feed_forward,
         num_hidden_layers=size.layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=max_positions, num_labels=1, pad_token_id=2, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.1,
+        max_position_embeddings=max_positions, initializer_range=0.1,
     )  # fmt: skip
 
 
 def make_checkpoint(size: ModelSize, folder: Path) -> int:
     """Write a model with a scalar head and a tokenizer to `folder`; return its number of parameters."""
-    import torch
-    from transformers import LlamaForSequenceClassification
-
-    from python_backend.models.modeling import quiet_transformers
-
-    quiet_transformers()
-    torch.manual_seed(SEED)
-    model = LlamaForSequenceClassification(llama_config(size, LONGEST))
+    model = make_model("reward", size, LONGEST)
     model.save_pretrained(folder)
     trace_tokenizer().save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
@@ -114,14 +105,7 @@ def make_checkpoint(size: ModelSize, folder: Path) -> int:
 
 def make_policy(name: str) -> Any:
     """Return a causal LM of the size `name`."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from python_backend.models.modeling import quiet_transformers
-
-    quiet_transformers()
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(llama_config(SIZES[name], 1024)).eval()
+    return make_model("policy", SIZES[name], 1024).eval()
 
 
 def trace_tokenizer() -> Any:

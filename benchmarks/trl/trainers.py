@@ -158,11 +158,14 @@ class SteppedTrainer:
         self.name, self._log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True,
                 env={**os.environ, **env}, start_new_session=True,
             )  # fmt: skip
-        self._pids = [self._process.pid, *servers]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._input, self._output = process, process.stdin, process.stdout
+        self._pids = [process.pid, *servers]
 
     def steps(self, count: int) -> dict[str, Any]:
         """Take `count` steps; return means per step, tokens of one step, and peak memory. Raises BenchError."""
@@ -177,12 +180,10 @@ class SteppedTrainer:
         }  # fmt: skip
 
     def _step(self) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(GO)
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
+            self._input.write(GO)
+            self._input.flush()
+        line = self._output.readline()
         if not line:
             code = self._process.wait()
             raise BenchError(f"{self.name} ended with exit code {code}; {self._log} ends with:\n{tail(self._log)}")
@@ -190,13 +191,11 @@ class SteppedTrainer:
 
     def stop(self) -> None:
         """Close the process's input, which makes it exit; kill it if it does not."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._input.close()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._output.close()
