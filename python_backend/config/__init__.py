@@ -119,8 +119,8 @@ class RunConfig(Section):
         slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
         if slow:
             raise ValueError(
-                f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) is not below "
-                f"actor.client.deadline_s ({self.actor.client.deadline_s:g}): the actor would give up first"
+                f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) must be below "
+                f"actor.client.deadline_s ({self.actor.client.deadline_s:g}), or the actor times out first"
             )
         check_actor(self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer)
@@ -164,7 +164,7 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(
-            f"{path} must hold sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
+            f"{path} must contain sections ({', '.join(RunConfig.model_fields)}), not a {type(data).__name__}"
         )
     data = _unshared(data)
     for override in overrides:
@@ -196,7 +196,7 @@ def _with_reference(config: RunConfig) -> RunConfig:
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {override!r} must look like section.key=value, for instance actor.steps=3")
+        raise ConfigError(f"override {override!r} must have the form section.key=value, for example actor.steps=3")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -19,9 +19,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = No
     """Add `--config` and the overrides to `parser` and return it."""
     about_default = f"; default: {default.parent.name}/{default.name}" if default else ""
     parser.add_argument(
-        "--config", type=Path, default=default, required=default is None, help=f"the YAML of the run{about_default}"
+        "--config", type=Path, default=default, required=default is None, help=f"YAML file of the run{about_default}"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the YAML")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
     return parser
 
 

@@ -53,6 +53,6 @@ def _put(section: AnySection, names: list[str], value: Any, key: str) -> AnySect
         return section.model_copy(update={name: _put(old, rest, value, key)})
     if name in section.model_fields_set and old != value:
         raise ValueError(
-            f"{key}: {old!r}, but run.deterministic: true needs {value!r}; leave {key} out, or run.deterministic"
+            f"{key}: {old!r}, but run.deterministic: true needs {value!r}; remove {key} or run.deterministic"
         )
     return section.model_copy(update={name: value})

@@ -12,7 +12,7 @@ from python_backend.store.durable import read_json
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 WAYS_OUT = {
-    "reward": ", or give `rewards` functions alone",
+    "reward": ", or use only functions in `rewards`",
     "critic": ", or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
 }
 
@@ -72,8 +72,8 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         problems["reward.checkpoint"] = _of_reward(config.reward.checkpoint, whole_run=whole_run)
     if not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
         problems["actor.policy.checkpoint"] = (
-            f"{folder} holds no tokenizer, with which reward functions read the policy's tokens; give the folder of "
-            "the policy's checkpoint"
+            f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
+            "policy's checkpoint"
         )
     for name, term in config.functions.items():
         if found := FILE_SPEC.fullmatch(str(term.function)):
@@ -112,8 +112,8 @@ def _of_reward(folder: Path, *, whole_run: bool) -> str | None:
         return str(error)
     if whole_run and not _has_tokenizer(folder):
         return (
-            f"{folder} holds no tokenizer, so whether the reward model reads the policy's token ids is unknown; save "
-            "its own into it, with tokenizer.save_pretrained(folder)"
+            f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
+            "save the reward model's into it with tokenizer.save_pretrained(folder)"
         )
     return None
 
@@ -126,12 +126,12 @@ def _of_function(file: Path, name: str) -> str | None:
         code = file.read_text(encoding="utf-8")
         symbols = symtable.symtable(code, str(file), "exec").get_symbols()
     except (SyntaxError, ValueError) as error:
-        return f"{file} is no Python code: {error}"
+        return f"{file} is not valid Python: {error}"
     names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
     if name in names or "import *" in code:  # a star import may define any name
         return None
     functions = sorted(symbol.get_name() for symbol in symbols if symbol.is_namespace())
-    return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no function'}"
+    return f"{file} has no {name!r}; it defines {', '.join(functions) or 'no functions'}"
 
 
 def _of_prompts(path: Path) -> str | None:

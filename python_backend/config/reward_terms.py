@@ -41,17 +41,19 @@ def check_terms(terms: dict[str, RewardTerm]) -> None:
     """Raise ValueError if a term's name is invalid, `model` sets more than a weight, or another has no function."""
     for name, term in terms.items():
         if not TERM_NAME.fullmatch(name):
-            raise ValueError(f"rewards.{name}: a name is 1 to 40 of a-z, 0-9 and _, beginning with a letter")
+            raise ValueError(
+                f"rewards.{name}: a name has 1 to 40 characters from a-z, 0-9 and _, beginning with a letter"
+            )
         if name == MODEL_TERM and term.model_fields_set - {"weight"}:
             wrong = sorted(term.model_fields_set - {"weight"})[0]
             raise ValueError(
-                f"rewards.{MODEL_TERM}.{wrong}: {MODEL_TERM!r} is the checkpoint of the section reward, with a weight "
-                "and nothing else; give a function another name"
+                f"rewards.{MODEL_TERM}.{wrong}: {MODEL_TERM!r} is the checkpoint of the reward section and takes "
+                "only a weight; give a function a different name"
             )
         if name != MODEL_TERM and term.function is None:
             raise ValueError(
-                f"rewards.{name}.function is missing: only {MODEL_TERM!r}, the checkpoint of the section reward, "
-                "has none"
+                f"rewards.{name}.function is missing: only {MODEL_TERM!r}, the checkpoint of the reward section, "
+                "needs none"
             )
 
 

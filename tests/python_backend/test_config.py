@@ -96,7 +96,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "trainer: {optimizer: {max_steps: 100}}",
             "trainer.optimizer.warmup_steps (10) + trainer.optimizer.constant_steps (1000) is more than trainer.",
         ),
-        ("- 1", "my.yaml must hold sections"),
+        ("- 1", "my.yaml must contain sections"),
         ("a: [", "my.yaml is not valid YAML"),
         (b"\xff\xfe", "my.yaml is not valid YAML"),
     ],
@@ -140,8 +140,8 @@ def test_scientific_notation_is_a_number(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor.steps", "override 'actor.steps' must look like section.key=value"),
-        ("=3", "override '=3' must look like"),
+        ("actor.steps", "override 'actor.steps' must have the form section.key=value"),
+        ("=3", "override '=3' must have the form"),
         ("actor.steps=[", "override 'actor.steps=[': the value is not valid YAML"),
         ("actor.stepz=3", "override 'actor.stepz=3': unknown key actor.stepz; did you mean actor.steps?"),
         ("actr.steps=3", "override 'actr.steps=3': unknown key actr; did you mean actor?"),
@@ -233,7 +233,10 @@ def test_a_deterministic_run_has_its_values_settled(tmp_path: Path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor.max_staleness=1", "actor.max_staleness: 1, but run.deterministic: true needs 0; leave actor.max_stale"),
+        (
+            "actor.max_staleness=1",
+            "actor.max_staleness: 1, but run.deterministic: true needs 0; remove actor.max_stale",
+        ),
         ("trainer.publish.every=2", "trainer.publish.every: 2, but run.deterministic: true needs 1"),
         ("critic.micro_batch_rows=64", "critic.micro_batch_rows: 64, but run.deterministic: true needs 1"),
         ("reward.compile=true", "reward.compile: True, but run.deterministic: true needs False"),

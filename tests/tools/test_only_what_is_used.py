@@ -145,15 +145,15 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
     start = f" (relative paths start at {Path.cwd()})"
     assert missing({}, server=True).splitlines() == [
         "reward.checkpoint: checkpoints/reward does not exist or is not a folder; give the folder of a Hugging Face "
-        f"checkpoint{start}, or give `rewards` functions alone",
+        f"checkpoint{start}, or use only functions in `rewards`",
         "critic.checkpoint: checkpoints/critic does not exist or is not a folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
     ]
     no_critic = {"algorithm_name": "reinforce++"}
     functions = {"verdict": {"function": "rewards/math.py:verify"}, "other": {"function": "package.module:name"}}
     assert missing({"actor": no_critic, "rewards": functions}, server=True).splitlines() == [
-        "actor.policy.checkpoint: checkpoints/policy holds no tokenizer, with which reward functions read the policy's "
-        "tokens; give the folder of the policy's checkpoint",
+        "actor.policy.checkpoint: checkpoints/policy has no tokenizer to decode the policy's tokens for reward "
+        "functions; give the folder of the policy's checkpoint",
         f"rewards.verdict.function: rewards/math.py does not exist; give the path of a Python file{start}",
     ]
     (tmp_path / "config.json").write_text("{}")
@@ -187,7 +187,7 @@ def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpo
     assert f"reward.checkpoint: {checkpoints.policy} is not a trained reward model" in refused(checkpoints.policy)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(checkpoints.reward / name, tmp_path / name)
-    assert f"reward.checkpoint: {tmp_path} holds no tokenizer, so whether" in refused(tmp_path)
+    assert f"reward.checkpoint: {tmp_path} has no tokenizer, so it is unknown whether" in refused(tmp_path)
 
 
 def test_conversations_need_chat_templates(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     ("code", "told"),
     [
         ("def length(sample): ...\nasync def other(sample): ...", "has no 'lenght'; it defines length, other"),
-        ("x = 1", "has no 'lenght'; it defines no function"),
-        ("def lenght(sample:", "is no Python code: '(' was never closed"),
+        ("x = 1", "has no 'lenght'; it defines no functions"),
+        ("def lenght(sample:", "is not valid Python: '(' was never closed"),
         ("from elsewhere import lenght", None),
         ("from elsewhere import *", None),
         ("if True:\n    lenght = len", None),

@@ -111,9 +111,9 @@ def test_a_reward_that_is_gone_from_the_yaml_is_gone_from_the_repository(tmp_pat
     ("rewards", "message"),
     [
         ("{}", "rewards: Dictionary should have at least 1 item"),
-        ("{Length: {function: 'a:b'}}", "rewards.Length: a name is 1 to 40 of a-z, 0-9 and _"),
-        ("{model: {timeout_s: 1}}", "rewards.model.timeout_s: 'model' is the checkpoint of the section reward"),
-        ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the checkpoint of the section reward"),
+        ("{Length: {function: 'a:b'}}", "rewards.Length: a name has 1 to 40 characters from a-z, 0-9 and _"),
+        ("{model: {timeout_s: 1}}", "rewards.model.timeout_s: 'model' is the checkpoint of the reward section"),
+        ("{model: {function: 'a:b'}}", "rewards.model.function: 'model' is the checkpoint of the reward section"),
         ("{length: {weight: 1}}", "rewards.length.function is missing: only 'model'"),
         (
             "{length: {function: nonsense}}",
@@ -123,7 +123,10 @@ def test_a_reward_that_is_gone_from_the_yaml_is_gone_from_the_repository(tmp_pat
         ("{length: {function: 'a:b', timeout_s: 0}}", "rewards.length.timeout_s: Input should be greater than 0"),
         ("{length: {function: 'a:b', workers: 0}}", "rewards.length.workers: Input should be greater than or equal"),
         ("{length: {function: 'a:b', wieght: 2}}", "unknown key rewards.length.wieght; did you mean rewards.length.we"),
-        ("{length: {function: 'a:b', timeout_s: 90}}", "rewards.length.timeout_s (90) is not below actor.client.deadl"),
+        (
+            "{length: {function: 'a:b', timeout_s: 90}}",
+            "rewards.length.timeout_s (90) must be below actor.client.deadl",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_by_key_and_value(tmp_path: Path, rewards: str, message: str) -> None:
