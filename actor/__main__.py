@@ -18,7 +18,7 @@ from python_backend.errors import REPORTED
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the loop to its end and return the exit code."""
-    args = run_parser("python -m actor", "The PPO loop.").parse_args(argv)
+    args = run_parser("python -m actor", "Train the policy.").parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
         check_files(config, actor=True)

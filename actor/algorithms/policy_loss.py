@@ -52,7 +52,7 @@ def reinforce_loss(
     """
     require_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     if not total >= 0 or (total == 0 and bool(weights.any())):
-        raise ValueError(f"total must be the weight of the minibatch, got {total}")
+        raise ValueError(f"total must be the total weight of the minibatch, got {total}")
     # Fill before multiplying: where the weight is 0, -inf * 0 would put NaN into the model's gradients.
     inside = weights != 0
     chosen = logprobs.masked_fill(~inside, 0.0)

@@ -50,7 +50,7 @@ def source_of(row: PromptRow) -> str:
     source = next((name for name in SOURCES if columns.get(name) is not None), None)
     if source is None:
         raise PromptError(
-            f"{row.where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]}, got {str(row.columns)[:80]!r}"
+            f"{row.where}: must have a {', '.join(SOURCES[:-1])} or {SOURCES[-1]} column, got {str(row.columns)[:80]!r}"
         )
     return source
 
@@ -84,13 +84,13 @@ def _shards(folder: Path) -> list[Path]:
     """Return the Arrow files of a dataset, in order."""
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(state.parent.name for state in folder.glob("*/state.json"))
-        raise PromptError(f"{folder} holds several splits: name one of its folders, {', '.join(splits)}")
+        raise PromptError(f"{folder} contains several splits; choose one of its subfolders: {', '.join(splits)}")
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         return [folder / shard["filename"] for shard in state["_data_files"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise PromptError(
-            f"cannot read the prompts {folder}: it is no folder that datasets' save_to_disk wrote ({error})"
+            f"cannot read the prompts {folder}: not a folder written by datasets' save_to_disk ({error})"
         ) from error
 
 
@@ -128,8 +128,8 @@ def _check_plain(where: str, name: str, value: Any) -> None:
             _check_plain(where, name, inner)
     elif not isinstance(value, JSON_TYPES):
         raise PromptError(
-            f"{where}: {name}: {value!r} is a {type(value).__name__}, which JSON has no type for; leave the column "
-            "out, or store it as text or numbers"
+            f"{where}: {name}: {value!r} is a {type(value).__name__}, which JSON cannot represent; remove the "
+            "column, or store it as text or numbers"
         )
 
 

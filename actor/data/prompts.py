@@ -50,8 +50,8 @@ def read_prompts(
         if vocab_size is not None and (largest := int(prompt.tokens.max())) >= vocab_size:
             token = tokenizer.convert_ids_to_tokens(largest)
             raise PromptError(
-                f"{row.where}: token {largest} ({token!r}) is not among the policy's {vocab_size} embeddings; leave it "
-                "out, or resize them to the tokenizer (resize_token_embeddings)"
+                f"{row.where}: token {largest} ({token!r}) is outside the policy's {vocab_size} embeddings; remove it, "
+                "or resize the embeddings to the tokenizer (resize_token_embeddings)"
             )
         if size > max_tokens:
             long.append(f"{row.number} ({size} tokens)")
@@ -62,13 +62,13 @@ def read_prompts(
         if len(prompts) == limit:
             break
     if long:
-        done = "left out" if too_long == "skip" else "cut to their last tokens"
+        done = "skipped" if too_long == "skip" else "truncated to their last tokens"
         logger.warning(
             "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), max_tokens, done,
             ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
         )  # fmt: skip
     if not prompts:
-        raise PromptError(f"{path} holds no prompt" + (f" of at most {max_tokens} tokens" if long else ""))
+        raise PromptError(f"{path} has no prompts" + (f" of at most {max_tokens} tokens" if long else ""))
     return prompts
 
 
@@ -101,7 +101,7 @@ def _prompt(row: PromptRow, tokenizer: Any) -> Prompt:
         metadata[MESSAGES_KEY] = text
         text = _rendered(text, f"{where}: {source}", tokenizer)
     if not isinstance(text, str):
-        raise PromptError(f"{where}: {source}: {text!r}, must be a string")
+        raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
     tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
     return Prompt(str(columns.get("prompt_id", row.number)), text, tokens, metadata)
 
@@ -109,7 +109,7 @@ def _prompt(row: PromptRow, tokenizer: Any) -> Prompt:
 def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
     """Render the chat with the tokenizer's template, up to where the reply begins."""
     if not getattr(tokenizer, "chat_template", None):
-        raise PromptError(f"{where}: the policy's tokenizer has no chat template; send a text instead")
+        raise PromptError(f"{where}: the policy's tokenizer has no chat template; use a text prompt instead")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates are programs and may raise anything

@@ -85,16 +85,16 @@ class Generation:
     @torch.no_grad()
     def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
         """Return whether slot-based decoding matches plain forward passes over whole rows, in float32."""
-        why = "it keeps more than keys and values from token to token"
+        why = "its cache keeps more than keys and values between tokens"
         if cache_layers(self._model):
             try:
                 with in_float32(self._model):
                     if self._distance(max(prompts, key=len)) <= NEAR:
                         return True
-                why = "it would draw from another distribution than plain forwards"
+                why = "slot-based decoding would sample from a different distribution than plain forward passes"
             except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
                 why = f"{type(error).__name__}: {error}"  # raised by a model's own code
-        logger.warning("the policy generates with transformers' own generate(), which is slower: %s", why)
+        logger.warning("the policy uses transformers' generate(), which is slower: %s", why)
         return False
 
     def _distance(self, prompt: np.ndarray) -> float:

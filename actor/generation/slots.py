@@ -178,8 +178,8 @@ class Decoder:
         normaliser = scaled.logsumexp(-1)
         if not normaliser.isfinite().all():
             raise NotFinite(
-                "the policy's logits are not finite, so no token can be drawn; look at train_optim/grad_norm of the "
-                "steps before, and lower actor.optimizer.lr"
+                "the policy's logits are not finite, so no token can be sampled; check train_optim/grad_norm of "
+                "the previous steps, and lower actor.optimizer.lr"
             )
         allowed = self._restricted(rows, logits)
         if draws is None:

@@ -60,7 +60,7 @@ def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
             near = difflib.get_close_matches(target, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise CheckpointError(
-                f"actor.policy.lora_targets: {target!r} names no linear layer of {model.name_or_path} that can take "
+                f"actor.policy.lora_targets: {target!r} matches no linear layer of {model.name_or_path} that supports "
                 f"adapters; {hint}It has {', '.join(known)}"
             )
         found += paths

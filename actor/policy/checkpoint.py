@@ -117,18 +117,18 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
     settings = policy.settings
     if state["start_fingerprint"] != policy.fingerprint:
         raise CheckpointError(
-            f"{folder} was saved by a run that began with {state['start']}, and actor.policy.checkpoint is now "
-            f"{settings.checkpoint}, which has other weights: the KL would be measured against another reference; set "
-            f"actor.policy.checkpoint back, {WAY_OUT}"
+            f"{folder} was saved by a run that started from {state['start']}, but actor.policy.checkpoint is now "
+            f"{settings.checkpoint}, which has different weights: the KL would be measured against a different "
+            f"reference; set actor.policy.checkpoint back, {WAY_OUT}"
         )
     if None not in (reference, known := state.get("reference_fingerprint")) and reference != known:
         raise CheckpointError(
-            f"{folder} was saved by a run whose KL was measured against {state['reference']}, and reference.checkpoint "
-            f"has other weights now; set it back, {WAY_OUT}"
+            f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.checkpoint "
+            f"has different weights now; set it back, {WAY_OUT}"
         )
     has_adapters = ADAPTERS_FILE in state["files"]
     if has_adapters != bool(settings.lora_rank):
-        was = "adapters" if has_adapters else "a whole policy without adapters"
+        was = "adapters" if has_adapters else "a full policy without adapters"
         raise CheckpointError(
             f"{folder} was saved by a run that trained {was}, but actor.policy.lora_rank is {settings.lora_rank}; "
             f"restore it, {WAY_OUT}"

@@ -174,7 +174,7 @@ class Policy:
         if difference <= MOST_DISAGREEMENT:
             return True
         logger.info(
-            "log-probs are computed anew after generation: those of generation are up to %.2g nats off", difference
+            "log-probs are recomputed after generation: those from generation differ by up to %.2g nats", difference
         )
         return False
 
@@ -299,9 +299,9 @@ def _check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_t
     """Fix the model's rotary embedding as loaded; raise CheckpointError if rows may exceed the model's positions."""
     fix_rotary(model)
     config, longest = model.config.to_dict(), max_prompt_tokens + max_new_tokens
-    limit, reason = rotary_limit(config), "where its rotary table changes with the length of the rows"
+    limit, reason = rotary_limit(config), "beyond which its rotary table changes with the row length"
     if limit is None:
-        limit, reason = max_positions(config), "the last position that it has an embedding for"
+        limit, reason = max_positions(config), "the number of positions that it has embeddings for"
         if limit is not None and longest > limit and _takes_rows_of(model, longest):
             return
     if limit is not None and longest > limit:

@@ -132,7 +132,7 @@ class PolicyUpdate:
             policy.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(
                 f"the policy's gradient is not finite at optimizer step {policy.optimizer_step}; lower "
-                f"actor.optimizer.lr ({self._optimizer.lr:g}) or look at the rewards of this step in metrics.jsonl"
+                f"actor.optimizer.lr ({self._optimizer.lr:g}) or check the rewards of this step in metrics.jsonl"
             )
         for group in policy.optimizer.param_groups:
             group["lr"] = self._learning_rate(policy.optimizer_step)

@@ -25,6 +25,6 @@ def only_actor(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ActorRuns(
-                f"another actor works in {run_dir}: stop it first, or give this one a folder of its own (run.dir)"
+                f"another actor is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
             ) from None
         yield

@@ -89,7 +89,7 @@ class Bookkeeper:
             logger.info("resuming from the checkpoint of step %d", step)
             if step >= self._settings.steps:
                 logger.warning(
-                    "step %d is the last: raise actor.steps (%d) to train on, or begin anew with --fresh",
+                    "step %d is the last: raise actor.steps (%d) to continue training, or start over with --fresh",
                     step, self._settings.steps,
                 )  # fmt: skip
         self.version_steps = VersionSteps(
@@ -119,18 +119,18 @@ class Bookkeeper:
             except DamagedCheckpoint as error:
                 if step == steps[0]:
                     raise CheckpointError(
-                        f"{error}; no checkpoint before it is left, so restore this one, or start a run in another "
+                        f"{error}; there is no earlier checkpoint, so restore this one, or start a run in another "
                         "folder (run.dir)"
                     ) from error
                 passed[step] = str(error)
             except RequestFailed as error:
                 if STEP_AHEAD not in str(error) or step == steps[0]:
                     raise
-                passed[step] = f"the checkpoint of step {step} has no critic: {error}"
+                passed[step] = f"the checkpoint of step {step} is ahead of the critic: {error}"
             else:
                 for newer, reason in passed.items():
                     aside = set_aside(self._checkpoints, newer)
-                    logger.warning("%s; kept as %s, the one of step %d counts", reason, aside.name, step)
+                    logger.warning("%s; kept as %s, resuming from step %d instead", reason, aside.name, step)
                 return step, state
         await self._rewind_critic(0)
         return 0, {}
@@ -138,7 +138,7 @@ class Bookkeeper:
     async def _rewind_critic(self, step: int) -> None:
         if self._has_critic:
             self.weights_version = await self._client.rewind(run_id=self._run_id, step=step)
-            logger.info("the critic stands at step %d and serves version %d", step, self.weights_version)
+            logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
     def prompts_taken(self, step: int) -> int:
         """Return the prompts used by the steps up to `step`.
@@ -176,7 +176,7 @@ class Bookkeeper:
         taught = int(batch.policy_weights.any(-1).sum())
         if 0 < taught < len(scores.scored) / 2:
             logger.warning(
-                "step %d: %d of %d responses do not count in the update, most because they did not end within "
+                "step %d: %d of %d responses are excluded from the update, mostly because they did not end within "
                 "actor.generation.max_new_tokens (%d); raise it, or set actor.algorithm.mask_unfinished to false",
                 step, len(scores.scored) - taught, len(scores.scored), self._settings.generation.max_new_tokens,
             )  # fmt: skip
@@ -241,7 +241,7 @@ class Bookkeeper:
         if self._settings.validation.every == 0:
             return
         if not math.isfinite(reward):
-            logger.warning("validation at step %d: no response has a score, so best/ stays as it is", step)
+            logger.warning("validation at step %d: no response has a score, so best/ is unchanged", step)
             return
         best = self._dir / "best"
         known = read_json(best / "best.json")
@@ -278,7 +278,7 @@ class Bookkeeper:
             await self._client.save(run_id=self._run_id, step=step, keep_steps=keep_steps)
         except RequestFailed as error:  # task edge: the critic can still replay its journal to this step
             self._unsaved = max(step, self._unsaved or 0)
-            logger.warning("the critic's checkpoint of step %d failed: %s", step, error)
+            logger.warning("saving the critic's checkpoint of step %d failed: %s", step, error)
         else:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 

@@ -81,7 +81,7 @@ def stop_on_signals(stop: Stop, grace_s: float) -> None:
     loop = asyncio.get_running_loop()
 
     def begin() -> None:
-        logger.info("stopping: writing a checkpoint of the last whole step, for at most %g s", grace_s)
+        logger.info("stopping: writing a checkpoint of the last whole step (at most %g s)", grace_s)
         stop.request()
         timer = threading.Timer(grace_s, _give_up, (grace_s,))  # not loop.call_later: the loop may be busy writing
         timer.daemon = True
@@ -108,5 +108,5 @@ def end_forwards(*models: Any) -> None:
 
 def _give_up(grace_s: float) -> None:
     """Exit without waiting for compute threads, as a regular exit would."""
-    logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) is over; %s", grace_s, RESUMES)
+    logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) expired; %s", grace_s, RESUMES)
     os._exit(INTERRUPTED)

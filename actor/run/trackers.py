@@ -78,7 +78,7 @@ class Trackers:
                 module = importlib.import_module(name)
             except ImportError as error:
                 raise TrackerMissing(
-                    f"actor.trackers: {name} is not installed ({error}); pip install {name}, or leave it out"
+                    f"actor.trackers: {name} is not installed ({error}); pip install {name}, or remove it"
                 ) from error
             self._try(name, functools.partial(self._start, name, module, run_dir, run_id))
 
@@ -106,4 +106,6 @@ class Trackers:
             do()
         except Exception as error:  # an unreachable dashboard must not end a long run
             self._open.pop(name, None)
-            logger.warning("%s is given up, metrics.jsonl has everything: %s: %s", name, type(error).__name__, error)
+            logger.warning(
+                "%s is disabled, metrics.jsonl still has everything: %s: %s", name, type(error).__name__, error
+            )

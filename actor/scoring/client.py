@@ -327,7 +327,7 @@ def _trouble(error: Exception, deadline_s: float) -> Trouble:
         # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
         return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
     if isinstance(error, asyncio.TimeoutError):
-        return Trouble(Kind.LOST, f"gave no answer within {deadline_s:g} s")
+        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
     return Trouble(kind, "cannot be reached", cause, hint=HINT)

@@ -37,8 +37,8 @@ class RewardMixture:
             taken = {PROMPT_KEY, RESPONSE_KEY} & prompt.metadata.keys()
             if taken:
                 raise PromptError(
-                    f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}: reward functions find the prompt's "
-                    "and the response's text under this name, so call the column something else"
+                    f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}, the name under which reward "
+                    "functions receive the prompt's or the response's text; rename the column"
                 )
 
     def metadata(self, prompt: Prompt, response: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Outage:
         self.models: set[str] = set()  # models with waiting requests
         self._began = time.monotonic()
         self._causes = causes
-        logger.warning("no server answers; requests wait up to %g s for one: %s", longest_s, causes())
+        logger.warning("no healthy server; requests wait up to %g s for one: %s", longest_s, causes())
 
     @property
     def seconds(self) -> float:
@@ -29,8 +29,8 @@ class Outage:
         """Log every `REMIND_EVERY_S` that the outage continues, until cancelled."""
         while True:
             await asyncio.sleep(REMIND_EVERY_S)
-            logger.warning("no server answers for %.0f s: %s", self.seconds, self._causes())
+            logger.warning("no healthy server for %.0f s: %s", self.seconds, self._causes())
 
     def end(self) -> None:
         """Log the end of the outage."""
-        logger.warning("a server answers again after %.1f s, the run goes on", self.seconds)
+        logger.warning("a server is healthy again after %.1f s, the run continues", self.seconds)

@@ -268,7 +268,7 @@ class ServerPool(Generic[C]):
         self._outage.models.add(model)
         if self._outage.seconds >= longest:
             raise RequestFailed(
-                f"{model}: no server has answered for {self._outage.seconds:.0f} s (actor.client.max_outage_s): "
+                f"{model}: no healthy server for {self._outage.seconds:.0f} s (actor.client.max_outage_s): "
                 f"{self._causes()}; is `python -m tools serve` running there?"
             )
         await self._changed.wait()

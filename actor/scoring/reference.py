@@ -92,14 +92,15 @@ class ServedReference:
         if served.get("dtype") != precision:
             raise ModelMismatch(
                 f"the server's {REFERENCE} computes in {served.get('dtype')}, the actor in {precision}: the "
-                "KL would not begin at 0; set reference.dtype and actor.policy.precision alike"
+                "KL would not start at 0; set reference.dtype and actor.policy.precision to the same value"
             )
         expected = {TEMPERATURE: repr(policy.temperature), BANNED_TOKEN_IDS: json.dumps(policy.banned_ids)}
         for name, ours in expected.items():
             if served.get(name) != ours:
                 raise ModelMismatch(
                     f"the server's {REFERENCE} was rendered with {name} {served.get(name)}, the actor has {ours}: its "
-                    "log-probs would be those of another distribution; start the server with the actor's configuration"
+                    "log-probs would be those of a different distribution; start the server with the actor's "
+                    "configuration"
                 )
         if self._checkpoint.is_dir() and served.get(CHECKPOINT_FINGERPRINT) != fingerprint_weights(self._checkpoint):
             raise ModelMismatch(
@@ -120,7 +121,7 @@ class ServedReference:
             return ReferenceLogprobs(torch.zeros(count, width - 1), torch.zeros(count, dtype=torch.bool), [str(error)])
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, width)
         known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # a banned token in a prompt has -inf
-        failures = [] if known.all() else [f"{REFERENCE} gave a response log-probs that are not finite"]
+        failures = [] if known.all() else [f"{REFERENCE} returned log-probs that are not finite for a response"]
         return ReferenceLogprobs(torch.where(known[:, None], logprobs, 0.0), known, failures)
 
 

@@ -133,7 +133,7 @@ class Course:
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
             raise OverBudget(
-                f"{cause}; not repeated: too many requests fail, actor.client.retry_budget is spent"
+                f"{cause}; not retried: too many requests fail, actor.client.retry_budget is exhausted"
             ) from trouble.__cause__
         self.retried += 1
         longest = min(MAX_BACKOFF_S, self._settings.backoff_s * 2 ** (self._made - 1))

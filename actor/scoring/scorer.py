@@ -54,8 +54,8 @@ class Scorer:
             theirs[model], folders[model] = parameters.get("tokenizer_fingerprint"), parameters.get("checkpoint")
             if int(parameters.get("num_rewards") or 1) > 1:
                 raise ModelMismatch(
-                    f"{model} gives {parameters['num_rewards']} rewards for a row, PPO needs one: set "
-                    "reward.merge_attributes to true, and reward.attribute_weights to what each of them counts"
+                    f"{model} returns {parameters['num_rewards']} rewards per row, but the actor needs one; set "
+                    "reward.merge_attributes to true, and reward.attribute_weights to the weight of each of them"
                 )
             if model == REWARD_MODEL:
                 self.mixture = RewardMixture.of(parameters)
@@ -80,7 +80,7 @@ class Scorer:
                 raise
             raise ModelMismatch(
                 f"the server has no {CRITIC}, which actor.algorithm.name: ppo needs ({error}); start it with this "
-                "configuration, or take grpo, rloo or reinforce++"
+                "configuration, or choose grpo, rloo or reinforce++"
             ) from error
 
     async def score(self, rollout: Rollout) -> Scores:
@@ -170,7 +170,7 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
     # Rows whose reward failed are not finite either, but `reward_errors` has explained them already.
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
     if int((~finite).sum()) > num_explained:
-        failures.append(f"{int((~finite).sum()) - num_explained} rows were scored with values that are not finite")
+        failures.append(f"{int((~finite).sum()) - num_explained} rows have rewards or values that are not finite")
     rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
     by_name = dict(zip(mixture.names, components.unbind(-1), strict=True))
     return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name)

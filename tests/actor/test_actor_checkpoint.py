@@ -176,7 +176,7 @@ def test_another_start_is_refused(tmp_path: Path, llama: Path):
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path, 1, states(make_policy(other)))
     message = str(caught.value)
-    assert f"a run that began with {llama}, and actor.policy.checkpoint is now {other}" in message
+    assert f"a run that started from {llama}, but actor.policy.checkpoint is now {other}" in message
     assert not isinstance(caught.value, DamagedCheckpoint)
     shutil.copytree(llama, tmp_path / "moved")  # the same model at another path
     load_checkpoint(tmp_path, 1, states(make_policy(tmp_path / "moved")))

@@ -116,7 +116,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
 
 def test_a_whole_policy_s_checkpoint_is_no_start_for_adapters(checkpoint: Path, tmp_path: Path):
     save_checkpoint(tmp_path, states(make_policy(checkpoint, lora_rank=0)), {"step": 1}, keep=1)
-    with pytest.raises(CheckpointError, match=r"a whole policy without adapters, but actor\.policy\.lora_rank is 4"):
+    with pytest.raises(CheckpointError, match=r"a full policy without adapters, but actor\.policy\.lora_rank is 4"):
         load_checkpoint(tmp_path, 1, states(make_policy(checkpoint)))
 
 
@@ -146,7 +146,7 @@ def test_a_name_that_no_linear_layer_has(checkpoint: Path, target: str, hint: st
     with pytest.raises(CheckpointError) as caught:
         make_policy(checkpoint, lora_targets=("v_proj", target))
     message = str(caught.value)
-    assert message.startswith(f"actor.policy.lora_targets: '{target}' names no linear layer of {checkpoint}")
+    assert message.startswith(f"actor.policy.lora_targets: '{target}' matches no linear layer of {checkpoint}")
     assert hint in message
     assert message.endswith("It has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
 

@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert saved_steps(root) == [2]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert str(damaged) in warning
-    assert "kept as 4.set-aside, the one of step 2 counts" in warning
+    assert "kept as 4.set-aside, resuming from step 2 instead" in warning
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: Path, server: Server):
@@ -216,7 +216,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(tmp_path: P
     run(checkpoints(books(tmp_path, server), 2, 4))
     for step in (2, 4):
         (root / str(step) / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"2/model\.safetensors cannot be read.*no checkpoint before it is left"):
+    with pytest.raises(CheckpointError, match=r"2/model\.safetensors cannot be read.*there is no earlier checkpoint"):
         run(books(tmp_path, server).resume())
     assert saved_steps(root) == [2, 4]
     assert server.rewound == []
@@ -226,7 +226,7 @@ def test_another_start_is_refused_before_the_critic_goes_back(tmp_path: Path, se
     run(checkpoints(books(tmp_path, server), 2, 4))
     other = books(tmp_path, server)
     other._policy.fingerprint = "of another"
-    with pytest.raises(CheckpointError, match="the KL would be measured against another reference"):
+    with pytest.raises(CheckpointError, match="the KL would be measured against a different reference"):
         run(other.resume())
     assert server.rewound == []
     assert saved_steps(tmp_path / "checkpoints" / "actor") == [2, 4]
@@ -240,9 +240,11 @@ def test_another_served_reference_is_refused(tmp_path: Path, server: Server, mon
     for name in weights:
         (tmp_path / name).mkdir()
     run(checkpoints(books(tmp_path, server, reference_folder=tmp_path / "one", **served), 2))
-    with pytest.raises(CheckpointError, match=r"measured against .*/one, and reference\.checkpoint has other weights"):
+    with pytest.raises(
+        CheckpointError, match=r"measured against .*/one, but reference\.checkpoint has different weights"
+    ):
         run(books(tmp_path, server, reference_folder=tmp_path / "other", **served).resume())
-    with pytest.raises(CheckpointError, match=r"reference\.checkpoint has other weights"):
+    with pytest.raises(CheckpointError, match=r"reference\.checkpoint has different weights"):
         run(books(tmp_path, server).resume())  # the policy's own start
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
@@ -276,7 +278,7 @@ def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(
         server.fails = True
         await checkpoints(book, 2)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-            "the critic's checkpoint of step 2 failed: critic_save is away"
+            "saving the critic's checkpoint of step 2 failed: critic_save is away"
         ]
         server.fails = False
         await ends(book)
@@ -362,7 +364,7 @@ def test_a_validation_without_scores_does_not_replace_the_best(
     assert not (tmp_path / "best").exists()
     run(validates(0.5, 0.2, math.nan, 0.1))
     assert best_step(tmp_path) == 1
-    assert "validation at step 3: no response has a score, so best/ stays as it is" in caplog.text
+    assert "validation at step 3: no response has a score, so best/ is unchanged" in caplog.text
     run(validates(0.1, 0.6))
     assert best_step(tmp_path) == 2
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["best.json", "model.safetensors"]

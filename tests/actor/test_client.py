@@ -103,11 +103,11 @@ def test_every_attempt_has_a_deadline():
     async def play() -> None:
         async with FakeTriton(lambda *_: "hang") as server:
             async with client_of(server, retries=1, deadline_s=0.05, train_deadline_s=1000) as client:
-                with pytest.raises(RequestFailed, match=r"gave no answer within 0\.05 s after 2 attempts$"):
+                with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
                     await client.rewards(ROWS)
                 assert client.counters == counted(requests=1, retries=1, failed_requests=1)
             async with client_of(server, retries=1, deadline_s=1000, train_deadline_s=0.05) as client:
-                with pytest.raises(RequestFailed, match=r"gave no answer within 0\.05 s after 2 attempts$"):
+                with pytest.raises(RequestFailed, match=r"did not respond within 0\.05 s after 2 attempts$"):
                     await client.train(training_inputs(seed=1), run_id="r", step=1)
 
     scene(play)
@@ -152,7 +152,7 @@ def test_the_budget_ends_a_storm():
             assert len(server.asked) == 40 + client.counters.retries
             assert client.counters.over_budget >= 40 - 5 - 8
             assert client.counters.failed_requests == 40
-            spent = [str(answer) for answer in answers if "retry_budget is spent" in str(answer)]
+            spent = [str(answer) for answer in answers if "retry_budget is exhausted" in str(answer)]
             assert len(spent) == client.counters.over_budget
             assert all("no room" in sentence for sentence in spent)
 
@@ -227,7 +227,7 @@ def test_a_server_that_stays_away_is_an_error():
         async with FakeTriton() as server, client_of(server, max_outage_s=0.1) as client:
             await client.rewards(ROWS)
             await server.stop()
-            sentence = r"^reward_model: no server has answered for \d+ s \(actor\.client\.max_outage_s\)"
+            sentence = r"^reward_model: no healthy server for \d+ s \(actor\.client\.max_outage_s\)"
             with pytest.raises(RequestFailed, match=sentence) as caught:
                 await client.rewards(ROWS)
             assert f"{server.url}: Connection refused; is `python -m tools serve` running there?" in str(caught.value)

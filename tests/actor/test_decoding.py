@@ -222,7 +222,7 @@ def test_a_model_that_our_decoding_would_misread_is_found_out(
     rng = np.random.default_rng(0)
     texts(written_by, [rng.integers(3, VOCAB, length) for length in lengths])
     assert not written_by._decodes
-    assert "other distribution than plain forwards" in caplog.text
+    assert "different distribution than plain forward passes" in caplog.text
 
 
 def test_a_model_that_it_would_misread_a_little_is_found_out() -> None:

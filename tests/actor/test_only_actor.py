@@ -28,7 +28,7 @@ def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Chec
         second = subprocess.run(command, capture_output=True, text=True)
         assert second.returncode == 2
         assert second.stderr.splitlines() == [
-            f"error: another actor works in {run_dir}: stop it first, or give this one a folder of its own (run.dir)"
+            f"error: another actor is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
         ]
         first.kill()  # leaves its lock file behind
         first.communicate()

@@ -104,7 +104,7 @@ def test_reinforce_is_blind_outside_the_weights(seed: int, batch: int, width: in
 
 
 def test_reinforce_checks_its_total():
-    with pytest.raises(ValueError, match="total must be the weight of the minibatch, got 0"):
+    with pytest.raises(ValueError, match="total must be the total weight of the minibatch, got 0"):
         reinforce_loss(*[torch.ones(1, 2)] * 4, 0.0, CLIP)
 
 

@@ -108,12 +108,12 @@ def test_the_first_of_text_messages_and_prompt_that_a_row_has_counts(tmp_path: P
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tags": datetime.date(2026, 1, 2)}, "tags: datetime.date(2026, 1, 2) is a date, which JSON has no type for"),
+        ({"tags": datetime.date(2026, 1, 2)}, "tags: datetime.date(2026, 1, 2) is a date, which JSON cannot represent"),
         (
             {"answer": {"value": b"x"}},
-            "answer.value: b'x' is a bytes, which JSON has no type for; leave the column out",
+            "answer.value: b'x' is a bytes, which JSON cannot represent; remove the column",
         ),
-        ({"text": None}, "must have a text, messages or prompt"),
+        ({"text": None}, "must have a text, messages or prompt column"),
         ({"text": "too long"}, "8 tokens, must be 1 to 5 (actor.prompts.max_tokens)"),
     ],
 )
@@ -136,8 +136,8 @@ def test_folders_and_files_that_are_something_else(tmp_path: Path):
     for name in ("broken.parquet", "broken.arrow"):
         (tmp_path / name).write_bytes(b"neither of them")
     for path, message in (
-        (tmp_path / "all", f"{tmp_path / 'all'} holds several splits: name one of its folders, test, train"),
-        (tmp_path, f"cannot read the prompts {tmp_path}: it is no folder that datasets' save_to_disk wrote"),
+        (tmp_path / "all", f"{tmp_path / 'all'} contains several splits; choose one of its subfolders: test, train"),
+        (tmp_path, f"cannot read the prompts {tmp_path}: not a folder written by datasets' save_to_disk"),
         (broken, f"cannot read the prompts {broken / 'data-00001-of-00002.arrow'}: "),
         (tmp_path / "broken.parquet", f"cannot read the prompts {tmp_path / 'broken.parquet'}: "),
         (tmp_path / "broken.arrow", f"cannot read the prompts {tmp_path / 'broken.arrow'}: "),

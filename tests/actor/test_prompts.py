@@ -64,14 +64,14 @@ def test_the_limit_takes_the_first_and_does_not_read_on(tmp_path: Path):
     ("lines", "message"),
     [
         (['{"text": "a"}', "{"], "prompts.jsonl:2: not JSON"),
-        (["", "[1]"], "prompts.jsonl:2: must have a text, messages or prompt, got '[1]'"),
-        (['{"question": "a"}'], "prompts.jsonl:1: must have a text, messages or prompt, got"),
-        (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: {'a': 1}, must be a string"),
-        (['{"text": 3}'], "prompts.jsonl:1: text: 3, must be a string"),
+        (["", "[1]"], "prompts.jsonl:2: must have a text, messages or prompt column, got '[1]'"),
+        (['{"question": "a"}'], "prompts.jsonl:1: must have a text, messages or prompt column, got"),
+        (['{"prompt": {"a": 1}}'], "prompts.jsonl:1: prompt: must be a string, got {'a': 1}"),
+        (['{"text": 3}'], "prompts.jsonl:1: text: must be a string, got 3"),
         (['{"text": ""}'], "prompts.jsonl:1: 0 tokens, must be 1 to 5 (actor.prompts.max_tokens)"),
         (['{"text": "abcdef"}'], "prompts.jsonl:1: 6 tokens, must be 1 to 5 (actor.prompts.max_tokens)"),
-        ([], "prompts.jsonl holds no prompt"),
-        (["", " "], "prompts.jsonl holds no prompt"),
+        ([], "prompts.jsonl has no prompts"),
+        (["", " "], "prompts.jsonl has no prompts"),
     ],
 )
 def test_bad_files_are_refused_by_line(tmp_path: Path, lines: list[str], message: str):
@@ -104,7 +104,11 @@ def test_messages_are_rendered_and_travel_on(tmp_path: Path):
 @pytest.mark.parametrize(
     ("tokenizer", "messages", "message"),
     [
-        (bytewise, [], "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; send a text instead"),
+        (
+            bytewise,
+            [],
+            "prompts.jsonl:1: messages: the policy's tokenizer has no chat template; use a text prompt instead",
+        ),
         (Chat(), [{"content": "x"}], "prompts.jsonl:1: messages cannot be rendered: 'role'"),
         (Chat(), 3, "prompts.jsonl:1: messages cannot be rendered: 'int' object is not iterable"),
     ],
@@ -117,13 +121,11 @@ def test_messages_that_cannot_be_rendered(tmp_path: Path, tokenizer: Any, messag
 def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write(tmp_path, {"text": "abcdef"}, {"text": "ab"}, {"text": "uvwxyz!"})
     assert [prompt.text for prompt in read(path, max_tokens=4, too_long="skip")] == ["ab"]
-    assert caplog.messages == [
-        f"{path}: 2 prompts of more than 4 tokens were left out: rows 1 (6 tokens), 3 (7 tokens)"
-    ]
+    assert caplog.messages == [f"{path}: 2 prompts of more than 4 tokens were skipped: rows 1 (6 tokens), 3 (7 tokens)"]
     cut = read(path, max_tokens=4, too_long="truncate")
     assert [bytes(prompt.tokens.tolist()).decode() for prompt in cut] == ["cdef", "ab", "xyz!"]
-    assert "2 prompts of more than 4 tokens were cut to their last tokens" in caplog.messages[-1]
-    with pytest.raises(PromptError, match="holds no prompt of at most 1 tokens"):
+    assert "2 prompts of more than 4 tokens were truncated to their last tokens" in caplog.messages[-1]
+    with pytest.raises(PromptError, match="has no prompts of at most 1 tokens"):
         read(path, max_tokens=1, too_long="skip")
 
 

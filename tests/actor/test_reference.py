@@ -144,7 +144,7 @@ def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpo
     assert scored.scores.scored.tolist() == [row.tobytes() not in without for row in scored.rollout.rows()]
     assert scored.scores.scored.sum() == 6
     assert scored.scores.failures == [
-        "reference at host refused: too late", "reference gave a response log-probs that are not finite",
+        "reference at host refused: too late", "reference returned log-probs that are not finite for a response",
     ]  # fmt: skip
     assert scored.scores.rewards.tolist() == scored.scores.scored.float().tolist()
     batch = run.make_batch(scored)
@@ -156,7 +156,7 @@ def test_rows_without_an_answer_are_rows_without_a_score(tmp_path: Path, checkpo
         assert torch.isfinite(tensor).all()
     assert np.isfinite(sequence_kl(scored, batch.mask))
     check_failures(scored.scores, 0.25)
-    with pytest.raises(TooManyFailed, match=r"2 of 8 .*: reference at host refused: too late; reference gave"):
+    with pytest.raises(TooManyFailed, match=r"2 of 8 .*: reference at host refused: too late; reference returned"):
         check_failures(scored.scores, 0.2)
 
 

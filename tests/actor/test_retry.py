@@ -70,7 +70,9 @@ def test_a_busy_server_costs_retries_of_its_own_and_of_the_budget():
 def test_the_budget_refuses_with_the_cause():
     one = course(5, budget=RetryBudget(0.0, 1))
     one.pause_s(BUSY, "here:1")
-    with pytest.raises(OverBudget, match=r"refused after 2 attempts: no room; not repeated: .*retry_budget is spent"):
+    with pytest.raises(
+        OverBudget, match=r"refused after 2 attempts: no room; not retried: .*retry_budget is exhausted"
+    ):
         one.pause_s(BUSY, "here:1")
 
 

@@ -180,7 +180,7 @@ def test_an_outage_is_told_counted_and_over(caplog: pytest.LogCaptureFixture, mo
             await servers.lose_all()
             assert servers.counters.outages == 0, "nobody has had to wait"
             waiting = [asyncio.create_task(servers.take()) for _ in range(20)]
-            reminder = r"no server answers for \d+ s: a:1: Connection refused; b:1"
+            reminder = r"no healthy server for \d+ s: a:1: Connection refused; b:1"
             await until(lambda: re.search(reminder, caplog.text) is not None)
             assert not any(task.done() for task in waiting)
             servers["b:1"].connection.refuses = False
@@ -190,7 +190,7 @@ def test_an_outage_is_told_counted_and_over(caplog: pytest.LogCaptureFixture, mo
 
     scene(play)
     assert caplog.text.count("requests wait up to 600 s") == 1
-    assert caplog.text.count("a server answers again after") == 1
+    assert caplog.text.count("a server is healthy again after") == 1
 
 
 def test_while_all_wait_only_the_probe_asks():
@@ -217,7 +217,7 @@ def test_an_outage_that_does_not_end_is_an_error_that_names_everybody():
             await servers.lose_all()
             for _ in range(2):  # and the next one does not wait anew
                 with pytest.raises(
-                    RequestFailed, match=r"m: no server has answered for \d+ s \(actor\.client\.max_outage_s"
+                    RequestFailed, match=r"m: no healthy server for \d+ s \(actor\.client\.max_outage_s"
                 ):
                     await servers.take()
             with pytest.raises(RequestFailed, match=r": a:1: Connection refused; b:1: Connection refused; is `python"):

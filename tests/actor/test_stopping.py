@@ -106,7 +106,7 @@ def test_the_grace_is_bounded(start: Callable[..., Any]):
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "stopped without a new checkpoint: actor.stop_grace_s (0.1 s) is over; the next start resumes" in errors
+    assert "stopped without a new checkpoint: actor.stop_grace_s (0.1 s) expired; the next start resumes" in errors
 
 
 def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled():

@@ -290,7 +290,7 @@ def test_a_policy_whose_positions_end_is_refused_at_the_start(tmp_path: Path, mo
         policy_of(tmp_path, family, **sizes)
     message = str(caught.value)
     assert "actor.prompts.max_tokens (6) + actor.generation.max_new_tokens (27) is above 32" in message
-    assert message.endswith("the last position that it has an embedding for; lower them")
+    assert message.endswith("the number of positions that it has embeddings for; lower them")
     save_tiny(tmp_path, family, "language", vocab_size=len(make_tokenizer()), **sizes)
     Policy.of(actor_section(checkpoint=tmp_path, prompts_max_tokens=6, max_new_tokens=POSITIONS - 6))
 
@@ -327,7 +327,7 @@ def test_a_prompt_of_tokens_beyond_the_embeddings_is_refused(tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text('{"text": "Open the file"}\n{"text": "Open <tool>"}\n')
     size = len(tokenizer) - 1
     with pytest.raises(
-        PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is not among the policy's {size} embedd"
+        PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is outside the policy's {size} embedd"
     ):
         read_prompts(tmp_path / "prompts.jsonl", tokenizer, max_tokens=20, vocab_size=size)
     assert len(read_prompts(tmp_path / "prompts.jsonl", tokenizer, max_tokens=20, vocab_size=size + 1)) == 2

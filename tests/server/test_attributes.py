@@ -52,6 +52,6 @@ def test_attributes_that_are_not_merged(tmp_path: Path, checkpoints: Checkpoints
             np.testing.assert_allclose(ask(run.url, name, scoring_inputs(rows))["rewards"], expected, atol=1e-5)
         code, log = run_actor(run, "actor")
         assert code == 2
-        assert log.splitlines()[-1].startswith("error: reward_model gives 3 rewards for a row, PPO needs one")
+        assert log.splitlines()[-1].startswith("error: reward_model returns 3 rewards per row, but the actor needs one")
     finally:
         system.stop()

@@ -117,10 +117,12 @@ def test_a_server_that_comes_back_costs_a_pause(pair: Pair) -> None:
     with Run(pair, pair.other) as run:
         run.wait_for_steps(2)
         pair.kill_second()
-        run.wait_for_words("no server answers; requests wait up to 600 s for one")
+        run.wait_for_words("no healthy server; requests wait up to 600 s for one")
         pair.start_second()
         last = run.ends_well()
-        assert run.log.count("no server answers; requests wait") == run.log.count("a server answers again after") == 1
+        assert (
+            run.log.count("no healthy server; requests wait") == run.log.count("a server is healthy again after") == 1
+        )
         assert last["client/outages"] == 1
         summary = json.loads((run.folder / "actor_summary.json").read_text())
         assert summary["outage_seconds"] == last["client/outage_seconds"] > 0
@@ -138,7 +140,7 @@ def test_a_model_whose_process_dies_costs_a_pause(pair: Pair) -> None:
                 psutil.Process(record.pid).send_signal(signal.SIGKILL)
         last = run.ends_well()
         assert last["client/outages"] >= 1
-        assert "no server answers; requests wait up to 600 s for one" in run.log
+        assert "no healthy server; requests wait up to 600 s for one" in run.log
         assert "is not healthy" in run.log or "Server disconnected" in run.log
 
 
@@ -147,7 +149,7 @@ def test_ctrl_c_while_requests_wait_leaves_nothing(pair: Pair) -> None:
     with Run(pair, pair.other, steps=5000, settings=["actor.stop_grace_s=2"]) as run:
         run.wait_for_steps(1)
         pair.kill_second()
-        run.wait_for_words("no server answers; requests wait")
+        run.wait_for_words("no healthy server; requests wait")
         run.actor.process.send_signal(signal.SIGINT)
         assert run.ends() == 130
         assert run.log.rstrip().endswith("the next start resumes from the newest checkpoint")
@@ -161,5 +163,5 @@ def test_a_server_that_stays_away_ends_the_run_with_its_name(pair: Pair) -> None
         assert run.ends() == 2
         sentence = run.log.splitlines()[-1]
         assert sentence.startswith("error: ")
-        assert re.search(r"no server has answered for \d+ s \(actor\.client\.max_outage_s\): ", sentence)
+        assert re.search(r"no healthy server for \d+ s \(actor\.client\.max_outage_s\): ", sentence)
         assert f"{pair.other.url}: Connection refused; is `python -m tools serve` running there?" in sentence

@@ -11,7 +11,7 @@ from actor.scoring.retry import Kind, RequestCounters, Trouble
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
-LOST = Trouble(Kind.LOST, "gave no answer within 1 s")
+LOST = Trouble(Kind.LOST, "did not respond within 1 s")
 DEAD = Trouble(Kind.DEAD, "refused", "Stub process is not healthy.")
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
 
