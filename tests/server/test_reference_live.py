@@ -95,7 +95,7 @@ def with_reference(run: LiveRun, ask: Callable[[ServedReference], Any], *overrid
 
     async def use() -> Any:
         async with TritonClient(run.url, config.actor.client) as client:
-            return await ask(ServedReference(client, policy, config))
+            return await ask(ServedReference(client, policy, config.reference.checkpoint, rows_per_request=1))
 
     return asyncio.run(use())
 
