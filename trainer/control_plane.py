@@ -151,7 +151,7 @@ class ControlPlane:
             if all(config.parameters[key].string_value == value for key, value in parameters.items()):
                 raise ControlPlaneError(
                     f"{model} was not reloaded: {dict(parameters)} is active already, "
-                    "and Triton reloads only what changed; send a new nonce"
+                    "and Triton reloads only a changed configuration; send a new nonce"
                 )
             for key, value in parameters.items():
                 config.parameters[key].string_value = value
@@ -189,9 +189,7 @@ class ControlPlane:
         arrays = {name: answer.as_numpy(name) for name in outputs}
         empty = [name for name, array in arrays.items() if array is None or array.size == 0]
         if empty:
-            raise ControlPlaneError(
-                f"{model} answered with nothing in {', '.join(empty)}; NumPy 2 inside the server does this"
-            )
+            raise ControlPlaneError(f"{model} answered with empty {', '.join(empty)}; a server with NumPy 2 does this")
         return arrays
 
     def probe_rejection(self, model: str, timeout_s: float) -> None:
@@ -210,7 +208,7 @@ class ControlPlane:
             if refused and not str(error.message()).startswith("[request id"):
                 return
             raise self._error(model, error, timeout_s) from error
-        raise ControlPlaneError(f"{model} accepted {name} = -1, so it is not the model it should be")
+        raise ControlPlaneError(f"{model} accepted {name} = -1, so another model is served under its name")
 
     def _tokens_type(self, model: str) -> str:
         """Return the datatype of the model's `tokens`, which `server.tokens_dtype` sets to INT64 or INT32."""

@@ -86,7 +86,7 @@ class CriticCheckpoints:
             return known
         return Result(
             entry.name, self._store.current() or 0, digest=digest,
-            error=f"step {entry.step} was sent again after its result was lost, and the critic stands at step "
+            error=f"step {entry.step} was sent again after its result was lost, and the critic is at step "
             f"{self._critic.step}: resume the actor from its checkpoint, which rewinds the critic",
         )  # fmt: skip
 

@@ -69,7 +69,7 @@ class CriticState:
             return
         if state.fingerprint != fingerprint(self.deciding_settings):  # changing them between runs is allowed
             logger.warning(
-                "the critic was trained up to step %d under other settings (%s); the new ones hold from here on",
+                "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
                 state.step, "; ".join(changes(state.settings, self.deciding_settings)) or "settings that are no more",
             )  # fmt: skip
         self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
@@ -123,25 +123,25 @@ class CriticState:
             missing = _first_missing(self._journal, start, step)
             if missing is not None:
                 raise CheckpointError(
-                    f"{damage}; it cannot be made up for from step {start}, because the journal no longer has step "
-                    f"{missing}: put the file back, or begin a new run"
+                    f"{damage}; it cannot be recomputed from step {start}, because the journal no longer has step "
+                    f"{missing}: restore the file, or start a new run"
                 ) from damage
         for step, damage in damaged:
             aside = self._checkpoints.set_aside(step)
-            logger.warning("%s; training is repeated from step %d; it lies in %s now", damage, start, aside)
+            logger.warning("%s; training is repeated from step %d; it was moved to %s", damage, start, aside)
         return found
 
     def _check_origin(self, state: CheckpointState) -> None:
         if state.run_id != self._journal.run_id:
             raise CheckpointError(
                 f"run.run_id: {self._journal.run_id!r}, but the checkpoint of step {state.step} belongs to run "
-                f"{state.run_id!r}: give the run its old run_id, or a folder of its own (run.dir)"
+                f"{state.run_id!r}: restore the run_id, or give the run its own folder (run.dir)"
             )
         if state.base_sha256 != self.base_sha256:
             raise CheckpointError(
                 f"the checkpoint of step {state.step} was trained from a version 0 with sha256 "
-                f"{state.base_sha256[:12]}…, the weights store's has {self.base_sha256[:12]}…: put that store back, or "
-                "begin a new run (run.dir)"
+                f"{state.base_sha256[:12]}…, the weights store's has {self.base_sha256[:12]}…: restore that store, or "
+                "start a new run (run.dir)"
             )
 
     def _replay(self, *, end: int) -> None:
@@ -167,8 +167,8 @@ def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry) -> str:
         journal.set_aside_damaged(entry)
     elif result.loss_mean is not None:
         raise CheckpointError(
-            f"{damage}; step {entry.step} was trained and answered before, and without it the weights cannot become "
-            "the same again: put the file back, or begin a new run"
+            f"{damage}; step {entry.step} was trained and answered before, and without it the weights cannot be "
+            "reproduced: restore the file, or start a new run"
         ) from damage
     return f"step {entry.step} was not trained, training goes on with the next step: {damage}"
 

@@ -93,7 +93,9 @@ class CriticUpdate:
             norms.append(norm)
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
         if not norms:
-            raise NotFinite("the critic's gradients are not finite: no step was taken, the weights are as before")
+            raise NotFinite(
+                "the critic's gradients are not finite: no optimizer step was taken, the weights are unchanged"
+            )
         return UpdateReport(
             loss_sum / token_sum,
             float(np.mean(norms)),

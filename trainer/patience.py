@@ -60,16 +60,16 @@ class Patience:
                 refused, trouble = True, str(error)
             else:
                 if refused:
-                    logger.warning("%s: done, the disk takes it again", what)
+                    logger.warning("%s: succeeded, the disk is writable again", what)
                     self._show(what, None)
                 return result
             if time.monotonic() >= remind_at:
-                logger.error("%s: the disk refuses, trying again until it does not: %s", what, trouble)
+                logger.error("%s: the disk refuses it, retrying: %s", what, trouble)
                 remind_at = time.monotonic() + REMIND_EVERY_S
             self._show(what, trouble)
             if self._stop.wait(pause_s):
                 raise StoppedWaiting(
-                    f"stopped while {what}: the disk refuses: {trouble}; nothing is lost: the journal holds what was "
-                    "accepted, and the next start goes on from there"
+                    f"stopped while {what}: the disk refuses: {trouble}; nothing is lost: the journal has what was "
+                    "accepted, and the next start continues from there"
                 )
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

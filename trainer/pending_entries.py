@@ -48,8 +48,8 @@ class PendingEntries:
             untrained = entry.kind == "train" and entry.step > trained
             if untrained and entry.step > trained + 1:
                 raise CheckpointError(
-                    f"the journal in {self._journal.root} goes on with step {entry.step}, but the newest checkpoint "
-                    f"and the steps after it end at {trained}: put the missing checkpoint back, or begin a new run"
+                    f"the journal in {self._journal.root} continues with step {entry.step}, but the newest checkpoint "
+                    f"and the steps after it end at {trained}: restore the missing checkpoint, or start a new run"
                 )
             waits = entry.kind == "save" and entry.step > trained  # a save waits for its step
             if not waits and (untrained or not self._journal.is_answered(entry)):

@@ -116,7 +116,7 @@ class SidecarProgress:
         try:
             append_jsonl(self._metrics_path, [{"time": time.time(), **line}])
         except OSError as error:  # training continues without the line; the same numbers go to the log
-            logger.error("a line of %s is lost: %s", self._metrics_path.name, error)
+            logger.error("a line of %s could not be written: %s", self._metrics_path.name, error)
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
         logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))
 

@@ -181,7 +181,7 @@ class Publisher:
         self._died_at = None if not died else self._died_at or now
         if self._died_at is None or now - self._died_at < HEAL_AFTER_S:
             return []
-        logger.warning("%s died: asking Triton for a fresh critic", died[0].name)
+        logger.warning("%s died: reloading the critic through Triton", died[0].name)
         self._heal_at += RECOVERY_PAUSE_S
         return self._outcomes()
 
@@ -204,7 +204,7 @@ class Publisher:
             beat(f"waiting until version {version} is served")
             self._reject_if_refused(version, previous, self.heal())  # the new version may be what killed an instance
             if time.monotonic() > recover_at:
-                logger.warning("version %d is not served yet: asking Triton for a fresh critic", version)
+                logger.warning("version %d is not served yet: reloading the critic through Triton", version)
                 self._reject_if_refused(version, previous, self._outcomes())
                 recover_at = time.monotonic() + RECOVERY_PAUSE_S
             time.sleep(WAIT_POLL_S)

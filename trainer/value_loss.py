@@ -46,7 +46,7 @@ def clipped_value_loss(
     if values.ndim != 2 or len(set(shapes.values())) != 1:
         raise ValueError(f"expected one shape [B, S-1], got {shapes}")
     if not num_tokens >= 0 or (num_tokens == 0 and bool(mask.any())):
-        raise ValueError(f"num_tokens must count the ones in the mask of the whole batch, got {num_tokens}")
+        raise ValueError(f"num_tokens must be the number of ones in the mask of the whole batch, got {num_tokens}")
     if clip_value != clip_value:
         raise ValueError(f"clip_value must be a number, got {clip_value}")
     # Fill masked positions instead of only multiplying by the mask: NaN * 0 is NaN, in the loss and in its gradient.

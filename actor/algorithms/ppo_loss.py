@@ -57,7 +57,7 @@ def ppo_policy_loss(
         if not scalar >= 0:
             raise ValueError(f"{name} must be >= 0, got {scalar}")
     if not num_tokens >= 0 or (num_tokens == 0 and bool(mask.any())):
-        raise ValueError(f"num_tokens must count the ones in the mask of the minibatch, got {num_tokens}")
+        raise ValueError(f"num_tokens must be the number of ones in the mask of the minibatch, got {num_tokens}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
     # Fill before exp: outside the mask, -inf - -inf would put NaN into the model's gradients.

@@ -181,8 +181,8 @@ def reward_head(info: CheckpointInfo) -> Head:
 def head_shape_error(folder: Path, name: str, found: TensorInfo, expected: str) -> CheckpointError:
     """Return the error for a head's tensor `name` whose shape is not the expected one."""
     return CheckpointError(
-        f"{folder}: the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the checkpoint "
-        "again from the model that it was trained as"
+        f"{folder}: the head's tensor {name} has shape {list(found.shape)}, expected {expected}; save the "
+        "checkpoint again with save_pretrained of the model that it was trained with"
     )
 
 

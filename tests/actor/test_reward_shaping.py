@@ -40,7 +40,7 @@ def test_by_default_scores_are_as_they_came():
 
 
 def test_static():
-    assert shape(rewards_normalization="static", reward_mean=1.0, reward_std=2.0) == pytest.approx([0, 1, -1.5, 0])
+    assert shape(rewards_normalization="static", rewards_mean=1.0, rewards_std=2.0) == pytest.approx([0, 1, -1.5, 0])
 
 
 def test_batch_whitens_the_scored_rows():
@@ -92,7 +92,7 @@ def test_one_value_has_no_spread():
 
 
 def test_the_clip_comes_after_normalisation_and_before_the_penalties():
-    settings = {"rewards_normalization": "static", "reward_mean": 1.0, "reward_std": 0.5, "reward_clip": 1.5}
+    settings = {"rewards_normalization": "static", "rewards_mean": 1.0, "rewards_std": 0.5, "rewards_clip": 1.5}
     assert shape(**settings) == pytest.approx([0, 1.5, -1.5, 0])
     shaper = shaper_of(**settings, missing_eos_penalty=4.0)
     ended = rollout(1, 1, 1, 1, ended=[True, False, False, False])

@@ -58,7 +58,7 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
         actor={
             "steps": STEPS, "checkpoint_every": CHECKPOINT_EVERY, "rollout_size": 12, "generation_batch_size": 6,
             "max_new_tokens": 24, "token_budget": 128, "update_epochs": 2, "client": client,
-            "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "rewards_normalization": "running", "reward_clip": 2,
+            "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "rewards_normalization": "running", "rewards_clip": 2,
             "missing_eos_penalty": 0.5, "entropy_bonus": 0.01, "clip_ratio_high": 0.28, "update_max_kl": 0.5,
         },
     )  # fmt: skip

@@ -191,7 +191,7 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
     empty = type("Answer", (), {"as_numpy": lambda self, name: np.zeros((0,), np.float32)})()
     monkeypatch.setattr(control, "_tokens_type", lambda model: "INT64")
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
-    with pytest.raises(ControlPlaneError, match="critic answered with nothing in values; NumPy 2 inside"):
+    with pytest.raises(ControlPlaneError, match="critic answered with empty values; a server with NumPy 2"):
         control.probe_scoring("critic", ("values",), timeout_s=10)
 
 

@@ -140,7 +140,9 @@ def test_a_metrics_line_is_written_whole_or_dropped(disk: SmallDisk, tmp_path: P
         file.write(b'"' + b"x" * (padding - 3) + b'"\n')
     disk.fill()
     progress.log_reload(2, Reload(2, "triton"), "save")
-    assert any("a line of critic_metrics.jsonl is lost" in record.getMessage() for record in caplog.records)
+    assert any(
+        "a line of critic_metrics.jsonl could not be written" in record.getMessage() for record in caplog.records
+    )
     disk.empty()
     progress.log_reload(3, Reload(3, "triton"), "save")
     lines = [json.loads(line) for line in path.read_text().splitlines()]

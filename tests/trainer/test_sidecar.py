@@ -207,7 +207,7 @@ def test_a_lost_checkpoint_is_said_and_not_trained_over(rig: Rig):
     rig.start()
     error = rig.ended()
     assert isinstance(error, CheckpointError)
-    assert re.search("goes on with step 3, but .* end at 0", str(error))
+    assert re.search("continues with step 3, but .* end at 0", str(error))
     (rig.config.run.dir / "elsewhere").rename(rig.checkpoints.root / "2")
     assert rig.start().train(3)[0].weights_version == 3
 

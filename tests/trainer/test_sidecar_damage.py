@@ -145,7 +145,7 @@ def test_damage_that_cannot_be_made_up_for_ends_the_sidecar(rig: Rig):
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
     assert "2/optimizer.safetensors is damaged" in str(error)
-    assert "from step 0, because the journal no longer has step 1: put the file back" in str(error)
+    assert "from step 0, because the journal no longer has step 1: restore the file" in str(error)
     assert rig.checkpoints.steps() == [2]  # left where it is, for whoever repairs it
 
 
@@ -194,7 +194,7 @@ def test_other_settings_are_named_and_used(make: Callable[..., Rig], caplog: pyt
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning == (
         "the critic was trained up to step 1 under other settings (trainer.optimizer.lr: was 0.01, now 0.02; "
-        "trainer.token_budget: was 4096, now 99 (rounding only)); the new ones hold from here on"
+        "trainer.token_budget: was 4096, now 99 (rounding only)); the new ones apply from here on"
     )
     other.stop()
     assert other.checkpoints.state(2).settings["optimizer.lr"] == 2e-2

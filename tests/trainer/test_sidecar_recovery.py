@@ -137,7 +137,7 @@ def test_a_step_accepted_while_results_were_lost_is_answered(rig: Rig, straight:
     if same:
         assert result == before[0]
     else:
-        assert "step 1 was sent again after its result was lost, and the critic stands at step 2" in str(result.error)
+        assert "step 1 was sent again after its result was lost, and the critic is at step 2" in str(result.error)
     rig.stop()
     rig.start()
     until(lambda: rig.journal.last_step() == 2)

@@ -101,7 +101,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another shape": (
         lambda folder: rewrite(folder, lambda tensors: tensors.update({"classifier.bias": torch.zeros(2)})),
-        r"version 1: .*does not fit the served critic: .*classifier\.bias",
+        r"version 1: .*classifier\.bias has shape \[2\], expected \[1\]",
     ),
     "another dtype": (
         lambda folder: rewrite(
