@@ -300,7 +300,7 @@ def test_the_kl_estimate_where_nothing_is_set_depends_on_where_the_penalty_is(se
 
 def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
     method_of(kl_penalty_in="loss", kl_estimator="k1")
-    assert "k1 in the loss has a gradient of 0 in expectation" in caplog.text
+    assert "k1 in the loss has an expected gradient of 0" in caplog.text
     caplog.clear()
     method_of(kl_estimator="k1")
     assert not caplog.text

@@ -63,5 +63,5 @@ def test_the_interval_agrees_with_the_normal_approximation_and_keeps_pairs() -> 
 
 @pytest.mark.parametrize(("before", "after"), [([], []), ([1.0], [1.0, 2.0])])
 def test_scores_without_pairs_are_refused(before: list[float], after: list[float]) -> None:
-    with pytest.raises(ValueError, match="pairs"):
+    with pytest.raises(ValueError, match="paired"):
         paired_ci95(before, after)

@@ -93,7 +93,7 @@ def test_a_body_is_a_critic_and_no_reward(tmp_path: Path, capsys: pytest.Capture
     assert main(["--critic", str(tmp_path)]) == 0
     assert "the value head starts at 0" in capsys.readouterr().out
     assert main(["--reward", str(tmp_path)]) == 1
-    assert "is no trained reward model" in capsys.readouterr().err
+    assert "is not a trained reward model" in capsys.readouterr().err
 
 
 def test_pickled_weights_are_refused_unopened(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -102,7 +102,7 @@ def test_what_is_rendered_loaded_measured_and_demanded(
 
     measured = []
     unsettled = [f"{role}.threads=auto" for role in ("reward", "critic", "reference")]
-    settled = calibration.Settled(1, 1, 256, 8, "retain", 1.0)
+    settled = calibration.Settled(1, 1, 256, 8, 1.0)
     monkeypatch.setattr(calibration, "_remembered", lambda role, *_: measured.append(role) or settled)
     calibration.settle(load_config(path, unsettled), lambda _: None)
     assert measured == checkpoints_of(algorithm, reward)
