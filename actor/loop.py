@@ -61,10 +61,10 @@ class PPORun(RunParts):
                 await self.books.checkpoint(self.done)
             if not is_last and settings.validation.every and self.done % settings.validation.every == 0:
                 await self.validate("between")
-        await self.rollouts.cancel()
-        version = await self.critic.served(self.done)
+        await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
+        await self.critic.served(self.done)
         await self.validate("after")
-        return await self.books.finish(self.scorer, version, limit.seconds, steps=self.done)
+        return await self.books.finish(self.scorer, limit.seconds, steps=self.done)
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
         """Run one step: a rollout, then both updates. The critic's is awaited only when its weights are needed."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -77,12 +76,16 @@ class Publisher:
         """Number of versions rejected so far, by verification or by an instance."""
 
     @classmethod
-    def of(cls, config: RunConfig, store: WeightsStore, **options: Any) -> Publisher:
-        """Return a publisher with the settings of `config`; `options` are the constructor's other arguments."""
+    def of(
+        cls, config: RunConfig, store: WeightsStore, *, run_id: str, epoch: int,
+        show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
+    ) -> Publisher:  # fmt: skip
+        """Return a publisher with the settings of `config`."""
         settings = config.trainer
         return cls(
             store, servers=settings.servers or [config.server.grpc_url], reload=config.critic.reload,
-            timeout_s=settings.serve_timeout_s, keep=settings.publish.keep, **options,
+            timeout_s=settings.serve_timeout_s, keep=settings.publish.keep, run_id=run_id,
+            epoch=epoch, show_trouble=show_trouble,
         )  # fmt: skip
 
     def publish(

@@ -1,7 +1,4 @@
-"""The critic sidecar: follows the journal, trains on its entries, publishes the weights, and answers the callers.
-
-It also writes checkpoints, rewinds to earlier steps, and resumes after a crash.
-"""
+"""The critic sidecar: follows the journal, trains on its entries, publishes the weights, and answers the callers."""
 
 from __future__ import annotations
 
@@ -98,6 +95,7 @@ class Sidecar:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
             return Result(entry.name, self.versions.current(), error=str(damage))
+        # If publishing is rejected, the checkpoint is on disk all the same, and the old version keeps serving.
         error = self.checkpoints.write_step(entry.step) or self.versions.publish_remainder()
         if error is None and keep_steps is not None:
             self.checkpoints.keep_only(keep_steps, step=entry.step)

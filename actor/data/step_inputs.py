@@ -17,14 +17,14 @@ class StepInputs:
 
     prompts: list[Prompt]
     seed: int  # of the run
-    rollout_size: int
+    prompts_per_step: int
     responses_per_prompt: int
-    taken: Callable[[int], int]  # number of prompts that the steps up to a step have used
+    prompts_taken: Callable[[int], int]  # number of prompts used by the steps up to the given one
 
     def prompts_of(self, step: int) -> list[Prompt]:
         """Return the prompts of `step`, one entry per response."""
-        count = self.rollout_size // self.responses_per_prompt
-        taken = take(self.prompts, start=self.taken(step - 1), count=count, seed=self.seed)
+        start = self.prompts_taken(step - 1)
+        taken = take(self.prompts, start=start, count=self.prompts_per_step, seed=self.seed)
         return [prompt for prompt in taken for _ in range(self.responses_per_prompt)]
 
     def seed_of(self, step: int) -> int:

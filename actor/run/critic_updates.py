@@ -27,15 +27,14 @@ class CriticUpdates:
         """Start the critic's update of `step`."""
         self._in_flight[step] = asyncio.create_task(self.train(step, batch))
 
-    async def served(self, step: int) -> int:
-        """Wait until the updates up to `step` are served; return the last weights version, or -1 if none was sent."""
-        version = -1
-        for sent in [sent for sent in sorted(self._in_flight) if sent <= step]:
-            served = await asyncio.shield(self._in_flight[sent])  # cancelling a rollout must not cancel the update
-            self._in_flight.pop(sent, None)
-            if served is not None:
-                version = self._books.weights_version = served
-        return version
+    async def served(self, step: int) -> None:
+        """Wait until the updates up to `step` are served, or have failed."""
+        for sent, update in sorted(self._in_flight.items()):
+            if sent <= step:
+                version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
+                self._in_flight.pop(sent, None)
+                if version is not None:
+                    self._books.weights_version = version
 
     async def train(self, step: int, batch: PPOBatch) -> int | None:
         """Send the critic its update; return the weights version that serves it, or None if the update failed.

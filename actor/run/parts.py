@@ -55,7 +55,7 @@ class RunParts:
         state = RunState(self.policy, self.shaper, self.kl)
         self.books = Bookkeeper(config, state, client, num_prompts=len(prompts), has_critic=has_critic)
         self.inputs = StepInputs(
-            prompts, seed, actor.rollout_size, actor.algorithm.responses_per_prompt, self.books.prompts_taken
+            prompts, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt, self.books.prompts_taken
         )
         self.in_thread = in_a_thread_of(actor.threads)
         # A second thread, so that the update can run beside a rollout.
@@ -66,5 +66,6 @@ class RunParts:
             publish_every=config.trainer.publish.every, in_thread=self.in_thread,
         )  # fmt: skip
         self.validator = Validator(
-            actor, held_out, self.policy, self.scorer, self.reference, seed=seed, in_thread=self.in_thread
-        )
+            held_out, self.policy, self.scorer, self.reference, greedy=validation.greedy,
+            with_kl=actor.kl.uses_reference, seed=seed, in_thread=self.in_thread,
+        )  # fmt: skip

@@ -146,7 +146,7 @@ class Bookkeeper:
         Steps before the resume may have used other settings, so their count comes from the checkpoint.
         """
         resumed, taken = self._taken
-        return taken + (step - resumed) * (self._settings.rollout_size // self._settings.algorithm.responses_per_prompt)
+        return taken + (step - resumed) * (self._settings.prompts_per_step)
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
@@ -282,7 +282,7 @@ class Bookkeeper:
         else:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
-    async def finish(self, scorer: Scorer, version: int, seconds: float, *, steps: int) -> dict[str, Any]:
+    async def finish(self, scorer: Scorer, seconds: float, *, steps: int) -> dict[str, Any]:
         """Wait for pending saves, write the final policy and actor_summary.json, and return the summary."""
         await asyncio.gather(*self.saves)
         if self._unsaved is not None:
@@ -293,7 +293,7 @@ class Bookkeeper:
         summary = {
             "steps": steps,
             **self._validated_figures(),
-            **(await self._critic_figures(scorer, version, steps=steps) if self._has_critic else {}),
+            **(await self._critic_figures(scorer, steps=steps) if self._has_critic else {}),
             "failed_requests": self._client.counters.failed_requests,
             "retries": self._client.counters.retries,
             "outages": self._client.counters.outages,
@@ -316,13 +316,13 @@ class Bookkeeper:
         }
         return {name: value for name, value in found.items() if value is not None}
 
-    async def _critic_figures(self, scorer: Scorer, version: int, *, steps: int) -> dict[str, float]:
+    async def _critic_figures(self, scorer: Scorer, *, steps: int) -> dict[str, float]:
         """Return the critic's figures.
 
         `ev_last` is measured on the responses of the first validation, so that it is comparable with `ev_v0`.
         """
         figures: dict[str, float] = {
-            "weights_version": max(version, self.weights_version),  # a finished run that is restarted sends no update
+            "weights_version": self.weights_version,
             "critic_updates": steps,
             "failed_critic_updates": self.failed_critic_updates,
         }

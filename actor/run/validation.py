@@ -18,7 +18,6 @@ from actor.run.collection import collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
-from python_backend.config import ActorSection
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
@@ -42,12 +41,12 @@ class Validator:
     """Validates the policy on the held-out prompts; without any, not at all."""
 
     def __init__(
-        self, settings: ActorSection, prompts: list[Prompt], policy: Policy, scorer: Scorer, reference: Reference, *,
-        seed: int, in_thread: InThread,
+        self, prompts: list[Prompt], policy: Policy, scorer: Scorer, reference: Reference, *, greedy: bool,
+        with_kl: bool, seed: int, in_thread: InThread,
     ) -> None:  # fmt: skip
         """`seed`: of the run; the same in every validation."""
         self.prompts = prompts
-        self._greedy, self._with_kl = settings.validation.greedy, settings.kl.uses_reference
+        self._greedy, self._with_kl = greedy, with_kl
         self._policy, self._scorer, self._reference = policy, scorer, reference
         self._seed, self._in_thread = seed + SEED_OFFSET, in_thread
 

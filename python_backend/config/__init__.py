@@ -79,7 +79,12 @@ OTHER_NAMES = {  # section -> {name of a key in TRL and other trainers: ours}, f
         "num_generations": "algorithm.responses_per_prompt", "epsilon": "algorithm.clip_ratio",
         "max_completion_length": "generation.max_new_tokens", "max_prompt_length": "prompts.max_tokens",
         "num_iterations": "update.epochs", "mini_batch_size": "update.minibatch_size", "batch_size": "rollout_size",
-        "model": "policy.checkpoint", "dataset": "prompts.path",
+        "model": "policy.checkpoint", "dataset": "prompts.path", "train_dataset": "prompts.path",
+        "eval_dataset": "validation.prompts", "eval_steps": "validation.every", "save_steps": "checkpoint_every",
+        "save_total_limit": "keep_checkpoints", "bf16": "policy.precision", "num_ppo_epochs": "update.epochs",
+        "epsilon_high": "algorithm.clip_ratio_high", "delta": "algorithm.dual_clip", "loss_type": "algorithm.loss_mean",
+        "cliprange": "algorithm.clip_ratio", "mask_truncated_completions": "algorithm.mask_unfinished",
+        "response_length": "generation.max_new_tokens",
     },
     "trainer": {
         "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.grad_clip", "batch_size": "global_batch_size",
@@ -123,7 +128,7 @@ class RunConfig(Section):
                 f"actor.client.deadline_s ({self.actor.client.deadline_s:g}), or the actor times out first"
             )
         check_actor(self.actor)
-        check_optimizer("actor.optimizer", self.actor.optimizer)
+        check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
         return self
 
@@ -239,9 +244,13 @@ def _describe(item: Any) -> str:
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     section, _, name = location.rpartition(".")
-    near = _by_other_names(section.partition(".")[0], name) or _with_last_part(section, name, valid)
-    others = [key for key in valid if not location.startswith(key)]
-    near = near or difflib.get_close_matches(location, others, n=1, cutoff=0.5) or _with_last_part("", name, valid)
+    near = (
+        difflib.get_close_matches(location, _keys_in(section, valid), n=1, cutoff=0.9)
+        or _by_other_names(section.partition(".")[0], name)
+        or _with_last_part(section, name, valid)
+        or difflib.get_close_matches(location, [key for key in valid if not location.startswith(key)], n=1, cutoff=0.5)
+        or _with_last_part("", name, valid)
+    )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
     return f"unknown key {location}; {hint}"
 

@@ -52,32 +52,28 @@ class ActorSection(Section):
     """Experiment trackers that get the metrics in addition to metrics.jsonl and TensorBoard. Each must be installed and
     is configured by its own environment variables."""
     policy: PolicySection = PolicySection()
-    """The policy: its checkpoint, how it computes, and which of its weights are trained."""
     prompts: PromptsSection = PromptsSection()
-    """The training prompts."""
     generation: GenerationSection = GenerationSection()
-    """How responses are generated."""
     algorithm: AlgorithmSection = AlgorithmSection()
-    """The algorithm: advantages and policy loss."""
     kl: KLSection = KLSection()
-    """The KL divergence from the reference: its penalty and its measurement."""
     rewards: RewardsSection = RewardsSection()
-    """How scores become rewards: normalisation, clipping, then penalties."""
     update: UpdateSection = UpdateSection()
-    """How a rollout is divided into optimizer steps."""
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and the learning-rate schedule of the policy. A step of the run takes `update.epochs` * `rollout_size` /
     `update.minibatch_size` optimizer steps."""
     validation: ValidationSection = ValidationSection()
-    """Validation on held-out prompts."""
     client: ClientSection = ClientSection()
-    """Requests to the servers."""
 
     @property
     def is_one_update(self) -> bool:
         """Whether each rollout is one minibatch, used once by the policy that sampled it: probability ratios are 1."""
         one_minibatch = self.update.minibatch_size >= self.rollout_size
         return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Number of prompts in a rollout."""
+        return self.rollout_size // self.algorithm.responses_per_prompt
 
     @property
     def optimizer_steps(self) -> int:

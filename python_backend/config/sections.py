@@ -292,16 +292,16 @@ class CriticOptimizerSection(OptimizerSection):
     """Optimizer steps of the whole schedule: warm-up, cosine and constant end."""
 
 
-def check_optimizer(key: str, optimizer: OptimizerSection) -> None:
-    """Raise ValueError if the schedule of the section `key` contradicts itself."""
-    lr, min_lr, longest = optimizer.lr, optimizer.min_lr, optimizer.max_steps
+def check_optimizer(key: str, optimizer: OptimizerSection, *, total_steps: int = 0) -> None:
+    """Raise ValueError if the schedule of the section `key` contradicts itself; `total_steps`: of the whole run."""
+    lr, min_lr, longest = optimizer.lr, optimizer.min_lr, optimizer.max_steps or total_steps
     warmup, constant = optimizer.warmup_steps, optimizer.constant_steps
     if min_lr is not None and min_lr > lr:
         raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
-    if longest is not None and warmup + constant > longest:
+    if warmup + constant > longest:
         raise ValueError(
             f"{key}.warmup_steps ({warmup}) + {key}.constant_steps ({constant}) is more than {key}.max_steps "
-            f"({longest})"
+            f"({longest}{'' if optimizer.max_steps else ', those of the whole run'})"
         )
 
 

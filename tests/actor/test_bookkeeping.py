@@ -152,7 +152,7 @@ def test_the_event_loop_runs_while_large_files_are_written(tmp_path: Path, serve
         await book.resume()
         await book.checkpoint(1)
         await book.log_validation("between", 1, validation(1.0), seconds=0.1)
-        await book.finish(scorer=None, version=1, seconds=1.0, steps=1)  # type: ignore[arg-type]
+        await book.finish(scorer=None, seconds=1.0, steps=1)  # type: ignore[arg-type]
         return ran
 
     assert run(writes()) == [True, True, True]
@@ -266,7 +266,7 @@ def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path
 
 async def ends(book: Bookkeeper) -> None:
     await book.resume()
-    await book.finish(scorer=None, version=1, seconds=1.0, steps=4)  # type: ignore[arg-type]
+    await book.finish(scorer=None, seconds=1.0, steps=4)  # type: ignore[arg-type]
 
 
 def test_a_failed_save_is_logged_at_once_and_repeated_at_the_end(

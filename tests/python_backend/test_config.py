@@ -59,6 +59,11 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {learning_rate: 1}", "unknown key actor.learning_rate; did you mean actor.optimizer.lr?"),
         ("actor: {lr: 1}", "unknown key actor.lr; did you mean actor.optimizer.lr?"),
         ("trainer: {lr: 1}", "unknown key trainer.lr; did you mean trainer.optimizer.lr?"),
+        ("actor: {generation: {batchsize: 1}}", "did you mean actor.generation.batch_size?"),
+        ("actor: {optimizer: {beta: 1}}", "did you mean actor.optimizer.betas?"),
+        ("actor: {update: {batch_size: 1}}", "did you mean actor.update.minibatch_size?"),
+        ("actor: {eval_steps: 1}", "did you mean actor.validation.every?"),
+        ("actor: {mask_truncated_completions: true}", "did you mean actor.algorithm.mask_unfinished?"),
         ("actor: {kl_coef: 1}", "unknown key actor.kl_coef; did you mean actor.kl.coef?"),
         ("actor: 3", "actor is a section, not a value (got 3); its keys are steps, max_minutes,"),
         (
@@ -180,7 +185,9 @@ def test_every_key_has_a_default_and_says_what_it_is():
     for section in sections_of(RunConfig):
         for name, field in section.model_fields.items():
             assert not field.is_required(), f"{section.__name__}.{name}"
-            assert field.description, f"{section.__name__}.{name}"
+            is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+            text = field.description or (field.annotation.__doc__ if is_section else None)
+            assert text, f"{section.__name__}.{name}"
 
 
 def test_the_defaults_are_valid_themselves(tmp_path: Path):

@@ -44,6 +44,10 @@ def test_the_policy_s_cosine_ends_with_the_run():
             r"actor.optimizer.min_lr \(1e-05\) is above actor.optimizer.lr \(1e-06\); lower it, or remove it",
         ),
         (
+            {"warmup_steps": 5000},
+            r"warmup_steps \(5000\) \+ .*\(0\) is more than .*max_steps \(400, those of the whole run\)",
+        ),
+        (
             {"warmup_steps": 6, "constant_steps": 5, "max_steps": 10},
             r"actor.optimizer.warmup_steps \(6\) \+ actor.optimizer.constant_steps \(5\) is more than actor",
         ),
