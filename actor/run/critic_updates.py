@@ -1,4 +1,4 @@
-"""Critic updates in flight: sent to the server beside the policy's update, awaited when scoring needs their weights."""
+"""Critic updates in flight: sent before the policy's update, awaited when scoring needs their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticUpdates:
-    """The updates that were sent and whose weights have not been awaited yet; none in a run without a critic."""
+    """Critic updates that were sent but whose weights have not been awaited yet; empty in a run without a critic."""
 
     def __init__(self, client: TritonClient, books: Bookkeeper, *, run_id: str) -> None:
         self._client, self._books, self._run_id = client, books, run_id
@@ -28,7 +28,7 @@ class CriticUpdates:
         self._in_flight[step] = asyncio.create_task(self.train(step, batch))
 
     async def served(self, step: int) -> int:
-        """Wait until the updates up to `step` are served; return the last weights version, or -1 if none was sent."""
+        """Wait for the updates in flight up to `step`; return the last served version, or -1 if no update succeeded."""
         version = -1
         for sent in [sent for sent in sorted(self._in_flight) if sent <= step]:
             served = await asyncio.shield(self._in_flight[sent])  # cancelling a rollout must not cancel the update
@@ -55,5 +55,5 @@ class CriticUpdates:
         return answer.weights_version
 
     async def cancel(self) -> None:
-        """Stop waiting; updates that the server accepted are in its journal and not lost."""
+        """Stop waiting for updates; those that the server has accepted are in its journal and will be trained."""
         await cancelled(self._in_flight.values())
