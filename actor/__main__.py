@@ -1,7 +1,7 @@
 """`python -m actor --config YAML [section.key=value …]`: the training loop of one run.
 
-Exits with 0 after writing the final policy and actor_summary.json, with 2 after an error, reported in one sentence, and
-with 130 after Ctrl-C or SIGTERM, with a checkpoint of the last complete step.
+Exit codes: 0 after writing the final policy and actor_summary.json; 2 after an error, which is reported in one
+sentence; 130 after Ctrl-C or SIGTERM, normally with a checkpoint of the last complete step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop: prompts -> generate -> score -> advantages -> critic training and policy update.
 
 Scoring overlaps with generation; the critic trains and reloads while the policy is updated. Algorithms differ only in
-their `Method`, an advantage function and a loss, and in whether there is a critic.
+their `Method` (an advantage function and a loss) and in whether they use a critic.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PPORun(RunParts):
         """Run all steps, resuming from the newest checkpoint; return the summary.
 
         Raises:
-            Stopped: `stop` was requested; the checkpoint of the last complete step is written.
-            RequestFailed, TooManyFailed, NotFinite: the run failed.
+            Stopped: a stop was requested, and the checkpoint of the last complete step has been written.
+            RlhfError: the run failed, e.g. with RequestFailed, TooManyFailed or NotFinite.
         """
         try:
             return await self.all_steps()
@@ -67,7 +67,7 @@ class PPORun(RunParts):
         return await self.books.finish(self.scorer, limit.seconds, steps=self.done)
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
-        """Run one step: a rollout, then both updates. The critic's is awaited only when its weights are needed."""
+        """Take a rollout, send the critic its update, and update the policy; do not wait for the critic's update."""
         timers = Timers()
         with timers.phase("rollout_wait"):
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
@@ -93,25 +93,25 @@ class PPORun(RunParts):
             self.kl.update(distance, len(batch.lengths))
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
-        """Shape the rewards of a rollout and compute its advantages and returns."""
+        """Return the training batch of a rollout, with shaped rewards, advantages and returns."""
         rewards = self.shaper.shape(scored.scores.rewards, scored.scores.scored, scored.rollout)
         group_size = self.settings.algorithm.responses_per_prompt
         return make_batch(scored, self.method, rewards=rewards, kl_coef=self.kl.coef, responses_per_prompt=group_size)
 
     async def validate(self, when: str) -> None:
-        """Validate the policy as it is now, if there are held-out prompts."""
+        """Validate the current policy; do nothing if there are no held-out prompts."""
         if self.validator.prompts:
             start = time.monotonic()
-            await self.stop.or_done(self.rollouts.settle())  # the sampler is in use until then
+            await self.stop.or_done(self.rollouts.settle())  # a rollout in progress uses the sampler
             result = await self.stop.or_done(self.validator.run())
             await self.books.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:
-        """Cancel the work in flight and write the checkpoint of the last complete step, including the critic's."""
+        """Cancel the work in flight, and write the checkpoints of policy and critic for the last complete step."""
         models = (self.policy.model, self.policy.sampler, self.policy.reference)
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
-        await self.in_thread(lambda: None)  # wait for the thread: it may have adapters disabled
+        await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
         if self.done and not self.books.has_checkpoint(self.done):
             await self.books.checkpoint(self.done)
         await self.critic.served(self.done)

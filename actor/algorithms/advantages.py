@@ -158,10 +158,10 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def is_rounding(std: Tensor, mean: Tensor) -> Tensor:
-    """Return whether a spread of float32 numbers is only rounding; treat it as 0 then and never divide by it.
+    """Return whether the standard deviation of float32 numbers is only rounding error.
 
-    Compute both arguments in float64: in float32 the mean of equal numbers may differ from them, which makes their
-    standard deviation positive.
+    If it is, treat it as 0 and never divide by it. Compute both arguments in float64: in float32 the mean of equal
+    numbers may differ from them, which makes their standard deviation positive.
     """
     return std <= ROUNDING * mean.abs()
 

@@ -1,4 +1,4 @@
-"""Baselines of the critic-free algorithms: each response is compared with the others to the same prompt."""
+"""Baselines of the critic-free algorithms: each response is compared with the other responses to the same prompt."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
     Returns: `[B]` in the dtype of `rewards`.
     Raises: ValueError if shapes differ.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al. 2024
-        (arXiv 2402.14740), section 2.2. NeMo-Aligner's baseline differs: it is biased if a response did not end.
+        (arXiv 2402.14740), section 2.2. NeMo-Aligner's baseline differs: it is biased if a response is unfinished.
     """
     scores, index, count, total = _group_sums(rewards, groups, counted)
     others = (count - 1)[index]

@@ -1,4 +1,4 @@
-"""Builds the training batch of policy and critic, and the rollout metrics, from scored rollouts."""
+"""Builds the training batch for policy and critic from a scored rollout, and computes the rollout metrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TooManyFailed(RlhfError):
 def make_batch(
     scored: ScoredRollout, method: Method, *, rewards: Tensor, kl_coef: float, responses_per_prompt: int = 1
 ) -> PPOBatch:
-    """Compute advantages and returns of a rollout; rows without a score are masked out.
+    """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
 
     Args:
         rewards: float32 `[B]`, scores shaped by `RewardShaper`.
         kl_coef: KL coefficient of this step.
-        responses_per_prompt: number of consecutive rows that answer the same prompt.
+        responses_per_prompt: number of consecutive rows that share a prompt.
     """
     rollout, scores = scored.rollout, scored.scores
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
@@ -74,7 +74,7 @@ def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
 
 
 def check_failures(scores: Scores, max_failed_fraction: float) -> None:
-    """Raise TooManyFailed, naming the causes, if all rows or more than `max_failed_fraction` have no score."""
+    """Raise TooManyFailed, naming the causes, if more than `max_failed_fraction` of the rows, or all, have no score."""
     failed = int((~scores.scored).sum())
     if failed > max_failed_fraction * len(scores.scored) or failed == len(scores.scored):
         raise TooManyFailed(
@@ -152,6 +152,6 @@ def distinct_bigrams(rollout: Rollout) -> float:
 
 
 def score_returns(rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Return the Monte-Carlo returns `[B, S-1]` of the score at gamma 1, without penalties, and their mask."""
+    """Return the Monte-Carlo returns `[B, S-1]` at gamma 1, of the scores without penalties, and the response mask."""
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
     return rewards[:, None] * mask, mask

@@ -34,11 +34,11 @@ class Episodes:
 
     @property
     def totals(self) -> Tensor:
-        """Score of each response minus its summed KL penalty, `[B]`."""
+        """Total reward of each response, `[B]`: its score minus its summed KL penalty."""
         return self.rewards - (self.penalty * self.mask).sum(-1)
 
     def spread(self, advantages: Tensor) -> Tensor:
-        """Give every token of a response the response's advantage: `[B]` -> `[B, S-1]`."""
+        """Copy the value of each response to all of its tokens: `[B]` -> `[B, S-1]`."""
         return advantages[:, None] * self.mask
 
 
@@ -47,31 +47,37 @@ Advantages = Callable[[Episodes, float, float], tuple[Tensor, Tensor]]
 
 
 def with_critic(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute GAE over the critic's values."""
+    """PPO: return advantages and returns, by GAE over the critic's values."""
     return gae(episodes.values, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=lam)
 
 
 def returns_to_go(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Compute the discounted sum of token rewards from each token on; `lam` is unused, as there are no values."""
+    """Return the discounted sum of token rewards from each token on, as advantages and as returns; `lam` is unused."""
     nothing = torch.zeros_like(episodes.mask)
     return gae(nothing, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=1.0)
 
 
 def against_the_others(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """RLOO: subtract from each response's total the mean of the others to its prompt; `gamma` and `lam` are unused."""
+    """RLOO: subtract from each response's total reward the mean over the other responses to the same prompt.
+
+    The returns are the total rewards; `gamma` and `lam` are unused.
+    """
     advantages = leave_one_out(episodes.totals, episodes.groups, episodes.counted)
     return episodes.spread(advantages), episodes.spread(episodes.totals)
 
 
 def within_the_group(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """GRPO: standardise each total within the responses to its prompt; `gamma` and `lam` are unused."""
+    """GRPO: standardise each response's total reward over all responses to the same prompt.
+
+    The returns are the total rewards; `gamma` and `lam` are unused.
+    """
     advantages = group_standardise(episodes.totals, episodes.groups, episodes.counted)
     return episodes.spread(advantages), episodes.spread(episodes.totals)
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An advantage function, a policy loss, and the published choices that apply unless configured."""
+    """An advantage function, a policy loss, and the published defaults of settings left at `auto` or unset."""
 
     advantages: Advantages
     loss: PolicyLoss

@@ -32,7 +32,7 @@ def ppo_policy_loss(
 
     The losses and gradients of all micro-batches add up to the masked mean over the minibatch, whatever the split.
     The dual clip bounds the loss of tokens with a negative advantage that have become much more likely since they
-    were sampled. To exclude responses that did not end, pass `mask * is_end[:, None]` and count num_tokens in it.
+    were sampled. To exclude responses that did not end, pass `mask * is_end[:, None]` and count its ones in num_tokens.
 
     Args:
         logprobs: `[B, S-1]`, log-prob of token t+1 under the policy in training.

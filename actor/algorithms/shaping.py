@@ -42,7 +42,7 @@ class RunningMoments:
         return math.sqrt(self.squares / self.count) if self.count > 1 else 1.0
 
     def state(self) -> list[float]:
-        """Constructor arguments that reproduce this object, for checkpoints."""
+        """Return the constructor arguments that reproduce this object, for checkpoints."""
         return [self.count, self.mean, self.squares]
 
 
@@ -57,11 +57,11 @@ class RewardShaper:
     def shape(self, rewards: Tensor, scored: Tensor, rollout: Rollout) -> Tensor:
         """Return shaped scores, float32 `[B]`; 0 where not scored.
 
-        `running` statistics include this rollout's scores, so that the first rollout can be normalised too.
+        With `running` normalisation the statistics include this rollout, so that even the first one can be normalised.
 
         Args:
             rewards: float32 `[B]`.
-            scored: bool `[B]`; other rows are excluded from all statistics.
+            scored: bool `[B]`; rows where it is False are excluded from all statistics.
         """
         s = self._settings
         shaped = rewards.clone() if s.normalization == "none" else self._normalised(rewards, scored)

@@ -1,4 +1,4 @@
-"""Runs torch outside the event loop, so that responses from servers are processed while it computes; ends tasks."""
+"""Runs torch in threads, so that the event loop processes server responses meanwhile; cancels tasks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ InThread: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 def in_a_thread_of(threads: int) -> InThread:
-    """Return `run`: `await run(function, *args, **kwargs)` calls the function in a thread of its own.
+    """Return an async function `run(function, *args, **kwargs)` that calls `function` in one dedicated thread.
 
     Args:
-        threads: torch threads. torch holds this setting per thread, so it is set when the thread starts.
+        threads: number of threads for torch, which keeps this setting per thread: it is set when the thread starts.
     """
     executor = ThreadPoolExecutor(1, "compute", torch.set_num_threads, (threads,))
 
@@ -29,7 +29,7 @@ def in_a_thread_of(threads: int) -> InThread:
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel these tasks and wait until they have ended; their errors are dropped."""
+    """Cancel these tasks and wait until they have ended; ignore their errors."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

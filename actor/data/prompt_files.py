@@ -26,7 +26,7 @@ class PromptError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row: its columns and where it stands."""
+    """One row of a prompt file: its columns and its location."""
 
     number: int  # from 1; empty lines count
     where: str  # file and row, for error messages
@@ -34,10 +34,10 @@ class PromptRow:
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path`, by its kind: a folder, `.parquet`, `.arrow`, or JSONL.
+    """Yield the rows of `path`: a dataset folder, a `.parquet` or `.arrow` file, or JSONL with any other suffix.
 
     Raises:
-        PromptError: the file is unreadable or malformed, or a value has no JSON type.
+        PromptError: the file is unreadable or malformed, or a column holds a value that JSON cannot represent.
     """
     if path.is_dir() or path.suffix in (".parquet", ".arrow"):
         return _table_rows(path)
@@ -119,7 +119,7 @@ def _shard_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _check_plain(where: str, name: str, value: Any) -> None:
-    """Raise PromptError if a value, or one nested in it, has no JSON type: reward functions receive columns as JSON."""
+    """Raise PromptError if JSON cannot represent the value: reward functions receive the columns as JSON."""
     if isinstance(value, dict):
         for key, inner in value.items():
             _check_plain(where, f"{name}.{key}", inner)
@@ -134,7 +134,7 @@ def _check_plain(where: str, name: str, value: Any) -> None:
 
 
 def _without_nulls(name: str, value: Any) -> Any:
-    """Drop null keys from messages: Arrow gives every message the keys of all, and templates would see them as set."""
+    """Drop null keys from messages: Arrow gives each message the keys of all, and templates treat null as set."""
     if name not in CONVERSATIONS or not isinstance(value, list):
         return value
     return [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in value]

@@ -17,24 +17,24 @@ __all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
-MESSAGES_KEY = "messages"  # of a chat prompt; the server renders them and the reply with the reward's own template
+MESSAGES_KEY = "messages"  # metadata key of a chat; the server renders it with the reward model's own template
 
 
 def read_prompts(
     path: Path, tokenizer: Any, *, max_tokens: int, too_long: TooLong = "error", limit: int | None = None,
     vocab_size: int | None = None,
 ) -> list[Prompt]:  # fmt: skip
-    """Read and tokenise rows with a `text`, or with chat `messages`, which the tokenizer's template renders.
+    """Read and tokenise prompts from rows with `text`, or with chat `messages` that the tokenizer's template renders.
 
-    A `prompt` column, TRL's name, may hold either. All columns except the text and `prompt_id` become metadata; chat
-    messages are part of it, under `messages`.
+    A `prompt` column (the name in TRL) may hold either. All columns except the text and `prompt_id` become metadata,
+    which also holds the chat messages, under `messages`.
 
     Args:
         max_tokens: maximum prompt length.
         too_long: what to do with a longer prompt: `error`, `skip`, or `truncate` to its last tokens; the last two are
             logged.
         limit: stop after this many prompts.
-        vocab_size: rows of the model's embedding table; a tokenizer may have tokens beyond it.
+        vocab_size: number of the model's embeddings; a prompt with a token beyond them is an error. None: not checked.
 
     Raises:
         PromptError: the file is unreadable; a row is not a JSON object with one of the three columns; or a prompt is
@@ -46,7 +46,9 @@ def read_prompts(
         prompt = _prompt(row, tokenizer)
         size = prompt.tokens.size
         if not size or (size > max_tokens and too_long == "error"):
-            raise PromptError(f"{row.where}: {size} tokens, must be 1 to {max_tokens} (actor.prompts.max_tokens)")
+            raise PromptError(
+                f"{row.where}: {size} tokens, but a prompt must have 1 to {max_tokens} (actor.prompts.max_tokens)"
+            )
         if vocab_size is not None and (largest := int(prompt.tokens.max())) >= vocab_size:
             token = tokenizer.convert_ids_to_tokens(largest)
             raise PromptError(
@@ -73,7 +75,7 @@ def read_prompts(
 
 
 def take(prompts: Sequence[Prompt], *, start: int, count: int, seed: int) -> list[Prompt]:
-    """Return `count` prompts from position `start` of the infinite sequence of shuffled epochs."""
+    """Return `count` prompts from the infinite sequence of shuffled epochs, beginning at position `start`."""
     taken = []
     for position in range(start, start + count):
         epoch, index = divmod(position, len(prompts))
@@ -107,7 +109,7 @@ def _prompt(row: PromptRow, tokenizer: Any) -> Prompt:
 
 
 def _rendered(messages: Any, where: str, tokenizer: Any) -> str:
-    """Render the chat with the tokenizer's template, up to where the reply begins."""
+    """Return the chat as text, rendered with the tokenizer's template up to the start of the reply."""
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(f"{where}: the policy's tokenizer has no chat template; use a text prompt instead")
     try:

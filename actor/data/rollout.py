@@ -1,7 +1,7 @@
 """Data of one training step, one frozen dataclass per stage, with the shape of every field.
 
-`B` responses; `S` tokens of the longest prompt + response, padded on the right. Position t of a tensor `[B, S-1]`
-belongs to token t+1.
+`B`: number of responses. `S`: tokens of the longest prompt + response; other rows are padded on the right. Position t
+of a tensor `[B, S-1]` belongs to token t+1.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """The server's scores; a row whose score is unavailable is not `scored`."""
+    """The server's scores; `scored` is False in rows whose score is unavailable."""
 
     rewards: Tensor  # float32 [B]; 0 where not scored, and ignored there
     values: Tensor  # float32 [B, S]
     versions: Tensor  # int64 [B], weights version that computed the values; -1 without values
     scored: Tensor  # bool [B]
-    failures: list[str]  # the distinct causes
+    failures: list[str]  # the distinct causes of unavailable scores
     components: dict[str, Tensor] = field(default_factory=dict)  # float32 [B] of each reward; NaN where it failed
 
     @property
@@ -75,8 +75,8 @@ class ReferenceLogprobs:
     """Log-probs of a rollout under the reference, the policy's frozen initial weights."""
 
     logprobs: Tensor  # float32 [B, S-1]; 0 in rows that are not known
-    known: Tensor  # bool [B]
-    failures: list[str]  # the distinct causes
+    known: Tensor  # bool [B], rows whose log-probs are available
+    failures: list[str]  # the distinct causes of unavailable rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ScoredRollout:
 
     rollout: Rollout
     scores: Scores
-    logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled; None: not needed
+    logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled the responses; None: not needed
     ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; ignored where not scored; None: not needed
 
 

@@ -1,4 +1,4 @@
-"""The prompts and the seed of each step, the same after a resume."""
+"""The prompts and the seed of each step; a resumed run gets the same ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from actor.data.rollout import Prompt
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Chooses what each step samples from."""
+    """Chooses the prompts and the seed of each step."""
 
     prompts: list[Prompt]
     seed: int  # of the run
     prompts_per_step: int
     responses_per_prompt: int
-    prompts_taken: Callable[[int], int]  # number of prompts used by the steps up to the given one
+    prompts_taken: Callable[[int], int]  # step -> number of prompts used by all steps up to it
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """Return the prompts of `step`, one entry per response."""
+        """Return the prompts of `step`; each is repeated `responses_per_prompt` times, once per response."""
         start = self.prompts_taken(step - 1)
         taken = take(self.prompts, start=start, count=self.prompts_per_step, seed=self.seed)
         return [prompt for prompt in taken for _ in range(self.responses_per_prompt)]
@@ -33,5 +33,5 @@ class StepInputs:
 
 
 def step_seed(run_seed: int, step: int) -> int:
-    """Return a seed per run and step, hashed: torch's CPU generator uses only the lowest 32 bits of a seed."""
+    """Return a 32-bit hash of run seed and step: torch's CPU generator uses only the lowest 32 bits of a seed."""
     return int(np.random.SeedSequence([run_seed, step]).generate_state(1)[0])

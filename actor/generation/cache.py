@@ -1,7 +1,8 @@
 """A preallocated key-value cache in which rows can be added and removed during decoding.
 
-All rows end in the same column, so a row that joins later starts further right, and the columns left of its start are
-masked. Keys are rotated by their position within the row, so results do not depend on the column where a row starts.
+A column holds one token of every row. All rows end in the same column, so a row that joins later starts further right,
+and the columns left of its start are masked. Keys are rotated by their position within the row, so results do not
+depend on the column where a row starts.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 
 class SlotCache(Cache):
-    """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass sees the current window only."""
+    """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass sees a window of them."""
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
         self.columns = columns
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
     def look_at(self, first: int, last: int, begin: int, end: int) -> None:
-        """Set the window of the next forward pass: rows `first:last`, columns `begin:end`; it appends at `end`."""
+        """Set the window of the next forward pass: rows `first:last`, columns `begin:end`. It writes from `end` on."""
         for layer in self.layers:
             layer.window = (first, last, begin, end)
 
@@ -60,11 +61,11 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys and values; empty before the first forward pass."""
+        """Return keys and values; empty before the first forward pass."""
         return (self.keys, self.values) if self.is_initialized else ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append to the window and return all of it."""
+        """Write keys and values after the window; return those of the window followed by the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, last, begin, end = self.window
@@ -74,11 +75,11 @@ class _SlotLayer(CacheLayerMixin):
         return self.keys[first:last, :, begin:after], self.values[first:last, :, begin:after]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of columns after the forward pass, and the offset of the first one."""
+        """Return the window's number of columns after the forward pass, and the offset of its first column."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of columns before the forward pass."""
+        """Return the window's number of columns before the forward pass."""
         return self.window[3] - self.window[2]
 
     def get_max_length(self) -> int:

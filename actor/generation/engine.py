@@ -44,8 +44,8 @@ class Generation:
         Args:
             prompts: int64 `[length]` each.
             finished: called with the prompt's index and the response as soon as the response ends.
-            seed: the same seed gives the same responses. With slot-based decoding a response depends only on `seed` and
-                its index, not on the rows decoded beside it (except for the last bits of its probabilities).
+            seed: the same seed gives the same responses. With slot-based decoding a response depends only on its
+                prompt, its index and `seed`, not on the rows decoded beside it (except for rounding of probabilities).
             greedy: take the most likely token instead of sampling.
         """
         if self._decodes is None:
@@ -68,7 +68,7 @@ class Generation:
         )  # fmt: skip
 
     def _has_stop(self, response: Sequence[int]) -> bool:
-        """Return whether the last token completes a stop string; an earlier one would already have ended the response.
+        """Return whether the last token completes a stop string; an earlier match would have ended the response.
 
         As in vLLM, a stop string that ends within the first `min_new_tokens` is ordinary text.
         """
@@ -84,8 +84,8 @@ class Generation:
 
     @torch.no_grad()
     def _is_proven(self, prompts: Sequence[np.ndarray]) -> bool:
-        """Return whether slot-based decoding matches plain forward passes over whole rows, in float32."""
-        why = "its cache keeps more than keys and values between tokens"
+        """Return whether slot-based decoding matches forward passes over whole rows in float32; log why if not."""
+        why = "the model caches more than keys and values between tokens"
         if cache_layers(self._model):
             try:
                 with in_float32(self._model):
@@ -123,7 +123,7 @@ class Generation:
         return float(torch.cat(distances).max())
 
     def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
-        """Generate with `transformers`, in batches of `generation_batch` prompts of similar length."""
+        """Generate with `transformers`, in batches of `batch_size` prompts of similar length."""
         torch.manual_seed(seed)
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         size = self._settings.batch_size
@@ -163,7 +163,7 @@ class Generation:
 
 
 class _Stop(StoppingCriteria):
-    """Stops rows where slot-based decoding would; in transformers' own criterion a match may begin in the prompt."""
+    """Stops rows where slot-based decoding would; transformers' own criterion accepts a match begun in the prompt."""
 
     def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
         self._width, self._has_stop = prompt_width, has_stop
@@ -182,7 +182,7 @@ class _Stop(StoppingCriteria):
 
 @contextlib.contextmanager
 def _no_defaults(model: Any) -> Iterator[None]:
-    """Ignore the checkpoint's own generation config: its sampling settings are not part of the log-probs."""
+    """Ignore the checkpoint's generation config within the block: log-probs do not reflect its sampling settings."""
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from actor.generation.cache import cache_layers
 
-WORTH_IT = 0.9  # share of a plain pass's tokens; above it, a second forward pass costs more than the tokens it saves
+WORTH_IT = 0.9  # share of a plain pass's tokens, above which a second forward pass costs more than the tokens saved
 TOLERANCE = 1e-4  # relative to the largest absolute hidden state
 
 
@@ -29,7 +29,7 @@ def response_hidden(body: Any, tokens: Tensor, lengths: Tensor, inside: Tensor) 
         lengths: int64 `[B]`.
         inside: bool `[B, S-1]`; the tokens before a row's first marked position are its prompt.
 
-    Returns: None if sharing saves too few tokens (`WORTH_IT`); the caller runs a plain forward pass then.
+    Returns: the hidden states, or None if sharing saves too few tokens (`WORTH_IT`) and a plain pass is cheaper.
     """
     # The last prompt token. Its hidden state predicts the first response token, so it belongs to the second pass.
     starts = torch.where(inside.any(-1), inside.int().argmax(-1), lengths.to(inside.device) - 1)
@@ -76,7 +76,7 @@ def can_share(model: Any) -> bool:
 
 
 def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> Tensor:
-    """Return hidden states `[B, columns of ids, H]`; `attention` also covers the cached columns."""
+    """Return hidden states `[B, T, H]` for `ids` `[B, T]`; `attention` also covers the cached tokens."""
     inputs: dict[str, Any] = {}
     if "position_ids" in inspect.signature(body.forward).parameters:
         inputs["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -84,7 +84,7 @@ def _forward(body: Any, ids: Tensor, attention: Tensor, cache: DynamicCache) -> 
 
 
 def find_distinct(prompts: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Return, for each prompt, its index among the distinct ones, and the first position of each distinct prompt."""
+    """Return the index of each prompt among the distinct prompts, and where each distinct prompt occurs first."""
     places: dict[Hashable, int] = {}
     first: list[int] = []
     for i, prompt in enumerate(prompts):

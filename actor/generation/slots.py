@@ -1,7 +1,7 @@
 """Slot-based decoding: when a response ends, the next prompt takes its slot.
 
-It replaces two modes of `transformers`. `generate` keeps every row in the batch until the longest one ends, and copies
-its cache to grow it at each token. Continuous batching is built for paged attention on a GPU.
+It replaces two modes of `transformers`: `generate`, which keeps every row in the batch until the longest one ends and
+copies its cache at each token, and continuous batching, which is built for paged attention on a GPU.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Decoder:
         end: int,
         draws: Tensor | None,
     ) -> list[_Row]:
-        """Run one forward pass over new prompts, into the columns up to `end`, and draw their first tokens.
+        """Run one forward pass over new prompts, into the columns before `end`; return rows with their first tokens.
 
         A prompt shared by several rows, as in a group, is computed once; the other rows copy its keys and values.
         """
@@ -169,8 +169,8 @@ class Decoder:
     def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
         """Draw the next token of every row from `logits` `[rows, V]`, and record its log-prob.
 
-        The log-prob is that of the distribution which the update trains: under the sampling temperature and without
-        banned tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p.
+        The log-prob belongs to the distribution that the update trains: at the sampling temperature and without banned
+        tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p.
         """
         logits[:, self._banned] = -torch.inf
         self._watch([row.index for row in rows], logits)
@@ -193,9 +193,9 @@ class Decoder:
             row.logprobs.append(logprob)
 
     def _restricted(self, rows: list[_Row], logits: Tensor) -> Tensor:
-        """Apply the repetition penalty, and ban end-of-sequence tokens before `min_new_tokens`.
+        """Return logits with the repetition penalty, and end-of-sequence tokens banned before `min_new_tokens`.
 
-        Works on a copy if anything changes, because neither is part of the log-probs.
+        `logits` itself stays unchanged, because neither rule is part of the log-probs.
         """
         rules = self._rules
         early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]

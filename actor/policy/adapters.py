@@ -1,4 +1,4 @@
-"""LoRA with peft: add adapters to a causal LM, save, load and merge them."""
+"""LoRA with peft: adds adapters to a causal LM, and saves, loads and merges them."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _layers_named(model: Any, targets: Sequence[str]) -> list[str]:
         if not paths:
             known = sorted({path.rpartition(".")[2] for path in linear})
             near = difflib.get_close_matches(target, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = f" (did you mean {near[0]}?)" if near else ""
             raise CheckpointError(
                 f"actor.policy.lora_targets: {target!r} matches no linear layer of {model.name_or_path} that supports "
-                f"adapters; {hint}It has {', '.join(known)}"
+                f"adapters{hint}; choose from {', '.join(known)}"
             )
         found += paths
     return found

@@ -5,7 +5,7 @@ state.json also holds the sha256 of each file, so that a damaged checkpoint is d
 
     <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
     <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA
-    <root>/<step>.set-aside/    never resumed from: it is damaged, or the critic never received its step
+    <root>/<step>.set-aside/    skipped by a resume: damaged, or of a step that the critic never received
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAY_OUT = "or start a run in another folder (run.dir)"
 
 @dataclass(frozen=True)
 class RunState:
-    """The mutable state of a run that its checkpoints hold."""
+    """The mutable state of a run that a checkpoint saves and restores."""
 
     policy: Policy
     shaper: RewardShaper
@@ -53,13 +53,13 @@ def critic_steps(root: Path) -> list[int]:
     """Return the critic steps that the readable checkpoints in `root` refer to."""
     steps = []
     for step in saved_steps(root):
-        with contextlib.suppress(DamagedCheckpoint):  # no run resumes from a damaged one
+        with contextlib.suppress(DamagedCheckpoint):  # no run resumes from a damaged checkpoint
             steps.append(read_state(root / str(step))["critic_step"])
     return steps
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Rename the checkpoint of `step` to `<step>.set-aside`, delete older set-aside ones, and return the new path."""
+    """Rename the checkpoint of `step` to `<step>.set-aside`, delete older ones so renamed, and return the new path."""
     aside = root / f"{step}.set-aside"
     for before in root.glob("*.set-aside"):
         shutil.rmtree(before, ignore_errors=True)
@@ -69,7 +69,7 @@ def set_aside(root: Path, step: int) -> Path:
 
 
 def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep: int) -> None:
-    """Write the checkpoint of `state["step"]` and delete all but the newest `keep`."""
+    """Write the checkpoint of `state["step"]` and delete all but the `keep` newest checkpoints."""
     policy = run.policy
     whole = {
         **state, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
@@ -103,15 +103,15 @@ def reference_fingerprint(config: RunConfig, policy: Policy) -> str | None:
 
 
 def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None = None) -> dict[str, Any]:
-    """Verify a checkpoint and that it fits `policy` and its settings; return the saved state.
+    """Verify that a checkpoint is intact and fits `policy` and its settings; return its saved state.
 
     Args:
-        reference: the `reference_fingerprint` of this run.
+        reference: the `reference_fingerprint` of this run; None: not compared.
 
     Raises:
         DamagedCheckpoint: a file is missing or differs from what was written.
-        CheckpointError: it was saved under another `actor.policy.checkpoint` or `reference.checkpoint`, or other
-            `actor.policy.lora_...` settings.
+        CheckpointError: it was saved with a different `actor.policy.checkpoint` or `reference.checkpoint`, or with
+            different `actor.policy.lora_...` settings.
     """
     state = verify_folder(folder)
     settings = policy.settings

@@ -52,11 +52,11 @@ class Policy:
     ) -> None:  # fmt: skip
         """
         Args:
-            keeps_reference: keep a copy of the initial weights as the reference; LoRA needs none.
+            keeps_reference: keep a copy of the initial weights as the reference; LoRA needs no copy.
             keeps_sampler: generate with a copy of the policy, which stays fixed while the policy is updated.
 
         Raises:
-            CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed its positions.
+            CheckpointError: the folder has no causal LM with a tokenizer, or rows may exceed the model's positions.
         """
         folder = settings.checkpoint
         check_checkpoint(folder)
@@ -141,7 +141,7 @@ class Policy:
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
-        """Return log-probs `[B, S-1]` of the response tokens under the sampler or the reference; 0 elsewhere.
+        """Return log-probs `[B, S-1]` of the response tokens, 0 elsewhere, under the sampler or the reference.
 
         Index t holds the log-prob of token t+1.
         """
@@ -158,8 +158,8 @@ class Policy:
     def sampled_logprobs(self, rollout: Rollout) -> Tensor:
         """Return log-probs `[B, S-1]` of the responses under the policy that sampled them, as `logprobs` does.
 
-        Generation has already computed them. The first rollout checks them against a plain forward pass; if they
-        disagree, and always in bfloat16, every rollout runs that pass instead.
+        Slot-based decoding returns them with the responses. For the first rollout they are compared with those of a
+        forward pass over whole rows; if they differ, and always in bfloat16, that pass computes them for every rollout.
         """
         if rollout.logprobs is None:
             return self.logprobs(rollout)
@@ -197,7 +197,7 @@ class Policy:
 
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:
-        """Yield the sampler, or the reference."""
+        """Yield the reference if `reference` is True, otherwise the sampler."""
         if not reference:
             yield self.sampler
         elif self.reference is not None:
@@ -208,7 +208,7 @@ class Policy:
                 yield self.sampler
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
-        """Split rows into micro-batches within the token budget; returns indices into `lengths`."""
+        """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
         return plan_micro_batches(lengths.tolist(), token_budget=self.settings.token_budget, max_rows=MAX_ROWS)
 
     def token_logprobs(
@@ -216,9 +216,9 @@ class Policy:
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs `[B, S-1]` of `tokens` `[B, S]` under `model`; 0 where `mask` `[B, S-1]` is 0.
 
-        Index t holds the log-prob of token t+1. With `with_entropy`, also returns the entropies `[B, S-1]` of the
-        distributions that these tokens are sampled from, else None. Differentiable. Logits are computed only for
-        positions inside the mask.
+        Index t holds the log-prob of token t+1. The second result is the entropies `[B, S-1]` of the distributions that
+        these tokens are sampled from, or None without `with_entropy`. Both are differentiable. Logits are computed only
+        for positions inside the mask.
         """
         tokens, inside = tokens.to(model.device), mask.to(model.device) != 0
         attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
@@ -259,7 +259,7 @@ class Policy:
                 layer.training = False
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context manager that forward passes run in, for `actor.policy.precision`."""
+        """Return the context manager that makes forward passes compute in `actor.policy.precision`."""
         return computing(self.model.device, self.settings.precision)
 
 
@@ -296,12 +296,12 @@ def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
 
 
 def _check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Fix the model's rotary embedding as loaded; raise CheckpointError if rows may exceed the model's positions."""
+    """Keep the model's rotary table as loaded; raise CheckpointError if rows may exceed the model's positions."""
     fix_rotary(model)
     config, longest = model.config.to_dict(), max_prompt_tokens + max_new_tokens
-    limit, reason = rotary_limit(config), "beyond which its rotary table changes with the row length"
+    limit, reason = rotary_limit(config), "beyond which the model's rotary table changes with the row length"
     if limit is None:
-        limit, reason = max_positions(config), "the number of positions that it has embeddings for"
+        limit, reason = max_positions(config), "the number of positions that the model has embeddings for"
         if limit is not None and longest > limit and _takes_rows_of(model, longest):
             return
     if limit is not None and longest > limit:
@@ -313,7 +313,7 @@ def _check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_t
 
 @torch.no_grad()
 def _takes_rows_of(model: Any, length: int) -> bool:
-    """Return whether the model accepts positions up to `length`, e.g. because it computes them, as rotary ones.
+    """Return whether the model accepts rows of `length` tokens, e.g. because it computes its position embeddings.
 
     Call it while the model is on the CPU, where an index beyond an embedding table raises an error.
     """
@@ -328,7 +328,7 @@ def _takes_rows_of(model: Any, length: int) -> bool:
 
 
 def _checkpoint_gradients(model: Any) -> None:
-    """Set up the layers to recompute their activations in the backward pass inside `recomputing`.
+    """Make the layers recompute their activations in the backward pass, but only within a `recomputing` block.
 
     Raises:
         CheckpointError: transformers has no activation checkpointing for this model.
@@ -353,7 +353,7 @@ def _checkpointed_layers(model: Any) -> list[Any]:
 
 
 def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Call `checkpoint(forward, *args)` with the layer in eval mode: some layers apply dropout by their own flag."""
+    """Call `checkpoint(forward, *args)`; `forward` runs with the layer in eval mode, so that dropout stays off."""
 
     def evaluated(*inputs: Any) -> Any:
         layer.training = False

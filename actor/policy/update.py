@@ -18,7 +18,7 @@ from python_backend.errors import NotFinite
 
 
 class PolicyUpdate:
-    """Trains a policy with one method."""
+    """Trains a policy with one `Method`."""
 
     def __init__(
         self, policy: Policy, method: Method, settings: UpdateSection, optimizer: OptimizerSection, *,
@@ -38,20 +38,20 @@ class PolicyUpdate:
 
     @classmethod
     def of(cls, actor: ActorSection, policy: Policy, method: Method) -> PolicyUpdate:
-        """Create the update of a run."""
+        """Create the policy update that the configuration describes."""
         return cls(
             policy, method, actor.update, actor.optimizer, is_one_update=actor.is_one_update,
             total_steps=actor.optimizer_steps,
         )  # fmt: skip
 
     def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
-        """Train `epochs` passes over the batch; return `train_optim/…` metrics, weighted means over tokens.
+        """Train on the batch for `epochs` passes; return `train_optim/…` metrics, mostly weighted means over tokens.
 
-        With `actor.update.max_kl` the update ends before the first minibatch whose KL from the policy that sampled
+        If `actor.update.max_kl` is set, the update ends before the first minibatch whose KL from the sampling policy
         exceeds it; `train_optim/minibatches` counts the optimizer steps taken.
 
         Raises:
-            NotFinite: the gradient is not finite; the weights are unchanged since the previous minibatch.
+            NotFinite: the gradient of a minibatch is not finite; this minibatch did not change the weights.
         """
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class PolicyUpdate:
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
-            rows = rows[batch.policy_weights[rows].any(-1)]  # the others have no gradient
+            rows = rows[batch.policy_weights[rows].any(-1)]  # rows without any weight have no gradient
             if not len(rows):
                 continue
             total = float(batch.policy_weights[rows].sum())
@@ -86,7 +86,7 @@ class PolicyUpdate:
         return [rows for order in orders for rows in order.split(s.minibatch_size)]
 
     def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
-        """Accumulate the gradients of a minibatch; return its loss and sums of statistics over its tokens."""
+        """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens."""
         sums: dict[str, float] = {}
         for chunk in self._policy.plan(batch.lengths[rows]):
             with self._policy.recomputing(), in_training(self._dropouts):
@@ -97,7 +97,7 @@ class PolicyUpdate:
         return sums
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a micro-batch's share of the minibatch loss, and its statistics."""
+        """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch."""
         policy, method = self._policy, self._method
         lengths = batch.lengths[rows]
         tokens = batch.tokens[rows, : int(lengths.max())]

@@ -19,7 +19,7 @@ async def collect(
     ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
     with_logprobs: bool = True,
 ) -> ScoredRollout:  # fmt: skip
-    """Generate responses, and score each one as soon as it has ended and `ready` is done.
+    """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored rollout.
 
     A served reference also receives each row as soon as it ends; the policy's own log-probs are computed while requests
     are in flight. A row without reference log-probs counts as not scored.
@@ -30,7 +30,7 @@ async def collect(
         with_logprobs: compute the policy's log-probs even without `with_kl`.
 
     Raises:
-        RequestFailed, or whatever `ready` raises.
+        NotFinite from generation, or the error of `ready`.
     """
     stream = ScoringStream(scorer, ready=ready, rows_per_request=scorer.rows_per_request)
     asked = reference.stream(in_thread) if with_kl else None

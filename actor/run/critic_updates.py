@@ -1,4 +1,4 @@
-"""Critic updates in flight: sent to the server beside the policy's update, awaited when scoring needs their weights."""
+"""Critic updates in flight: sent before the policy's update, awaited when scoring needs their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticUpdates:
-    """The updates that were sent and whose weights have not been awaited yet; none in a run without a critic."""
+    """Critic updates that were sent but whose weights have not been awaited yet; empty in a run without a critic."""
 
     def __init__(self, client: TritonClient, books: Bookkeeper, *, run_id: str) -> None:
         self._client, self._books, self._run_id = client, books, run_id
@@ -28,7 +28,7 @@ class CriticUpdates:
         self._in_flight[step] = asyncio.create_task(self.train(step, batch))
 
     async def served(self, step: int) -> None:
-        """Wait until the updates up to `step` are served, or have failed."""
+        """Wait until every update in flight up to `step` is served or has failed."""
         for sent, update in sorted(self._in_flight.items()):
             if sent <= step:
                 version = await asyncio.shield(update)  # cancelling a rollout must not cancel the update
@@ -54,5 +54,5 @@ class CriticUpdates:
         return answer.weights_version
 
     async def cancel(self) -> None:
-        """Stop waiting; updates that the server accepted are in its journal and not lost."""
+        """Stop waiting for updates; those that the server has accepted are in its journal and will be trained."""
         await cancelled(self._in_flight.values())

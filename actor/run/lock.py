@@ -18,7 +18,7 @@ class ActorRuns(RlhfError):
 
 @contextlib.contextmanager
 def only_actor(run_dir: Path) -> Iterator[None]:
-    """Hold the actor's exclusive lock on `run_dir`, on this host and hosts that share its locks. Raises ActorRuns."""
+    """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises ActorRuns."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / LOCK_FILE).open("a") as file:
         try:

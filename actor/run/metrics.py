@@ -37,7 +37,7 @@ class Timers:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to `name`."""
+        """Add the duration of the block to phase `name`."""
         start = time.monotonic()
         try:
             yield
@@ -50,7 +50,7 @@ class Timers:
         self.spans.append((name, self._epoch + start, self._epoch + end))
 
     def include(self, other: Timers) -> None:
-        """Add the phases of another part of the step."""
+        """Add the phases of `other`, which measured another part of the step."""
         for name, seconds in other.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.spans += other.spans
@@ -76,12 +76,12 @@ class MetricsLog:
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
-        """Append one line to metrics.jsonl and chart it."""
+        """Append the metrics as one line to metrics.jsonl, and chart them."""
         append_jsonl(self._path, [{"step": step, "time": time.time(), **metrics}])
         self.chart(metrics, step)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Send metrics to TensorBoard and the trackers only; counts become a TensorBoard histogram."""
+        """Send metrics to TensorBoard and the trackers, not to the file; counts become a TensorBoard histogram."""
         for name, value in metrics.items():
             if isinstance(value, dict):
                 self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)

@@ -27,7 +27,7 @@ from python_backend.config import RunConfig
 
 
 class RunParts:
-    """What the training loop works with."""
+    """Base class of the training loop: creates the parts of the run as attributes."""
 
     def __init__(self, config: RunConfig, client: TritonClient) -> None:
         self.settings = actor = config.actor

@@ -78,7 +78,8 @@ class Bookkeeper:
         """Restore the newest intact checkpoint and rewind the critic, if any, to it; return its step, 0 for a new run.
 
         Raises:
-            CheckpointError: no checkpoint is intact, or it belongs to a run with other settings.
+            CheckpointError: no checkpoint is intact, or the newest intact one was saved with other settings.
+            RequestFailed: the critic cannot be rewound.
         """
         sweep(self._dir)
         step, state = await self._newest_usable()
@@ -141,7 +142,7 @@ class Bookkeeper:
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
     def prompts_taken(self, step: int) -> int:
-        """Return the prompts used by the steps up to `step`.
+        """Return the number of prompts used by all steps up to `step`.
 
         Steps before the resume may have used other settings, so their count comes from the checkpoint.
         """
@@ -221,7 +222,7 @@ class Bookkeeper:
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
         if when != "between":
             self._validations[when] = result
-            path = self._dir / "samples.jsonl"  # "before" starts the file anew
+            path = self._dir / "samples.jsonl"  # "before" overwrites the file
             kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
             write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
             write_json(self._dir / f"validation_{when}.json", line)
@@ -260,7 +261,7 @@ class Bookkeeper:
         return step in saved_steps(self._checkpoints)
 
     async def checkpoint(self, step: int) -> None:
-        """Write the policy, which must not change meanwhile, and request the critic's checkpoint without waiting."""
+        """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint."""
         state = {
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
             "critic_step": step, "weights_version": self.weights_version, "prompts_taken": self.prompts_taken(step),
@@ -306,7 +307,7 @@ class Bookkeeper:
         return summary
 
     def _validated_figures(self) -> dict[str, float]:
-        """Return the figures of the first and the last validation; empty without validation."""
+        """Return the summary entries of the first and the last validation; empty without validation."""
         before, after = self._validation("before"), self._validation("after")
         found = {
             "reward_before": before.get("reward"),
@@ -317,7 +318,7 @@ class Bookkeeper:
         return {name: value for name, value in found.items() if value is not None}
 
     async def _critic_figures(self, scorer: Scorer, *, steps: int) -> dict[str, float]:
-        """Return the critic's figures.
+        """Return the summary entries of the critic.
 
         `ev_last` is measured on the responses of the first validation, so that it is comparable with `ev_v0`.
         """

@@ -28,7 +28,7 @@ class Collected:
 
 
 class Rollouts:
-    """Collects the rollout of each step; at most one is under way."""
+    """Collects the rollout of each step; at most one is in progress."""
 
     def __init__(
         self, settings: ActorSection, inputs: StepInputs, policy: Policy, scorer: Scorer, reference: Reference,
@@ -40,12 +40,12 @@ class Rollouts:
         self._begun: asyncio.Task[Collected] | None = None
 
     async def begin(self, step: int, *, updated: int) -> None:
-        """Start the rollout of `step` with the policy as it is now, which contains the updates up to `updated`."""
+        """Start the rollout of `step` with the current policy, which contains the updates up to step `updated`."""
         await self._in_thread(self._policy.renew_sampler)
         self._begun = asyncio.create_task(self.collect(step, updated=updated))
 
     async def take(self, step: int) -> Collected:
-        """Return the rollout of `step`, started now unless it was begun ahead."""
+        """Return the rollout of `step`, starting it now if it was not started in advance."""
         if self._begun is None:
             await self.begin(step, updated=step - 1)
         assert self._begun is not None
@@ -73,10 +73,10 @@ class Rollouts:
         return Collected(scored, timers, updated)
 
     async def settle(self) -> None:
-        """Wait until no rollout uses the sampler; an error of the rollout is raised where it is taken."""
+        """Wait until no rollout uses the sampler; if the rollout failed, `take` raises its error."""
         if self._begun is not None:
             await asyncio.wait([self._begun])
 
     async def cancel(self) -> None:
-        """Drop the rollout that is under way, if any."""
+        """Cancel the rollout in progress, if any."""
         await cancelled([self._begun] if self._begun else [])

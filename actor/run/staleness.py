@@ -2,7 +2,7 @@
 
 Versions count published weights and steps count updates, so a rewind, a rollback or `publish.every` makes them diverge.
 The manifests of the weights store map versions to steps. Without access to the store, the actor infers the step from
-the responses of critic_train, and counts a version that these do not explain as containing no update.
+the responses of critic_train, and treats a version that they do not explain as containing no update.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class VersionSteps:
     def step_of(self, version: int, *, sent: int) -> int:
         """Return the last update that `version` contains, after `sent` updates have been sent.
 
-        Without a manifest, a version that no response has named is extrapolated from the last named version before it.
-        If it would then contain an update of a later version, or one not sent yet, it was published by a rollback, and
-        its weights may be of any age: the result is 0.
+        Without a manifest, the step of a version that no response named is extrapolated from the last named version.
+        If the extrapolated step reaches that of a later named version, or exceeds `sent`, a rollback published the
+        version; its weights may be of any age, so the result is 0.
         """
         found = self._manifest_step(version)
         if found is not None:
@@ -74,7 +74,7 @@ class VersionSteps:
         return step if version == known or step < later else 0
 
     def histogram(self, versions: Iterable[int], *, sent: int) -> dict[int, int]:
-        """Count rows by staleness.
+        """Return the number of rows per staleness.
 
         Args:
             versions: the weights version that scored each row.

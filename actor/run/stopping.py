@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first stops the run with a checkpoint, within a grace period; the second exits at once."""
+"""Handles SIGTERM and Ctrl-C: the first signal stops the run with a checkpoint, the second exits at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """A request to stop the run."""
+    """Stops the run on request."""
 
     def __init__(self) -> None:
         self._requested = asyncio.Event()
@@ -50,7 +50,7 @@ class Stop:
 
 
 class TimeLimit:
-    """The limit `actor.max_minutes` of a run that starts now."""
+    """The time limit `actor.max_minutes`, measured from the creation of this object."""
 
     def __init__(self, max_minutes: float | None) -> None:
         self._max_minutes, self._started = max_minutes, time.monotonic()
@@ -61,7 +61,7 @@ class TimeLimit:
         return time.monotonic() - self._started
 
     def is_over(self, step: int, of: int) -> bool:
-        """Return whether the limit is reached after `step`, and log it."""
+        """Return whether the limit is reached after `step` of `of` steps; log it if so."""
         if self._max_minutes is None or self.seconds < 60 * self._max_minutes:
             return False
         logger.warning(
@@ -75,13 +75,13 @@ def stop_on_signals(stop: Stop, grace_s: float) -> None:
     """Request `stop` at the first signal; end the process at the second, or `grace_s` after the first.
 
     Call in the main thread, with the event loop running. The loop's own handler is used because it wakes the loop even
-    if the signal arrives just before it waits. The process's handler only restores the default action for the second
-    signal: it runs between any two bytecodes of the main thread, which may hold locks, so it must not do more.
+    if the signal arrives just before it waits. The handler of `signal.signal` only restores the default action for
+    the second signal: it may interrupt the main thread anywhere, even while it holds a lock, so it must not do more.
     """
     loop = asyncio.get_running_loop()
 
     def begin() -> None:
-        logger.info("stopping: writing a checkpoint of the last whole step (at most %g s)", grace_s)
+        logger.info("stopping: writing a checkpoint of the last complete step (at most %g s)", grace_s)
         stop.request()
         timer = threading.Timer(grace_s, _give_up, (grace_s,))  # not loop.call_later: the loop may be busy writing
         timer.daemon = True
@@ -97,7 +97,7 @@ def stop_on_signals(stop: Stop, grace_s: float) -> None:
 
 
 def end_forwards(*models: Any) -> None:
-    """Make every further forward pass of these models raise, so that threads of a cancelled rollout end soon."""
+    """Make all later forward passes of these models raise, so that threads of a cancelled rollout end soon."""
 
     def refuse(*_: Any) -> None:
         raise asyncio.CancelledError
@@ -107,6 +107,6 @@ def end_forwards(*models: Any) -> None:
 
 
 def _give_up(grace_s: float) -> None:
-    """Exit without waiting for compute threads, as a regular exit would."""
+    """Exit at once; a regular exit would wait for the compute threads."""
     logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) expired; %s", grace_s, RESUMES)
     os._exit(INTERRUPTED)

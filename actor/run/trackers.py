@@ -1,4 +1,4 @@
-"""Optional trackers: Weights & Biases and MLflow. A tracker that fails is logged and dropped."""
+"""Optional trackers: Weights & Biases and MLflow. A tracker that fails is disabled with a warning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table of these rows; W&B joins the tables of all steps under one name."""
+        """Log these rows as a table; W&B joins the tables of all steps under one name."""
         columns = list(rows[0])
         table = self._table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({TABLE: table}, step=rows[0]["step"])
@@ -55,7 +55,7 @@ class MlflowTracker:
         self._mlflow.log_metrics(dict(metrics), step=step)
 
     def add_texts(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table of these rows, one file per step: `log_table` would rewrite the run's whole table each time."""
+        """Log these rows as a table, one file per step: `log_table` would rewrite the run's whole table each time."""
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
         self._mlflow.log_dict(table, f"{TABLE}/{rows[0]['step']:08d}.json")
 
@@ -68,7 +68,7 @@ KINDS: dict[str, type[WandbTracker] | type[MlflowTracker]] = {"wandb": WandbTrac
 
 
 class Trackers:
-    """All configured trackers; one that fails is dropped, and the run continues."""
+    """All configured trackers; a tracker that fails is disabled, and the run continues."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
         """Start each tracker. Raises TrackerMissing if one is not installed."""
@@ -107,5 +107,5 @@ class Trackers:
         except Exception as error:  # an unreachable dashboard must not end a long run
             self._open.pop(name, None)
             logger.warning(
-                "%s is disabled, metrics.jsonl still has everything: %s: %s", name, type(error).__name__, error
+                "%s is disabled, metrics.jsonl still has all metrics: %s: %s", name, type(error).__name__, error
             )

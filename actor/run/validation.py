@@ -38,20 +38,20 @@ class Validation:
 
 
 class Validator:
-    """Validates the policy on the held-out prompts; without any, not at all."""
+    """Validates the policy on the held-out prompts; do not call `run` if there are none."""
 
     def __init__(
         self, prompts: list[Prompt], policy: Policy, scorer: Scorer, reference: Reference, *, greedy: bool,
         with_kl: bool, seed: int, in_thread: InThread,
     ) -> None:  # fmt: skip
-        """`seed`: of the run; the same in every validation."""
+        """`seed`: of the run; every validation samples with the same seed."""
         self.prompts = prompts
         self._greedy, self._with_kl = greedy, with_kl
         self._policy, self._scorer, self._reference = policy, scorer, reference
         self._seed, self._in_thread = seed + SEED_OFFSET, in_thread
 
     async def run(self) -> Validation:
-        """Generate one response per prompt, sampled or greedy, and score it. Raises RequestFailed."""
+        """Generate one response per prompt, sampled or greedy, score them, and return the result. Raises NotFinite."""
         await self._in_thread(self._policy.renew_sampler)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ready.set_result(None)
@@ -66,14 +66,14 @@ class Validator:
 
 
 def explained(rollout: Rollout, rewards: torch.Tensor, scores: Scores) -> float:
-    """Return the explained variance of the values over scored rows."""
+    """Return the explained variance of the critic's values over scored rows."""
     returns, mask = score_returns(rewards, rollout)
     mask = mask * scores.scored[:, None]
     return float(explained_variance(scores.values[:, :-1], returns, mask))
 
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return the lines of a validation for samples.jsonl."""
+    """Return one line per response of a validation, for samples.jsonl."""
     lines = []
     rollout = validation.rollout
     for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.rows(), strict=True)):

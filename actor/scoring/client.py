@@ -75,7 +75,7 @@ class TritonClient:
         training_key_env: str | None = None,
         retry_reserve: int = RETRY_RESERVE,
     ) -> None:
-        """`url`: of the server, where `settings.servers` names none; `retry_reserve`: size of each retry budget."""
+        """`url`: the server's address, unless `settings.servers` is set; `retry_reserve`: size of each retry budget."""
         self.counters = RequestCounters()
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings
@@ -109,7 +109,7 @@ class TritonClient:
         await self._servers.close()
 
     async def model_parameters(self, model: str) -> dict[str, str]:
-        """Return a model's `parameters` from its configuration, and adopt its data type for tokens in later requests.
+        """Return the `parameters` of a model's configuration, and use its token data type in later requests.
 
         This is the first request to a server, so it is retried at most once and does not wait out an outage.
 
@@ -131,17 +131,17 @@ class TritonClient:
         self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
         width: int = 0,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """Request outputs of critic_infer for n token rows, padded to the longest, S.
+        """Return outputs of critic_infer for n token rows, which are sent padded to S, the longest row or `width`.
 
         Args:
             rows: int64 `[length_i]` each.
             outputs: names among `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1] and, if several rewards
                 are served, `reward_components` [n, C] and `reward_errors` [n, 1].
-            metadata: one dictionary per row for reward functions; None: none is sent.
+            metadata: one dictionary per row for reward functions; None: send no metadata.
             width: pad to at least this many tokens, for servers that batch only requests of equal length.
 
         Raises:
-            RequestFailed: no response within the retries, or the request itself is invalid.
+            RequestFailed: all attempts failed, or the request itself is invalid.
         """
         inputs = {**_padded(rows, width), **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs)
@@ -150,7 +150,7 @@ class TritonClient:
         self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
         metadata: list[dict[str, Any]] | None = None, *, width: int = 0,
     ) -> dict[str, np.ndarray]:  # fmt: skip
-        """Request outputs of reward_model only, for n token rows; otherwise as `score`.
+        """Like `score`, but return outputs of reward_model; the critic does not run.
 
         Raises RequestFailed.
         """
@@ -160,7 +160,7 @@ class TritonClient:
     async def score_sentences(
         self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
     ) -> dict[str, np.ndarray]:
-        """Request outputs of reward_model for n texts, tokenised with its own tokenizer; otherwise as `score`.
+        """Like `score`, but return outputs of reward_model for n texts, which it tokenises with its own tokenizer.
 
         Raises RequestFailed.
         """
@@ -168,7 +168,7 @@ class TritonClient:
         return await self._infer(contract.REWARD_MODEL, inputs, outputs)
 
     async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
-        """Return log-probs float32 `[n, S]` of n token rows under the reference; index t holds token t+1's.
+        """Return log-probs float32 `[n, S]` of n token rows under the reference; index t belongs to token t+1.
 
         `contract.LOGPROBS` defines the output.
 
@@ -181,9 +181,10 @@ class TritonClient:
         """Train the critic on `payload` as step `step`. Idempotent: the server recognises a repeated step.
 
         Raises:
-            ServerFailed: the update failed; the step counts as done and the next one may be sent. The message has the
-                sidecar's cause.
-            RequestFailed: refused, or not served within the retries; the message says what the journal holds.
+            ServerFailed: the update failed, for the reason in the message. The step counts as done, so the next one may
+                be sent.
+            RequestFailed: the server refused the request, or all attempts failed; the message says what the journal
+                holds.
         """
         inputs = {**payload, **_run(run_id), contract.STEP: np.asarray([step], np.int64)}
         outputs = (contract.LOSS_MEAN, contract.WEIGHTS_VERSION)
@@ -193,7 +194,7 @@ class TritonClient:
     async def save(self, *, run_id: str, step: int, keep_steps: Sequence[int] | None = None) -> int:
         """Request the critic's checkpoint of `step`; return the served weights version.
 
-        `keep_steps`: which of the critic's checkpoints up to `step` are still needed; None: it keeps the newest.
+        `keep_steps`: steps of the critic's checkpoints, up to `step`, to keep; None: keep the newest ones.
         Raises RequestFailed.
         """
         inputs = {contract.DUMMY_VAR: np.zeros(1, np.int64), **_run(run_id), contract.STEP: np.asarray([step])}
@@ -204,7 +205,7 @@ class TritonClient:
     async def rewind(self, *, run_id: str, step: int) -> int:
         """Rewind the critic to `step`; return the served weights version. Raises RequestFailed.
 
-        This client then owns the run: requests of previous owners are refused, however late they arrive.
+        This client then owns the run: requests of previous owners that arrive later are refused.
         """
         self._sender = Sender(self._sender.session, self._sender.rewinds + 1)
         return await self._save({**_run(run_id), contract.REWIND_TO: np.asarray([step], np.int64)})
@@ -242,7 +243,7 @@ class TritonClient:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Register the calling task, so that closing the client cancels it; cancels at once if already closed."""
+        """Register the calling task, so that closing the client cancels it; raise CancelledError if it is closed."""
         caller = asyncio.current_task()
         if self._is_closed or caller is None:
             raise asyncio.CancelledError
@@ -278,7 +279,7 @@ class TritonClient:
             raise
 
     def _pause_s(self, course: Course, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
-        """Return the pause before the next attempt; 0 if it goes to another server or waits for one anyway.
+        """Return the pause in seconds before the next attempt; 0 if the attempt goes to or waits for another server.
 
         Raises RequestFailed if there is no next attempt.
         """
@@ -303,7 +304,7 @@ class HTTPConnection:
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
 
     async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
-        """Return the result of `ask`, within the deadline. Raises Trouble."""
+        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline."""
         try:
             async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
                 return await ask(self)
@@ -320,7 +321,7 @@ class HTTPConnection:
 
 
 def _trouble(error: Exception, deadline_s: float) -> Trouble:
-    """Classify an error: 503, dead model processes, timeouts and connection errors are transient, the rest final."""
+    """Classify an error: 503, a dead model process, timeouts and connection errors are transient, the rest final."""
     if isinstance(error, InferenceServerException):
         message, status = str(error.message()), str(error.status() or "")
         kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)

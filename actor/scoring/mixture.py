@@ -1,4 +1,4 @@
-"""Mixtures of rewards that the server sums: their names, the metadata they need, and the causes of failures."""
+"""Mixtures of rewards that the server sums: reward names, metadata for reward functions, and causes of failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RewardMixture:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> RewardMixture:
-        """Read the mixture from reward_model's `parameters`."""
+        """Create the mixture from the `parameters` of reward_model."""
         return cls(tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]")))
 
     @property
@@ -42,11 +42,11 @@ class RewardMixture:
                 )
 
     def metadata(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Return a row's metadata: the prompt's other columns and, for reward functions, both texts."""
+        """Return a row's metadata: the prompt's other columns and, for a mixture, the texts of prompt and response."""
         texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if self.names else {}
         return {**prompt.metadata, **texts}
 
     def causes(self, answer: Mapping[str, np.ndarray]) -> list[str]:
-        """Return why rows in `answer` have no reward, one entry per such row."""
+        """Return why rows of the response `answer` have no reward, one entry per such row."""
         found = answer.get(REWARD_ERRORS)
         return [] if found is None else [item.decode("utf-8", "replace") for item in found[:, 0] if item]

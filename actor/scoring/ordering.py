@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Turn:
-    """Position of one training request in the queue, until it is answered."""
+    """Position of one training request in the queue, until its response arrives."""
 
     sent_to: str | None = None
     """Server of the first attempt while it is in flight; None: not sent yet, or held up."""
     held_up: bool = False
-    """Set once the request has been sent or had to wait. From its next attempt on, the requests behind it wait until it
-    is answered: released at the same moment, they might arrive first."""
+    """True once the request has been sent or had to wait. From its next attempt on, later requests wait for its
+    response: if they were sent at the same moment, they might arrive first."""
 
 
 class Turns:
-    """Queue of unanswered training requests.
+    """Queue of training requests without a response.
 
-    A step may be sent while the previous one is still training. It must wait, however, if the previous one may not have
-    arrived yet: because it waits for a server, is being retried, or was sent to a server that was lost.
+    A step may be sent while the previous one is still training. It must wait, however, if the previous request may not
+    have arrived yet because it waits for a server, is being retried, or was sent to a server that was lost.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,10 @@ class Turns:
             self._change()
 
     async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
-        """Wait until `turn` may be sent to `server()`.
+        """Wait until the request of `turn` may be sent to the server that `server()` returns.
 
-        All earlier requests must be on their first attempt at that server or, if `turn` was held up, answered.
+        If `turn` was not held up, all earlier requests must be on their first attempt at that server. Otherwise all of
+        them must have received their response.
         """
         while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
             turn.held_up = True
@@ -52,7 +53,7 @@ class Turns:
 
     @contextmanager
     def under_way(self, turn: Turn | None, server: str) -> Iterator[None]:
-        """Mark an attempt as in flight to `server` within the block; does nothing without a turn."""
+        """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""
         if turn is None:
             yield
             return

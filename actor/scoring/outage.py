@@ -1,4 +1,4 @@
-"""Logs outages, in which no server is healthy: at the start, every 30 s, and at the end."""
+"""Logs each outage (no server is healthy) when it starts, every 30 s, and when it ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMIND_EVERY_S = 30.0
 
 
 class Outage:
-    """One outage, from the first request without a healthy server until there is one again."""
+    """One outage, from the first request without a healthy server until a server is healthy again."""
 
     def __init__(self, causes: Callable[[], str], longest_s: float) -> None:
         self.models: set[str] = set()  # models with waiting requests
@@ -26,7 +26,7 @@ class Outage:
         return time.monotonic() - self._began
 
     async def remind(self) -> None:
-        """Log every `REMIND_EVERY_S` that the outage continues, until cancelled."""
+        """Log every `REMIND_EVERY_S` seconds that the outage continues, until cancelled."""
         while True:
             await asyncio.sleep(REMIND_EVERY_S)
             logger.warning("no healthy server for %.0f s: %s", self.seconds, self._causes())

@@ -1,6 +1,6 @@
 """Least-loaded balancing over healthy servers; waits while none is healthy.
 
-A lost server receives no requests until all models requested so far are ready there.
+A lost server receives no requests until it reports all models requested so far as ready.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ C = TypeVar("C", bound=Connection)
 class Suspension:
     """A model whose process has died on one server.
 
-    Triton still reports it as ready, so probes cannot tell: after a pause, single requests try it.
+    Triton still reports the model as ready, so probes do not show its recovery. Instead, after a pause, one request
+    at a time tries it.
     """
 
     losses: int
@@ -54,8 +55,8 @@ class Server(Generic[C]):
     url: str
     connection: C
     in_flight: int = 0
-    losses: int = 0  # since it last answered a request
-    down: str | None = None  # why it is set aside
+    losses: int = 0  # times that it was lost or not ready since its last response
+    down: str | None = None  # why the server is set aside; None: it receives requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
     probe: asyncio.Task[str | None] | None = None
 
@@ -67,7 +68,7 @@ class Server(Generic[C]):
 
 
 class ServerPool(Generic[C]):
-    """All servers that the actor may ask."""
+    """All servers that the actor may send requests to."""
 
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters
@@ -95,11 +96,11 @@ class ServerPool(Generic[C]):
 
         Args:
             model: the requested model.
-            writes: keep using the same server while it is healthy.
-            patient: wait if no server is healthy; otherwise try one that was set aside.
+            writes: the request changes state, so select the same server as last time while that one is healthy.
+            patient: if no server is healthy, True: wait for one; False: return one that was set aside.
 
         Raises:
-            RequestFailed: no server was healthy for `max_outage_s`, or a name cannot be resolved.
+            RequestFailed: no server was healthy for `max_outage_s`, or an address cannot be resolved.
         """
         self._models.add(model)
         server = await self._find(model, writes=writes, patient=patient and self._settings.max_outage_s > 0)
@@ -117,13 +118,16 @@ class ServerPool(Generic[C]):
             await self._close_gone()
 
     def answered(self, server: Server[C], model: str) -> None:
-        """Record that the server has answered a request for this model."""
+        """Record that the server has responded to a request for this model."""
         server.losses = 0 if server.down is None else server.losses
         if server.suspended.pop(model, None):
             self._change()
 
     async def failed(self, server: Server[C], model: str, trouble: Trouble) -> bool:
-        """Set the server aside if it is lost; return whether it is. If it may only be overloaded, probe it first."""
+        """Set aside the server if it is lost, or only the model if its process died; return whether either happened.
+
+        A server that may only be overloaded is probed first.
+        """
         if trouble.kind.is_final:
             self.answered(server, model)
             return False
@@ -139,7 +143,7 @@ class ServerPool(Generic[C]):
         return any(server.takes(model) for server in self.servers)
 
     async def close(self) -> None:
-        """End the probes and close all connections."""
+        """Cancel the probes and close all connections."""
         everyone = [*self.servers, *self._gone]
         tasks = [*self._tasks, *(server.probe for server in everyone if server.probe)]
         for task in tasks:
@@ -168,13 +172,16 @@ class ServerPool(Generic[C]):
         return min((s for s in in_turn if s.takes(model)), key=lambda server: server.in_flight, default=None)
 
     def _writing(self, model: str) -> Server[C] | None:
-        """Return the server for training requests: always the same one, or they might overtake each other."""
+        """Return the server for training requests, None if there is none.
+
+        It stays the same while it is healthy, because requests to different servers might overtake each other.
+        """
         if self._writer not in self.servers or not self._writer.takes(model):
             self._writer = next((server for server in self.servers if server.takes(model)), None)
         return self._writer
 
     async def _look_up(self) -> None:
-        """Resolve the addresses; add new servers, and drop those that are set aside and no longer resolved."""
+        """Resolve the addresses; add new servers, and drop those set aside that are no longer found."""
         async with self._looking_up:
             urls: dict[str, None] = {}
             for address in self._addresses:
@@ -233,7 +240,7 @@ class ServerPool(Generic[C]):
         self._change()
 
     async def _why_not_ready(self, server: Server[C]) -> str | None:
-        """Probe the server; return None if all models are ready. Concurrent callers share one probe."""
+        """Probe the server; return why it is not ready, or None if it is. Concurrent callers share one probe."""
         if server.probe is None or server.probe.done():
             server.probe = asyncio.create_task(self._probe(server))
         return await asyncio.shield(server.probe)
@@ -247,7 +254,7 @@ class ServerPool(Generic[C]):
 
     def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
         known = server.suspended.get(model)
-        if known and not known.on_trial:  # one of many requests in flight when the process died
+        if known and not known.on_trial:  # already recorded by another request in flight when the process died
             return
         losses = known.losses + 1 if known else 1
         pause_s = self._pause_s(losses)

@@ -29,7 +29,7 @@ class OwnReference:
         self._policy = policy
 
     async def compare(self) -> None:
-        """Do nothing: the copy is the policy's own."""
+        """Do nothing: the reference comes from the policy itself."""
 
     def stream(self, in_thread: InThread) -> OwnStream:
         """Return the stream of one rollout; `in_thread` runs torch outside the event loop."""
@@ -37,7 +37,7 @@ class OwnReference:
 
 
 class OwnStream:
-    """Computes all rows at once after generation."""
+    """Computes the log-probs of all rows at once, after generation."""
 
     def __init__(self, policy: Policy, in_thread: InThread) -> None:
         self._policy, self._in_thread = policy, in_thread
@@ -46,7 +46,7 @@ class OwnStream:
         """Do nothing: rows are computed in `logprobs`."""
 
     async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
-        """Compute the log-probs of every row."""
+        """Return the log-probs of all rows."""
         logprobs = await self._in_thread(self._policy.logprobs, whole, reference=True)
         return ReferenceLogprobs(logprobs, torch.ones(len(whole.prompts), dtype=torch.bool), [])
 
@@ -70,7 +70,8 @@ class ServedReference:
         The weights are compared only if `reference.checkpoint` is accessible from here.
 
         Raises:
-            ModelMismatch: it differs in vocabulary, dtype, temperature, banned tokens or weights, or is not served.
+            ModelMismatch: the reference is not served, or differs in vocabulary, dtype, temperature, banned tokens or
+                weights.
             RequestFailed: the server cannot be reached.
         """
         try:
@@ -113,20 +114,20 @@ class ServedReference:
         return ServedStream(self.ask, rows_per_request=self._rows_per_request)
 
     async def ask(self, rollout: Rollout) -> ReferenceLogprobs:
-        """Request the log-probs of the rows of `rollout`; if the request fails, no row is known."""
+        """Request and return the log-probs of all rows of `rollout`; if the request fails, `known` is False for all."""
         count, width = rollout.tokens.shape
         try:
             logprobs = torch.tensor(await self._client.logprobs(rollout.rows()))[:, :-1]
         except RequestFailed as error:  # counted and masked by the caller
             return ReferenceLogprobs(torch.zeros(count, width - 1), torch.zeros(count, dtype=torch.bool), [str(error)])
         mask = response_mask(rollout.prompt_lengths, rollout.lengths, width)
-        known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # a banned token in a prompt has -inf
+        known = torch.where(mask > 0, logprobs, 0.0).isfinite().all(-1)  # a banned token in a prompt has log-prob -inf
         failures = [] if known.all() else [f"{REFERENCE} returned log-probs that are not finite for a response"]
         return ReferenceLogprobs(torch.where(known[:, None], logprobs, 0.0), known, failures)
 
 
 class ServedStream(RowStream[ReferenceLogprobs]):
-    """Requests log-probs of rows while others are generated; unlike scoring, does not wait for the critic."""
+    """Requests log-probs of rows while others are still being generated; unlike scoring, never waits for the critic."""
 
     async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
         """Return the log-probs of all rows, in the order of `whole`."""
@@ -152,7 +153,7 @@ def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> R
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:
-    """Mark rows without reference log-probs as not scored."""
+    """Return `scores` with rows without reference log-probs marked as not scored."""
     if reference.known.all():
         return scores
     scored = scores.scored & reference.known

@@ -15,7 +15,7 @@ RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small
 
 
 class RequestFailed(RlhfError):
-    """A request failed for good; the message names model, server, attempts and cause."""
+    """A request failed and is not retried any more; the message names model, server, attempts and cause."""
 
 
 class ServerFailed(RequestFailed):
@@ -28,7 +28,7 @@ class OverBudget(RequestFailed):
 
 @dataclass
 class RequestCounters:
-    """What the client saw; a request that succeeded in the end did not fail."""
+    """Counts of requests, retries and outages; a request that succeeds after retries does not count as failed."""
 
     requests: int = 0
     retries: int = 0
@@ -45,14 +45,14 @@ class RequestCounters:
 
 
 class Kind(Enum):
-    """Kind of a failed attempt."""
+    """Why an attempt failed."""
 
     UNREACHABLE = "no connection, so nothing was sent"
-    LOST = "the connection broke, or no answer came in time"
+    LOST = "the connection broke, or no response came in time"
     DEAD = "the model's process has died"
-    BUSY = "not now: 503"
-    FAILED = "done, and failed: 500"
-    WRONG = "the request will never be answered"
+    BUSY = "the server is busy: 503"
+    FAILED = "the server executed the request, and it failed: 500"
+    WRONG = "the server rejects the request"
 
     @property
     def is_final(self) -> bool:
@@ -64,7 +64,7 @@ class Trouble(Exception):
     """A failed attempt; raised `from` the original error."""
 
     def __init__(self, kind: Kind, what: str, why: str = "", *, hint: str = "") -> None:
-        """`what` happened, and `why`, as parts of a sentence: "critic at host:8000 refused after 2 attempts: why"."""
+        """`what`, `why` and `hint` form a sentence: "critic at host:8000 <what> after 2 attempts: <why><hint>"."""
         super().__init__(what, why)
         self.kind, self.what, self.why, self._hint = kind, what, why, hint
 
@@ -86,7 +86,7 @@ class RetryBudget:
         self._tokens = self._most
 
     def earn(self) -> None:
-        """Add the share of one request."""
+        """Add the share of a token that one request earns."""
         self._tokens = min(self._most, self._tokens + self._per_request)
 
     def spend(self) -> bool:
@@ -103,8 +103,8 @@ class Course:
     | failure | the server | the request |
     |---|---|---|
     | no connection | set aside | goes to another server, or waits for one; costs no retry |
-    | connection lost, model process dead | set aside | the same, but costs one of its own retries |
-    | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one of the budget |
+    | connection lost, model process dead | set aside | the same, but costs one own retry |
+    | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one token of the budget |
     | anything else | stays | fails |
     """
 
@@ -116,19 +116,19 @@ class Course:
         self._unreached_since: float | None = None
 
     def moves_on(self, trouble: Trouble, url: str) -> None:
-        """Record a retry without a pause, as the server was set aside. Raises RequestFailed if none is left."""
+        """Record a retry without a pause, after the server was set aside. Raises RequestFailed if no retry is left."""
         if trouble.kind is not Kind.UNREACHABLE:
             self._reached(trouble, url)
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
         elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
-            # Servers pass the probe but refuse this request's connections, so no outage ends it.
+            # Servers pass the probe but refuse this request's connections, so `max_outage_s` of the pool never applies.
             raise self._failure(trouble, url) from trouble.__cause__
         self.retried += 1
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
-        """Return the seconds to wait before a retry at a server that is up. Raises RequestFailed if none is left."""
+        """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)

@@ -1,4 +1,4 @@
-"""Scores rollouts: sends all rows concurrently, without the rollout's padding, and marks failed rows as not scored."""
+"""Scores rollouts: sends rows concurrently, without the rollout's padding, and marks failed rows as not scored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = dict[str, np.ndarray] | str  # outputs, or the error message
 
 
 class ModelMismatch(RlhfError):
-    """The served models do not fit the policy, e.g. another vocabulary, or several rewards per row."""
+    """The served models do not fit the policy: they have e.g. another vocabulary, or several rewards per row."""
 
 
 class Scorer:
@@ -29,7 +29,7 @@ class Scorer:
     def __init__(
         self, client: TritonClient, tokenizer: Any, *, rows_per_request: int, with_critic: bool = True
     ) -> None:
-        """`with_critic`: request values as well; otherwise they are 0, with version -1."""
+        """`with_critic`: request values as well; if False, values are 0 and their version is -1."""
         self._client = client
         self.has_critic = with_critic
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ class Scorer:
 
         Raises:
             ModelMismatch: the critic is not served or has another vocabulary, a model's configuration names no
-                tokenizer, or the reward model's attributes are not merged.
+                tokenizer, or the reward model returns several rewards per row.
             RequestFailed: the server cannot be reached.
         """
         ours = fingerprint(self._tokenizer)
@@ -55,14 +55,14 @@ class Scorer:
             if int(parameters.get("num_rewards") or 1) > 1:
                 raise ModelMismatch(
                     f"{model} returns {parameters['num_rewards']} rewards per row, but the actor needs one; set "
-                    "reward.merge_attributes to true, and reward.attribute_weights to the weight of each of them"
+                    "reward.merge_attributes to true, and reward.attribute_weights to one weight per reward"
                 )
             if model == REWARD_MODEL:
                 self.mixture = RewardMixture.of(parameters)
             if not theirs[model]:
                 raise ModelMismatch(
-                    f"{model} was rendered without its checkpoint's tokenizer, so it cannot be compared with the "
-                    "policy's; put the tokenizer into the checkpoint folder and render the configs again"
+                    f"{model} was rendered without its checkpoint's tokenizer, so it cannot be checked against "
+                    "the policy's; put the tokenizer into the checkpoint folder and render the configs again"
                 )
         if theirs.get(CRITIC, ours) != ours:
             raise ModelMismatch(
@@ -84,14 +84,14 @@ class Scorer:
             ) from error
 
     async def score(self, rollout: Rollout) -> Scores:
-        """Request rewards, values and the values' weights version for every row."""
+        """Return rewards, values and the weights version of the values for every row."""
         count, step = len(rollout.prompts), self.rows_per_request
         chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
         answers = await asyncio.gather(*(self._score_chunk(rollout, chunk) for chunk in chunks))
         return _assemble(rollout, chunks, answers, self.mixture)
 
     async def values(self, rollout: Rollout) -> Scores:
-        """Request values only (the reward model does not run); rewards are 0."""
+        """Return values without running the reward model; all rewards are 0."""
         return _assemble(
             rollout,
             [slice(i, i + 1) for i in range(len(rollout.prompts))],
@@ -127,7 +127,7 @@ class Scorer:
     def render(self, rollout: Rollout, index: int) -> str:
         """Return the text for a reward model with another tokenizer.
 
-        For a chat it is the reply only, because the messages are sent as metadata.
+        For a chat prompt, it is the text of the reply only, because the messages are sent as metadata.
         """
         if MESSAGES_KEY in rollout.prompts[index].metadata:
             return self._response(rollout, index)

@@ -16,7 +16,7 @@ from actor.scoring.scorer import Scorer, join_scores
 
 T = TypeVar("T")
 # Rows that end in the same decoding step reach the event loop within a few milliseconds. Batching them pays: a request
-# of 8 rows takes a third of the CPU time, server and client together, of 8 requests of one row.
+# of 8 rows takes a third of the CPU time (server and client together) of 8 requests of one row.
 GATHER_S = 0.01
 
 
@@ -30,7 +30,7 @@ class RowStream(Generic[T]):
         Args:
             ask: sends one request for the rows of a rollout.
             rows_per_request: maximum rows per request; a smaller request is sent after `GATHER_S`.
-            ready: requests wait for it, and fail if it fails.
+            ready: requests are not sent before it completes, and fail with its error; None: send at once.
         """
         self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
         self._loop = asyncio.get_running_loop()
@@ -41,7 +41,7 @@ class RowStream(Generic[T]):
         self.span = (math.inf, 0.0)  # `time.monotonic` of the first request and the last response
 
     def take(self, index: int, row: Rollout) -> None:
-        """Queue a one-row rollout, that of prompt `index`. Thread-safe.
+        """Queue `row`, the one-row rollout of prompt `index`. Thread-safe.
 
         Raises:
             asyncio.CancelledError: the stream is closed, so generation can stop.
@@ -51,12 +51,12 @@ class RowStream(Generic[T]):
         self._loop.call_soon_threadsafe(self._add, index, row)
 
     async def answers(self) -> tuple[list[T], torch.Tensor]:
-        """Return the results in order of sending, and int64 `[B]`: for each prompt, its row in the joined results."""
+        """Return the results in sending order, and int64 `[B]`: the row of each prompt in the joined results."""
         self._send()
         return await asyncio.gather(*self._requests), torch.tensor(self._order).argsort()
 
     async def close(self) -> None:
-        """Cancel requests in flight; after `answers` there are none."""
+        """Cancel requests in flight; there are none once `answers` has returned."""
         self._is_closed = True
         for request in self._requests:
             request.cancel()
@@ -91,6 +91,6 @@ class ScoringStream(RowStream[Scores]):
         super().__init__(scorer.score, ready=ready, rows_per_request=rows_per_request)
 
     async def scores(self, width: int) -> Scores:
-        """Return the scores of all rows, ordered by index, with values padded to `width` tokens."""
+        """Return the scores of all rows, ordered by prompt index, with values padded to `width` tokens."""
         parts, order = await self.answers()
         return join_scores(parts, width).select(order)

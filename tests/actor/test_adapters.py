@@ -139,7 +139,12 @@ def test_named_layers_alone_get_adapters(checkpoint: Path):
 
 @pytest.mark.parametrize(
     ("target", "hint"),
-    [("q_porj", "; did you mean q_proj? It has"), ("lm_head", "; It has"), ("proj", "; "), ("input_layernorm", "; ")],
+    [
+        ("q_porj", " (did you mean q_proj?); choose from"),
+        ("lm_head", "adapters; choose from"),
+        ("proj", "; "),
+        ("input_layernorm", "; "),
+    ],
 )
 def test_a_name_that_no_linear_layer_has(checkpoint: Path, target: str, hint: str):
     """Also of a layer that exists but takes none, and of one beside a name that is right."""
@@ -148,7 +153,7 @@ def test_a_name_that_no_linear_layer_has(checkpoint: Path, target: str, hint: st
     message = str(caught.value)
     assert message.startswith(f"actor.policy.lora_targets: '{target}' matches no linear layer of {checkpoint}")
     assert hint in message
-    assert message.endswith("It has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
+    assert message.endswith("choose from down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj")
 
 
 def test_lora_settings_without_lora_are_refused():

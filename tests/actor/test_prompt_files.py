@@ -114,7 +114,7 @@ def test_the_first_of_text_messages_and_prompt_that_a_row_has_counts(tmp_path: P
             "answer.value: b'x' is a bytes, which JSON cannot represent; remove the column",
         ),
         ({"text": None}, "must have a text, messages or prompt column"),
-        ({"text": "too long"}, "8 tokens, must be 1 to 5 (actor.prompts.max_tokens)"),
+        ({"text": "too long"}, "8 tokens, but a prompt must have 1 to 5 (actor.prompts.max_tokens)"),
     ],
 )
 def test_errors_name_file_row_and_field(tmp_path: Path, write: Any, change: dict[str, Any], message: str):

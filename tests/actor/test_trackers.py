@@ -93,5 +93,5 @@ def test_one_that_fails_is_given_up_and_the_other_goes_on(
     ]
     assert ("mlflow.end_run", None) not in said
     assert caplog.messages == [
-        "mlflow is disabled, metrics.jsonl still has everything: ConnectionError: the tracking server is away"
+        "mlflow is disabled, metrics.jsonl still has all metrics: ConnectionError: the tracking server is away"
     ]

@@ -290,7 +290,7 @@ def test_a_policy_whose_positions_end_is_refused_at_the_start(tmp_path: Path, mo
         policy_of(tmp_path, family, **sizes)
     message = str(caught.value)
     assert "actor.prompts.max_tokens (6) + actor.generation.max_new_tokens (27) is above 32" in message
-    assert message.endswith("the number of positions that it has embeddings for; lower them")
+    assert message.endswith("the number of positions that the model has embeddings for; lower them")
     save_tiny(tmp_path, family, "language", vocab_size=len(make_tokenizer()), **sizes)
     Policy.of(actor_section(checkpoint=tmp_path, prompts_max_tokens=6, max_new_tokens=POSITIONS - 6))
 
