@@ -19,18 +19,18 @@ from python_backend.config import command_line
 from python_backend.errors import REPORTED
 
 BENCHMARKS = {
-    "scoring": ("benchmarks.scoring.sweep", "throughput and latency of scoring beside what users have today"),
-    "reload": ("benchmarks.reload.parts", "what reloads and updates of the critic cost its clients"),
-    "learning": ("benchmarks.learning", "every algorithm on a task whose optimum is known"),
-    "generation": ("benchmarks.generation", "generation beside what transformers offers"),
-    "step": ("benchmarks.step.phases", "a PPO step by phase, overlapped beside serial"),
-    "trl": ("benchmarks.trl.comparison", "training steps without a critic beside TRL's"),
-    "update": ("benchmarks.update", "throughput of the critic's update beside the same update padded"),
+    "scoring": ("benchmarks.scoring.sweep", "speed of scoring, compared with PyTriton and a plain HTTP server"),
+    "reload": ("benchmarks.reload.parts", "failures and latency that critic reloads and updates cause for clients"),
+    "learning": ("benchmarks.learning", "reward that each algorithm reaches on a task with a known optimum"),
+    "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),
+    "step": ("benchmarks.step.phases", "time of a PPO step by phase, overlapped and serial"),
+    "trl": ("benchmarks.trl.comparison", "GRPO and RLOO training steps, compared with TRL"),
+    "update": ("benchmarks.update", "throughput of the critic update, compared with the same update on padded rows"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark in `argv[0]`; return its exit code, 2 for an unknown one."""
+    """Run the benchmark that `argv[0]` names; return its exit code, or 2 if the name is missing or unknown."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in BENCHMARKS:
@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
-    """Measure and report, or report only; return 0 even if targets are missed, 1 on errors, 130 after a signal."""
+    """Measure and report, or only report with `--report-only`.
+
+    Return 0 even if targets are missed, 1 on errors, 130 after SIGINT or SIGTERM.
+    """
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -56,18 +59,18 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     except REPORTED as error:
         return command_line.report(error, 1)
     except KeyboardInterrupt:
-        print(f"stopped; `--report-only {out}` reports on what {out}/result.json has so far", file=sys.stderr)
+        print(f"stopped; `--report-only {out}` reports on the samples in {out}/result.json so far", file=sys.stderr)
         return 130
     return 0
 
 
 def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the benchmark's options, `--out` or `--report-only`, and `--quick`, which changes defaults only."""
+    """Parse the benchmark's options, `--out` or `--report-only`, and `--quick`, which only changes defaults."""
     parser = argparse.ArgumentParser(prog=f"python -m tools bench {name}", description=BENCHMARKS[name][1])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="folder of result.json, report.md and pictures")
-    where.add_argument("--report-only", type=Path, metavar="DIR", help="report again on DIR/result.json")
-    parser.add_argument("--quick", action="store_true", help="shows that everything works, measures nothing")
+    where.add_argument("--report-only", type=Path, metavar="DIR", help="report on DIR/result.json without measuring")
+    parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
     for key, option in benchmark.OPTIONS.items():
         option.add_to(parser, key, quick="--quick" in argv)
     return parser.parse_args(argv)
@@ -87,7 +90,7 @@ def report(benchmark: Benchmark, result: Result, out: Path) -> str:
 
 
 def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
-    """Return a row for each target."""
+    """Return a table row for each target: verdict, name, limits, detail and value."""
     return [
         {
             "": target.verdict, "target": target.name, "must be": _limits(target.low, target.high),
@@ -98,7 +101,7 @@ def targets_table(targets: Sequence[Target]) -> list[dict[str, Any]]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a Markdown table that is readable in a terminal: a column for each key, texts flush left."""
+    """Return a Markdown table that is readable in a terminal: one column per key, text aligned left, numbers right."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

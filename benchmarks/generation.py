@@ -1,4 +1,4 @@
-"""Benchmark of generation over slots against transformers. Every contender generates prescribed numbers of tokens."""
+"""Benchmark of the project's decoder against transformers. All contenders generate the same numbers of tokens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ PLAIN, CONTINUOUS = "generate", "continuous"
 LEAST_SPEEDUP = {"varied": 1.5, "equal": 1.0}
 LONGEST_PROMPT = 64
 OPTIONS = {
-    "models": Option(["1m", "7m"], f"of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
-    "rows": Option(64, "prompts", quick=12),
+    "models": Option(["1m", "7m"], f"any of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
+    "rows": Option(64, "number of prompts", quick=12),
     "longest": Option(128, "tokens of the longest response", quick=12),
-    "slots": Option([16, 32, 64], "of ours", quick=[4]),
-    "repeats": Option(5, "matched rounds", quick=1),
-    "others": Option([PLAIN, CONTINUOUS], "of transformers, beside ours", [PLAIN], known=(PLAIN, CONTINUOUS)),
+    "slots": Option([16, 32, 64], "numbers of slots of our decoder", quick=[4]),
+    "repeats": Option(5, "rounds; each measures every contender", quick=1),
+    "others": Option(
+        [PLAIN, CONTINUOUS], f"{PLAIN} and {CONTINUOUS}: transformers", [PLAIN], known=(PLAIN, CONTINUOUS)
+    ),
 }
 Contender = Callable[[], dict[int, list[int]]]
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Generate with every contender on every model and workload."""
+    """Time every contender on every model and workload."""
     import torch
 
     torch.set_num_threads(1)
@@ -46,14 +48,14 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
                 start = time.monotonic()
                 written = contenders[contender]()
                 seconds = time.monotonic() - start
-                assert [len(written[i]) for i in range(len(prompts))] == lengths, f"{contender} wrote other lengths"
+                assert [len(written[i]) for i in range(len(prompts))] == lengths, f"{contender} generated other lengths"
                 labels = {"model": name, "workload": workload, "round": number, "contender": contender}
                 record.add({**labels, "seconds": seconds, "tokens": sum(lengths)})
                 record.say(f"{name}  {workload}  round {number}  {contender}: {seconds:.2f} s")
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
-    """Return tokens/s of each contender, and how many times as fast it is as one plain call."""
+    """Return each contender's tokens/s, and its speed-up over one plain `generate` call."""
     rows = []
     for (model, workload, name), own in grouped(result["samples"], "model", "workload", "contender").items():
         matched = select(result["samples"], model=model, workload=workload)
@@ -66,7 +68,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return the speed-up of the best number of slots, and the share of identical greedy responses."""
+    """Return our speed-up with the best number of slots, and the share of identical greedy responses, by model."""
     found = []
     for (model, workload), rows in grouped(result["summary"], "model", "workload").items():
         timed = [row for row in rows if row["contender"].startswith("slots") and row["over_generate"] is not None]
@@ -78,13 +80,17 @@ def targets(result: Result) -> list[Target]:
 
 
 def make_prompts(count: int) -> list[np.ndarray]:
-    """Return prompts of the trace's lengths, at most `LONGEST_PROMPT` tokens each."""
+    """Return random prompts with the trace's lengths, but at most `LONGEST_PROMPT` tokens each."""
     generator = np.random.default_rng(SEED + 3)
     return [generator.integers(3, VOCAB_SIZE, min(n, LONGEST_PROMPT)) for n in trace_lengths(count)]
 
 
 def response_lengths(workload: str, count: int, longest: int) -> list[int]:
-    """Return equal lengths, or varied ones: the trace's log-normal lengths, scaled so that `longest` cuts some."""
+    """Return the number of response tokens of each prompt.
+
+    All are `longest` for the workload `equal`; otherwise they are the trace's log-normal lengths, scaled so that
+    some of them are clipped to `longest`.
+    """
     if workload == "equal":
         return [longest] * count
     drawn = trace_lengths(2 * count)[count:] / trace_lengths(2 * count)[count:].max()
@@ -116,7 +122,7 @@ def decoder_of(lengths: Sequence[int]) -> Any:
 
 
 def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) -> dict[int, list[int]]:
-    """Generate with our decoder."""
+    """Generate with our decoder; return the tokens of each response by prompt index."""
     import torch
 
     from actor.generation.slots import Rules
@@ -130,7 +136,7 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
 
 
 def plain(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
-    """Generate with one call of `generate` for all prompts."""
+    """Generate with one call of `generate` for all prompts; return the tokens of each response by prompt index."""
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -163,7 +169,10 @@ def generate(model: Any, prompts: list[np.ndarray], longest: int, rules: dict[st
 
 
 def continuous(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> dict[int, list[int]]:
-    """Generate with transformers' continuous batching, each request with its own length."""
+    """Generate with transformers' continuous batching, each request with its own length.
+
+    Return the tokens of each response by prompt index.
+    """
     from transformers import GenerationConfig
 
     # Without an EOS token, requests end by their length alone.

@@ -1,4 +1,7 @@
-"""Benchmark of learning: every algorithm must reach a known optimum. The reward is the share of one word of sixty."""
+"""Benchmark of learning: every algorithm must reach a known optimum.
+
+The reward is the share of one given word in the response; the vocabulary has sixty words.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tools.demo.random_models import random_llama
 from tools.server.child import Child
 
 LEAST_SHARE = 0.95
-LAST_STEPS = 5  # a run's result is their mean reward
+LAST_STEPS = 5  # a run's result is the mean reward of this many last steps
 STOP_TIMEOUT_S = 60.0
 NUM_WORDS = 60
 NUM_PROMPTS = 64
@@ -36,15 +39,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 COLOURS = {"ppo": "#0072B2", "reinforce++": "#D55E00", "rloo": "#009E73", "grpo": "#CC79A7"}
 OPTIONS = {
-    "algorithms": Option(list(ALGORITHMS), f"of {', '.join(ALGORITHMS)}", quick=["rloo"], known=ALGORITHMS),
-    "seeds": Option([0, 1, 2], "of prompts, weights and sampling", quick=[0]),
-    "steps": Option(60, "of each run", quick=2),
-    "rollout_size": Option(64, "responses of a step"),
+    "algorithms": Option(list(ALGORITHMS), f"any of {', '.join(ALGORITHMS)}", quick=["rloo"], known=ALGORITHMS),
+    "seeds": Option([0, 1, 2], "seeds of prompts, weights and sampling", quick=[0]),
+    "steps": Option(60, "training steps of each run", quick=2),
+    "rollout_size": Option(64, "responses per step"),
 }
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Train every algorithm from every seed. Raises ChildDied when a run fails."""
+    """Train every algorithm with every seed. Raises ChildDied if a run fails."""
     for algorithm in settings.algorithms:
         for seed in settings.seeds:
             samples = train(settings, record.out, algorithm, seed)
@@ -54,7 +57,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 
 def train(settings: argparse.Namespace, out: Path, algorithm: str, seed: int) -> list[dict[str, Any]]:
-    """Run the whole system once; return a sample for each step."""
+    """Train once with the whole system; return a sample for each step."""
     folder = out / "runs" / f"{algorithm.replace('+', 'p')}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -133,7 +136,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return the worst seed of each algorithm."""
+    """Return a target for each algorithm: the share of the optimum that its worst seed reaches."""
     found = grouped(result["summary"], "algorithm").items()
     return [
         Target(f"{name}: share of the optimum, worst seed", min(row["reached"] for row in rows), LEAST_SHARE)
@@ -142,7 +145,7 @@ def targets(result: Result) -> list[Target]:
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw the reward over steps: a panel for each algorithm, a line for each seed."""
+    """Draw the reward over steps, with a panel for each algorithm and a line for each seed."""
     runs = grouped(result["samples"], "algorithm")
     with figure_of(out / "learning.png", (3.2 * len(runs), 3.2)) as figure:
         axes = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]

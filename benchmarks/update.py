@@ -1,4 +1,4 @@
-"""Benchmark of the critic update under a token budget, against the same code on rows padded to the longest one."""
+"""Benchmark of the critic update on ragged rows, against the same code on rows padded to the longest row."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from python_backend.wire.training_payload import TrainPayload
 OURS, PADDED = "ours", "padded"
 LEAST_RATIO = 2.0
 OPTIONS = {
-    "models": Option(["1m", "7m"], f"of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
-    "rows": Option(128, "rows of the payload", quick=16),
-    "repeats": Option(3, "matched rounds", quick=1),
-    "budgets": Option([512, 1024, 2048, 8192], "further token budgets of ours", quick=[512]),
+    "models": Option(["1m", "7m"], f"any of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
+    "rows": Option(128, "number of rows in the payload", quick=16),
+    "repeats": Option(3, "rounds; each measures every contender", quick=1),
+    "budgets": Option([512, 1024, 2048, 8192], "token budgets to measure besides the default", quick=[512]),
     "threads": Option(TrainerSection().threads, "torch threads"),
 }
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Time the update of every model's critic by every contender."""
+    """Time one update of each model's critic for every contender."""
     import torch
 
     torch.set_num_threads(settings.threads)
@@ -51,14 +51,17 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 
 def make_payload(num_rows: int) -> TrainPayload:
-    """Return the trace as a training payload with random targets; only each row's second half is not masked out."""
+    """Return the trace as a training payload with random targets; the mask keeps the second half of each row."""
     rows = make_trace(num_rows)
     mask = np.concatenate([(np.arange(row.size - 1) >= row.size // 2).astype(np.float32) for row in rows])
     return dataclasses.replace(noise_payload(rows), mask=mask)
 
 
 def padded_payload(payload: TrainPayload) -> TrainPayload:
-    """Pad every row to the longest; the padding is masked, and causal attention hides it."""
+    """Return the payload with every row padded to the longest row.
+
+    The mask excludes the padding, and causal attention hides it from the row's own tokens.
+    """
     longest = int(payload.lengths.max())
     ends = np.cumsum(payload.lengths)
     tokens = _padded(np.split(payload.tokens, ends[:-1]), longest)
@@ -71,13 +74,13 @@ def padded_payload(payload: TrainPayload) -> TrainPayload:
 
 
 def contenders_of(payload: TrainPayload, budgets: Sequence[int]) -> dict[str, tuple[TrainPayload, int]]:
-    """Return payload and token budget of each contender; the target compares the first of `budgets`."""
+    """Return payload and token budget of each contender; the padded contender has the budget `budgets[0]`."""
     ours = {f"{OURS}-{budget}": (payload, budget) for budget in budgets}
     return {**ours, f"{PADDED}-{budgets[0]}": (padded_payload(payload), budgets[0])}
 
 
 def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> dict[str, float]:
-    """Time one update of the checkpoint."""
+    """Time one update of the critic in `checkpoint`; return its `seconds`."""
     from python_backend.models.modeling import load_critic
     from trainer.critic_update import CriticUpdate
 
@@ -88,7 +91,7 @@ def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> dict[str
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
-    """Return tokens/s of each contender, and how many times as fast the first one (ours) is."""
+    """Return each contender's tokens/s, and the speed-up over it of ours with the default token budget."""
     rows = []
     for (model, name), own in grouped(result["samples"], "model", "contender").items():
         matched = select(result["samples"], model=model)

@@ -1,1 +1,1 @@
-"""Reloads and updates of the critic: their cost for clients."""
+"""Effects of critic reloads and updates on clients."""

@@ -1,4 +1,4 @@
-"""Clients of the reload benchmark: value requests in a closed loop until they are stopped, in their own process."""
+"""Clients of the reload benchmark: a process that sends value requests in a closed loop until it is stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AFTER_FAILURE_S = 0.01  # pause, so that a failing server is not flooded with re
 
 
 class Recording:
-    """Running clients and their observations. Each requests values of one row at a time, without pause or retries."""
+    """Running clients and their observations. Each client requests values of one row at a time, without retries."""
 
     def __init__(self, url: str, num_clients: int) -> None:
         self._starts: list[float] = []
@@ -33,9 +33,9 @@ class Recording:
         self._task = asyncio.create_task(self._run(url, num_clients))
 
     async def finish(self) -> dict[str, Any]:
-        """Let every client finish its request.
+        """Stop the clients after their current requests and return the observations.
 
-        Return `start_s` on the machine's monotonic clock, `latency_ms` and `version` of each answer, and `failures`.
+        These are `start_s` (on the monotonic clock), `latency_ms` and `version` of each answer, and `failures`.
         """
         self._going_on = False
         await self._task
@@ -64,7 +64,7 @@ class Recording:
                 continue
             latency = time.monotonic() - start
             if answer[VALUES].shape != (1, row.size) or not np.isfinite(answer[VALUES]).all():
-                self._failures.append((start, f"values of shape {answer[VALUES].shape}, or not finite"))
+                self._failures.append((start, f"not {row.size} finite values: shape {answer[VALUES].shape}"))
                 continue
             self._starts.append(start)
             self._latencies.append(latency)
@@ -72,7 +72,7 @@ class Recording:
 
 
 def serve(ports: list[int]) -> None:
-    """Serve `/start` and `/stop` until SIGTERM."""
+    """Serve `/start`, which starts clients, and `/stop`, which returns their observations, until SIGTERM."""
     recordings: list[Recording] = []
 
     async def start(url: str, num_clients: int) -> dict[str, Any]:

@@ -29,12 +29,12 @@ LOAD_TIMEOUT_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A reload: its kind, its time (seconds on the monotonic clock), and its phases in milliseconds."""
+    """A reload: its kind, begin and end (seconds on the monotonic clock), and the duration of its phases."""
 
     reload: str
     begin_s: float
     end_s: float
-    """When the version was served."""
+    """Time at which the new version was served."""
     version: int
     publish_ms: float
     verify_ms: float
@@ -42,7 +42,7 @@ class Timed:
 
 
 class CriticService:
-    """A tritonserver on its core, and a critic whose weights can be published; a context manager that stops both."""
+    """Context manager: runs a tritonserver on its own core, and a critic whose weights can be published to it."""
 
     def __init__(self, setup: ReloadSetup, name: str, model: str, *, trainer: TrainerSection | None = None) -> None:
         from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
@@ -71,8 +71,8 @@ class CriticService:
             timeout_s=LOAD_TIMEOUT_S, keep=3,
         )  # fmt: skip
         self._step = 0
-        # Publishes at low priority, as a trainer should beside clients on the same core. A thread has a priority of its
-        # own; that of the whole process would be inherited by its children.
+        # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
+        # priority, since child processes would inherit the priority of the whole process.
         self._publishing = ThreadPoolExecutor(1, "publisher", initializer=_step_back)
         with on_core(setup.cores.server):
             self.server = start_triton(self.config)
@@ -88,24 +88,24 @@ class CriticService:
 
     @property
     def url(self) -> str:
-        """`host:port` of inference."""
+        """`host:port` for inference over HTTP."""
         return self.config.server.http_url
 
     def failed_requests(self) -> int:
-        """Return the requests that the server counts as failed since it started."""
+        """Return the number of critic requests that have failed since the server started, by the server's own count."""
         with ControlPlane(self.config.server.grpc_url) as control:
             return control.statistics(CRITIC).failure_count
 
     def publish(self) -> Timed:
-        """Change the critic's weights a little, publish them and wait until they are served."""
+        """Change the critic's weights a little, publish them and wait until they are served; return the timing."""
         return self.as_publisher(self._publish)
 
     def triton_reload(self) -> Timed:
-        """Let Triton replace the critic's process."""
+        """Let Triton replace the critic's process; return the timing."""
         return self.as_publisher(self._triton_reload)
 
     def as_publisher(self, do: Callable[[], T]) -> T:
-        """Call `do` on the publisher's core, at its priority, with its one torch thread."""
+        """Call `do` in the publisher's thread, with its core, priority and single torch thread; return the result."""
         return self._publishing.submit(do).result()
 
     def _publish(self) -> Timed:

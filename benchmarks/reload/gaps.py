@@ -1,4 +1,4 @@
-"""Reload benchmark, second half of part c: the longest silence during a swap and during a load call over HTTP."""
+"""Reload benchmark, part c (gaps): longest time without an answer during a swap and during a load over HTTP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS = ("swap", "http")
 
 
 def measure(setup: ReloadSetup) -> dict[str, Any]:
-    """Reload in both ways alternately, under the load of part a."""
+    """Reload in both ways alternately, with as many clients as part a (load)."""
     settings = setup.settings
     windows: list[dict[str, Any]] = []
     with CriticService(setup, "gaps", under_load(settings.models)[0]) as service:
@@ -33,7 +33,7 @@ def measure(setup: ReloadSetup) -> dict[str, Any]:
                 time.sleep(PAUSE_S)
                 begin, end = _reload(service, way)
                 windows.append({"way": way, "begin_s": begin, "end_s": end})
-            setup.say(f"c: {number + 1} swaps and loads over HTTP")
+            setup.say(f"c: {number + 1} swaps, {number + 1} loads over HTTP")
         time.sleep(PAUSE_S)
         return {"windows": windows, "samples": setup.clients.ask("/stop", {}), "clients": settings.clients}
 
@@ -46,7 +46,7 @@ def _reload(service: CriticService, way: str) -> Window:
 
 
 def load_over_http(url: str, key: str) -> Window:
-    """Load the critic over HTTP, on the port of the inference requests; the project does this over gRPC."""
+    """Load the critic over HTTP, on the port of the inference requests; return begin and end. Real runs use gRPC."""
     with urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/config", timeout=LOAD_TIMEOUT_S) as answer:
         config = json.load(answer)
     config["parameters"]["weights_version"] = {"string_value": f"http-{uuid.uuid4().hex[:8]}"}
@@ -58,10 +58,10 @@ def load_over_http(url: str, key: str) -> Window:
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """Return, for each way, the longest silence, the longest wait of one request, and the length of a reload.
+    """Return, for each way, the medians over its reloads of the longest silence and the longest wait of a request.
 
-    Silence and wait differ over HTTP: a load call blocks one of the server's HTTP threads and the clients that this
-    thread serves, which may be all of them or a few.
+    A silence is a time without any answer. Silence and wait differ over HTTP: a load blocks one of the server's HTTP
+    threads, and with it the clients that this thread serves, which may be all clients or a few.
     """
     samples = Samples.of(part["samples"])
     found: dict[str, Any] = {"failed": len(part["samples"]["failures"])}
@@ -75,7 +75,7 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return how many times as long a load over HTTP makes all clients, and the last of them, wait."""
+    """Return the ratios of a load over HTTP to a swap: longest gap between answers, and longest wait of a request."""
     found = []
     for key, words in (("silence_ms", "longest gap between answers"), ("wait_ms", "longest wait of a request")):
         ways = ", ".join(f"{way} {summary[way][key]:,.0f} ms" for way in WAYS)

@@ -1,4 +1,4 @@
-"""Reload benchmark, part e: accepting a training payload, against a bare write and fsync of the same bytes."""
+"""Reload benchmark, part e (journal): accepting a training payload, against only writing and syncing its bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_SHARE = 0.02
 
 
 def measure(setup: ReloadSetup) -> dict[str, Any]:
-    """Accept payloads and write their bytes in turn; then time one critic update with as many tokens."""
+    """Alternately accept a payload and only write its bytes; then time one critic update with as many tokens."""
     settings = setup.settings
     rows = np.random.default_rng(0).integers(3, VOCAB_SIZE, (settings.journal_rows, settings.journal_tokens))
     arrays = padded_arrays(noise_payload(list(rows)))
@@ -53,7 +53,7 @@ def measure(setup: ReloadSetup) -> dict[str, Any]:
 
 
 def padded_arrays(payload: TrainPayload) -> dict[str, np.ndarray]:
-    """Return a payload whose rows have the same length as padded arrays, which is what the actor sends."""
+    """Return the payload as padded arrays, as the actor sends them; all of its rows must have the same length."""
     return {name: array.reshape(payload.lengths.size, -1) for name, array in payload.arrays().items()}
 
 
@@ -62,7 +62,7 @@ def accept_once(
 ) -> dict[str, float]:
     """Accept one payload, then only write its bytes; return the milliseconds of both, and the number of bytes."""
     start = time.perf_counter()
-    sent = sent_payload(arrays, limits)  # as critic_train does, which checks the content while it is written
+    sent = sent_payload(arrays, limits)  # as critic_train does; the content is checked while it is written
     checked = time.perf_counter()
     entry = journal.accept_training(sent.packed(), run_id=RUN_ID, step=step, check=sent.check)
     accepted = time.perf_counter()
@@ -70,7 +70,7 @@ def accept_once(
     data = written.read_bytes()
     bare_ms = bare_write_ms(written.with_name(f".bare-{step}"), data)
     written.write_bytes(b"")  # frees the disk; the following steps need only its name
-    sync_directory(written.parent)  # the next write must not pay for freeing these blocks
+    sync_directory(written.parent)  # so that the next write does not include freeing these blocks
     return {
         "check_ms": (checked - start) * 1e3, "journal_ms": (accepted - checked) * 1e3,
         "accept_ms": (accepted - start) * 1e3, "bare_ms": bare_ms, "bytes": len(data),
@@ -78,7 +78,7 @@ def accept_once(
 
 
 def bare_write_ms(path: Path, data: bytes) -> float:
-    """Time writing a new file and syncing it and its directory; the file is then removed."""
+    """Return the milliseconds to write a new file and sync it and its directory; then remove the file."""
     start = time.perf_counter()
     with path.open("wb") as file:
         file.write(data)
@@ -91,7 +91,7 @@ def bare_write_ms(path: Path, data: bytes) -> float:
 
 
 def _update_seconds(model: str, payload: TrainPayload) -> float:
-    """Time one update of the critic with the payload."""
+    """Return the seconds of one update of the critic with the payload."""
     import torch
 
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def _update_seconds(model: str, payload: TrainPayload) -> float:
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """Return medians, their ratio, and the share of an update."""
+    """Return medians, the ratio of accepting to a bare write, and accepting as a share of an update."""
     names = ("check_ms", "journal_ms", "accept_ms", "bare_ms")
     medians = {name: statistics.median(sample[name] for sample in part["samples"]) for name in names}
     return {
@@ -113,7 +113,7 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return the targets of part e. A PPO step is more than an update, so its share is less than the update's."""
+    """Return the targets. A PPO step takes longer than its update, so the share of a PPO step is even smaller."""
     detail = (
         f"form {summary['check_ms']:,.1f} ms + content and journal {summary['journal_ms']:,.1f} ms against "
         f"{summary['bare_ms']:,.1f} ms for {summary['bytes'] / 1e6:,.1f} MB; n {summary['n']}"
@@ -122,5 +122,5 @@ def targets(summary: dict[str, Any]) -> list[Target]:
     name = f"e: accepting {summary['payload']} tokens / write + fsync"
     return [
         Target(name, summary["ratio"], None, MOST_TIMES, detail),
-        Target("e: acceptance as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
+        Target("e: accepting a payload as % of a PPO step", 100 * summary["share"], None, 100 * MOST_SHARE, update),
     ]

@@ -1,4 +1,4 @@
-"""Reload benchmark, part d: growth of the server, of the critic's stub and of the disk usage over many reloads."""
+"""Reload benchmark, part d (leak): growth of memory, handles, threads and disk usage over many reloads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.tritonserver import TritonServer
 
 EVERY = 10
-WARM_UP = 50  # reloads before the slope counts; fewer where few are measured
+WARM_UP = 50  # reloads that the slope leaves out; fewer if few reloads are measured
 MOST_SLOPE_KB = 20.0
 ENDING_TIMEOUT_S = 60.0
-# Allowed growth from the first to the last fifth: a handle may just be open, or a thread just be ending.
+# Allowed growth from the first to the last fifth of the samples: a sample may include short-lived handles or threads.
 FLAT = {"handles": 3, "threads": 2, "shm_bytes": 1 << 20}
 
 
 def measure(setup: ReloadSetup) -> dict[str, Any]:
-    """Sample every tenth reload of both kinds, each kind on a server of its own, under light load."""
+    """Take a sample at every tenth reload of both kinds, each kind on its own server, under light load."""
     settings = setup.settings
     return {
         "swap": _measure_kind(setup, "swap", settings.leak_swaps, lambda service: service.publish()),
@@ -53,7 +53,7 @@ def _measure_kind(setup: ReloadSetup, kind: str, total: int, reload: Callable[[C
 
 
 def look(running: TritonServer, weights: Path) -> dict[str, float]:
-    """Return memory of server and stub (kB), handles and threads of both, bytes in /dev/shm and of the weights."""
+    """Return memory of server and stub (kB), handles and threads of both, and bytes in /dev/shm and in `weights`."""
     server, stub = psutil.Process(running.pid), _only_stub(running)
     return {
         "server_rss_kb": server.memory_info().rss / 1024,
@@ -66,11 +66,11 @@ def look(running: TritonServer, weights: Path) -> dict[str, float]:
 
 
 def _only_stub(server: TritonServer) -> psutil.Process:
-    """Return the critic's process once the previous one has ended, which is after Triton reports the load as done."""
+    """Wait until the critic's previous process, which outlives Triton's load call, has ended; return the new one."""
     deadline = time.monotonic() + ENDING_TIMEOUT_S
     while len(stubs := server.processes_of(CRITIC)) != 1:
         if time.monotonic() > deadline:
-            raise BenchError(f"{len(stubs)} processes of the critic after {ENDING_TIMEOUT_S:g} s, expected 1")
+            raise BenchError(f"the critic has {len(stubs)} processes {ENDING_TIMEOUT_S:g} s after a reload, expected 1")
         time.sleep(0.05)
     return stubs[0]
 
@@ -84,7 +84,7 @@ def _disk_bytes(paths: Any) -> int:
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """Return slopes of memory (kB per reload), and growth of the rest from the first to the last fifth."""
+    """Return slopes of memory (kB per reload), and growth of other resources from the first to the last fifth."""
     return {kind: _summarise_kind(found) for kind, found in part.items()}
 
 
@@ -108,7 +108,7 @@ def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return the targets of part d. Every Triton reload has a fresh stub, so its stubs' sizes have none."""
+    """Return the targets. Each Triton reload starts a new stub, so the stub's memory has a target only for swaps."""
     found = []
     for kind, of in summary.items():
         for who in ("server", "stub") if kind == "swap" else ("server",):
@@ -118,5 +118,5 @@ def targets(summary: dict[str, Any]) -> list[Target]:
         over = [what for what, most in FLAT.items() if of[f"{what}_growth"] > most]
         over += ["disk_bytes"] if of["disk_bytes_growth"] > of["disk_bytes"] / 4 else []
         grown = ", ".join(f"{what} {of[f'{what}_growth']:+,.0f}" for what in (*FLAT, "disk_bytes"))
-        found.append(Target(f"d: {kind}, what grew besides, of 4", len(over), None, 0, grown))
+        found.append(Target(f"d: {kind}, other resources that grew, of 4", len(over), None, 0, grown))
     return found

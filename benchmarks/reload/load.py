@@ -1,4 +1,4 @@
-"""Reload benchmark, part a: failures, p99 and longest pause of clients during swaps and Triton reloads."""
+"""Reload benchmark, part a (load): failures, p99 and longest pause of clients during swaps and Triton reloads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAWS = 40
 
 
 def measure(setup: ReloadSetup) -> dict[str, Any]:
-    """Return samples, reloads and blocks by model."""
+    """Measure each model; return samples, reloads and blocks by model."""
     return {model: _measure_model(setup, model) for model in under_load(setup.settings.models)}
 
 
@@ -55,7 +55,7 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
 
 
 def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
-    """Return how many of `total` belong to cycle number `cycle`, spread as evenly as possible."""
+    """Return how many of `total` reloads belong to cycle number `cycle`, if they are spread as evenly as possible."""
     return total * (cycle + 1) // cycles - total * cycle // cycles
 
 
@@ -74,7 +74,10 @@ def _block(service: CriticService, kind: str, cycle: int, settings: argparse.Nam
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
-    """Return, by model, failures, latencies in quiet blocks and during reloads, silences around swaps and without."""
+    """Return, by model, failures, latencies with and without reloads, and silences with and without swaps.
+
+    A silence is a time without any answer.
+    """
     return {model: _summarise_model(found) for model, found in part.items()}
 
 
@@ -88,7 +91,7 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     around = samples.longest_silences(serving, margin_s=MARGIN_S)
     draws = [quiet_windows(serving, quiet, margin_s=MARGIN_S, seed=seed) for seed in range(DRAWS)]
     without = [samples.longest_silences(drawn, margin_s=MARGIN_S) for drawn in draws if drawn]
-    longest = sorted(map(max, without))  # a maximum is noisy: these are by chance, in as many windows without a swap
+    longest = sorted(map(max, without))  # maxima are noisy: these occur by chance in as many windows without a swap
     return {
         "requests": int(samples.start.size),
         "failed_by_clients": len(found["samples"]["failures"]),
@@ -105,7 +108,7 @@ def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
-    """Return the quiet blocks, except those after Triton reloads, which begin with a backlog."""
+    """Return the quiet blocks, except those that follow Triton reloads, since these begin with a backlog."""
     before = ["quiet", *(block["kind"] for block in blocks)]
     return [
         (block["begin_s"], block["end_s"])
@@ -115,9 +118,9 @@ def _quiet(blocks: Sequence[dict[str, Any]]) -> list[Window]:
 
 
 def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> dict[str, Any]:
-    """Compare requests in flight in reloads with those in equally long quiet windows (whole blocks if too short)."""
+    """Compare requests in flight during reloads with those in quiet windows of the same lengths, or in quiet blocks."""
     during = samples.in_flight(windows)
-    # Only requests that are entirely in quiet blocks: one at a block's end may wait for the reload that follows.
+    # Only requests that lie entirely in quiet blocks: one at the end of a block may wait for the following reload.
     without = samples.within(quiet).in_flight(quiet_windows(windows, quiet, margin_s=0.0) or quiet)
     return {
         "reloads": len(windows), "requests": int(during.size), "p99_ms": p99(during), "quiet_p99_ms": p99(without),
@@ -126,7 +129,7 @@ def _latencies(samples: Samples, windows: list[Window], quiet: list[Window]) -> 
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return the targets of part a for each model."""
+    """Return the targets for each model."""
     found = []
     for model, of in summary.items():
         failed = of["failed_by_clients"] + of["failed_by_server"]
@@ -145,7 +148,7 @@ def targets(summary: dict[str, Any]) -> list[Target]:
             f"{_ms(silence['quiet_longest'])}, by chance {_ms(low)} to {_ms(high)}; medians "
             f"{_ms(silence['swap_median'])} and {_ms(silence['quiet_median'])}"
         )
-        found.append(Target(f"a, {model}: longest pause by a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
+        found.append(Target(f"a, {model}: longest pause of a swap, ms", of["pause_ms"], None, MOST_PAUSE_MS, detail))
     return found
 
 

@@ -1,6 +1,6 @@
 """Benchmark of the critic's reloads: their cost for clients, and the time until a new version is served.
 
-Server and clients have a core each. Each part is saved when it is done, and a later run can add other parts.
+Server and clients have one core each. Each part is saved when it is done, and a later run can add other parts.
 """
 
 from __future__ import annotations
@@ -32,26 +32,31 @@ PARTS: dict[str, tuple[str, ModuleType]] = {
 """Letter and module of each part; a module has `measure(setup)`, `summarise(part)` and `targets(summary)`."""
 LETTERS = "abcde"
 OPTIONS = {
-    "parts": Option(list(LETTERS), "measure these, keep what DIR has of the others", known=LETTERS),
-    "models": Option(["1m", "7m", "110m"], f"of {', '.join(SIZES)}; above 7m: part b alone", ["tiny"], SIZES),
-    "swaps": Option(200, "part a", quick=4),
-    "triton_reloads": Option(50, "part a", quick=1),
+    "parts": Option(
+        list(LETTERS),
+        "a: clients during reloads, b: time until served, c: clients during updates and HTTP loads, d: leaks, "
+        "e: journal; earlier results of other parts in OUT are kept",
+        known=LETTERS,
+    ),
+    "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
+    "swaps": Option(200, "part a: number of swaps", quick=4),
+    "triton_reloads": Option(50, "part a: number of Triton reloads", quick=1),
     "clients": Option(32, "parts a and c: value requests in flight while the critic is reloaded", quick=4),
-    "cycles": Option(25, "part a: quiet, swaps, quiet, Triton reloads, so many times", quick=1),
+    "cycles": Option(25, "part a: cycles of quiet, swaps, quiet, Triton reloads", quick=1),
     "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
-    "publishes": Option(20, "part b, for each model up to 7 million parameters", quick=2),
-    "loads": Option(7, "part b: Triton reloads beside fresh processes, and publishes of larger models", quick=1),
+    "publishes": Option(20, "part b: publishes of each model up to 7 million parameters", quick=2),
+    "loads": Option(7, "part b: Triton reloads of each model, and publishes of larger models", quick=1),
     "update_clients": Option(8, "part c: value requests in flight while the critic trains", quick=2),
     "update_rows": Option(
         32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
     ),
-    "updates": Option(3, "part c, of each size and server", quick=1),
-    "gap_reloads": Option(10, "part c, of each way", quick=1),
-    "leak_swaps": Option(1000, "part d", quick=20),
-    "leak_triton_reloads": Option(100, "part d", quick=2),
-    "leak_clients": Option(4, "part d", quick=2),
-    "journal_repeats": Option(15, "part e", quick=2),
-    "journal_rows": Option(512, "part e", quick=16),
+    "updates": Option(3, "part c: updates of each size on each server", quick=1),
+    "gap_reloads": Option(10, "part c: swaps, and as many loads over HTTP", quick=1),
+    "leak_swaps": Option(1000, "part d: number of swaps", quick=20),
+    "leak_triton_reloads": Option(100, "part d: number of Triton reloads", quick=2),
+    "leak_clients": Option(4, "part d: value requests in flight", quick=2),
+    "journal_repeats": Option(15, "part e: number of payloads", quick=2),
+    "journal_rows": Option(512, "part e: rows of each payload", quick=16),
     "journal_tokens": Option(1024, "part e: tokens of each row", quick=64),
 }
 
@@ -92,5 +97,5 @@ def targets(result: Result) -> list[Target]:
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw latency over time, p99 while training, and memory over reloads, as far as measured."""
+    """Draw latency over time, p99 while training, and memory over reloads, for the parts that were measured."""
     draw_parts(result["parts"], result["summary"], out / "reload.png")

@@ -11,18 +11,18 @@ import numpy as np
 from benchmarks.reload.windows import Samples
 from benchmarks.support.pictures import figure_of, model_title
 
-Axes = Any  # matplotlib is imported late, and only where it draws
+Axes = Any  # matplotlib is imported only by functions that draw
 OURS, LOCKED, INK, QUIET = "#0072B2", "#D55E00", "#3C4043", "#9AA0A6"
 SWAP, TRITON = "#009E73", "#E69F00"
 KINDS = {"quiet": ("no reload", INK), "swap": ("swaps", SWAP), "triton": ("Triton reloads", TRITON)}
 SHOWN_CYCLES = 2
 BLOCKS_OF_CYCLE = 4
 MOST_POINTS = 20_000
-LABEL_FROM = 0.06  # share of the width that a phase needs for its label
+LABEL_FROM = 0.06  # share of the width that a block needs for its label
 
 
 def draw_parts(parts: dict[str, Any], summary: dict[str, Any], path: Path) -> None:
-    """Draw a panel for each part that was measured and has one; write nothing if there is none."""
+    """Draw a panel for each measured part that has one; write no file if there is no panel."""
     below: list[Callable[[Axes], None]] = []
     if "training" in parts:
         below.append(lambda axes: _draw_training(axes, parts["training"][0]["model"], summary["training"]))
@@ -104,7 +104,7 @@ def _legend(axes: Axes, summary: dict[str, Any]) -> None:
 
 
 def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
-    """Draw the p99 for each size of the update as bars, and the length of the update as a line."""
+    """Draw the p99 for each size of the update as bars, and the duration of the update as a line."""
     sizes = list(summary["ours"])
     for i, (server, colour, label) in enumerate((("ours", OURS, "ours"), ("one lock", LOCKED, "one lock over both"))):
         values = [summary[server][size]["p99_ms"] or 0.0 for size in sizes]
@@ -114,7 +114,7 @@ def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
         for place, size in zip(places, sizes, strict=True):
             length_ms = summary[server][size]["update_s"] * 1e3
             axes.hlines(length_ms, place - 0.17, place + 0.17, color=INK, lw=1.6, zorder=4)
-    axes.hlines([], 0, 0, color=INK, lw=1.6, label="the update takes")
+    axes.hlines([], 0, 0, color=INK, lw=1.6, label="duration of the update")
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.set_ylim(low / 1.5, high * 6)
@@ -127,7 +127,7 @@ def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
 
 
 def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> None:
-    """Draw the growth of server and stub since the first sample."""
+    """Draw the growth of the memory of server and stub since the first sample."""
     from matplotlib.ticker import MaxNLocator
 
     looks = (
@@ -147,7 +147,7 @@ def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> N
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, -1.0), max(high, 1.0) * 1.5)
     axes.axhline(0, color=QUIET, lw=0.8, zorder=1)
-    axes.set_title("What reloads leave behind")
+    axes.set_title("Growth of memory over reloads")
     axes.legend(loc="upper left", fontsize=9)
 
 

@@ -1,4 +1,4 @@
-"""Reload benchmark, part b: time from a written version to a served one, against its unavoidable steps alone."""
+"""Reload benchmark, part b (publish): time until a written version is served, against the unavoidable steps alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(time.monotonic())
 
 
 def measure(setup: ReloadSetup) -> dict[str, Any]:
-    """Return samples by model, on a server that has nothing else to do."""
+    """Measure each model on an otherwise idle server; return samples by model."""
     return {model: _measure_model(setup, model) for model in setup.settings.models}
 
 
@@ -52,18 +52,18 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
             done = service.publish()
             alone = service.as_publisher(functools.partial(_alone, service, done.version))
             swaps.append({**dataclasses.asdict(done), "to_served_ms": done.verify_ms + done.reload_ms, **alone})
-        setup.say(f"b, {model}: {publishes} publishes beside hash, load and canary")
+        setup.say(f"b, {model}: {publishes} publishes, each against hash, load and canary alone")
         folder = service.store.folder(service.store.current() or 0)
         for _ in range(settings.loads):
             with on_core(setup.cores.server):
                 fresh_ms = _fresh_process_ms(folder)
             loads.append({"fresh_ms": fresh_ms, "reload_ms": service.triton_reload().reload_ms})
-        setup.say(f"b, {model}: {settings.loads} Triton reloads beside fresh processes")
+        setup.say(f"b, {model}: {settings.loads} Triton reloads, each against a new process")
         return {"parameters": service.num_parameters, "swaps": swaps, "loads": loads}
 
 
 def _alone(service: CriticService, version: int) -> dict[str, float]:
-    """Return the milliseconds of each step on its own: hash, load, canary."""
+    """Return the milliseconds of each unavoidable step on its own: hash, load, canary."""
     from trainer.verification import canary_row  # torch: not for --help
 
     folder = service.store.folder(version)
@@ -80,13 +80,13 @@ def _timed(do: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _fresh_process_ms(folder: Path) -> float:
-    """Time a new Python process until it has imported torch and transformers and loaded the critic in `folder`."""
+    """Return the milliseconds in which a new process imports torch and transformers and loads the critic."""
     environment = {**os.environ, **server_environment(find_tritonserver())}
     command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
     start = time.monotonic()  # the same clock in every process
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FRESH_TIMEOUT_S)
     if done.returncode:
-        raise BenchError(f"a fresh process could not load {folder}; it ended with: {done.stderr[-400:]}")
+        raise BenchError(f"a new process could not load {folder}; its output ends with: {done.stderr[-400:]}")
     return (float(done.stdout.split()[-1]) - start) * 1e3
 
 
@@ -110,7 +110,7 @@ def _medians(samples: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str,
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return the targets of part b for each model."""
+    """Return the targets for each model."""
     found = []
     for model, of in summary.items():
         swap, load = of["swap"], of["triton"]
@@ -120,5 +120,5 @@ def targets(summary: dict[str, Any]) -> list[Target]:
         )
         found.append(Target(f"b, {model}: swap / hash + load + canary", swap["ratio"], None, MOST_SWAP, detail))
         detail = f"{load['reload_ms']:,.0f} ms against {load['fresh_ms']:,.0f} ms; n {load['n']}"
-        found.append(Target(f"b, {model}: triton / fresh process", load["ratio"], None, MOST_TRITON, detail))
+        found.append(Target(f"b, {model}: Triton reload / new process", load["ratio"], None, MOST_TRITON, detail))
     return found

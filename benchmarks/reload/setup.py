@@ -12,17 +12,20 @@ from pathlib import Path
 from benchmarks.support.children import BenchChild
 from benchmarks.support.workload import model_size
 
-MOST_SIZE_UNDER_LOAD = 7  # million parameters: where latencies are milliseconds
+MOST_SIZE_UNDER_LOAD = 7  # million parameters; latencies of larger models are too long
 
 
 def under_load(models: list[str]) -> list[str]:
-    """Return the models that are small enough to be reloaded under load; the first if none is."""
+    """Return the models that are small enough to be reloaded under load; the first model if none is."""
     return [name for name in models if model_size(name) <= MOST_SIZE_UNDER_LOAD] or models[:1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """Core of each process; the trainer has the others. With two cores it shares the clients'; one is shared by all."""
+    """Cores of server, clients and trainer; the trainer has all cores but two.
+
+    With two cores the trainer shares the clients' core; with one, all share it.
+    """
 
     server: int
     clients: int
@@ -37,7 +40,7 @@ class Cores:
 
 @contextlib.contextmanager
 def on_core(*cores: int) -> Iterator[None]:
-    """Pin this thread, and what it starts within, to these cores."""
+    """Pin this thread, and the threads and processes that it starts in the block, to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -52,8 +55,8 @@ class ReloadSetup:
 
     settings: argparse.Namespace
     folder: Path
-    """For temporary files, which are removed when the measurement ends."""
+    """Folder for temporary files, which are removed when the measurement ends."""
     cores: Cores
     clients: BenchChild
-    """Serves `/start` and `/stop` of `clients`."""
+    """Process that runs `clients.serve`."""
     say: Callable[[str], None]

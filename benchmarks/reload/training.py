@@ -1,4 +1,4 @@
-"""Reload benchmark, first half of part c: value requests while the critic trains, against a server with one lock."""
+"""Reload benchmark, part c (training): value requests while the critic trains, against a server with one lock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRAINER = TrainerSection(
 
 
 def measure(setup: ReloadSetup) -> list[dict[str, Any]]:
-    """Return requests and the time of the update for each server, size and repeat."""
+    """Return, for each server, size and repeat, the requests around an update and the update's begin and end."""
     settings = setup.settings
     model = under_load(settings.models)[-1]
     runs = []
@@ -89,7 +89,7 @@ def _sidecar(setup: ReloadSetup, service: CriticService) -> Iterator[None]:
 
 @contextmanager
 def _locked(setup: ReloadSetup, service: CriticService) -> Iterator[BenchChild]:
-    """Run the server with one lock on the server's core."""
+    """Run PyTriton's critic, which infers and trains under one lock, on the server's core."""
     arguments = {"critic": service.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
     log = service.folder / "locked.log"
     with on_core(setup.cores.server):
@@ -102,7 +102,7 @@ def _locked(setup: ReloadSetup, service: CriticService) -> Iterator[BenchChild]:
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return, by server and size, latencies of the requests in flight during an update, and the update's length."""
+    """Return, by server and size, the p99 of requests in flight during an update, and the update's duration."""
     found: dict[str, Any] = {}
     for server in dict.fromkeys(run["server"] for run in runs):
         found[server] = {}
@@ -120,7 +120,10 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:
-    """Return the ratio of our largest p99 to that of the smallest update, with the p99 of one lock as a detail."""
+    """Return our largest p99 divided by our p99 during the smallest update, and our failed requests.
+
+    The p99 of the server with one lock is only a detail.
+    """
     ours, locked = summary["ours"], summary["one lock"]
     p99s = {size: of["p99_ms"] for size, of in ours.items()}
     known = [value for value in p99s.values() if value is not None]

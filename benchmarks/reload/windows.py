@@ -1,4 +1,4 @@
-"""Latencies of requests, and silences between answers, in windows of time: (begin, end) in seconds of one clock."""
+"""Latencies of requests, and silences between answers, in time windows: (begin, end) in seconds on one clock."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Samples:
     """Answered requests, in the order of their answers."""
 
     start: np.ndarray
-    """float64 `[n]`, seconds."""
+    """float64 `[n]`, time of sending in seconds."""
     end: np.ndarray
-    """float64 `[n]`, seconds, ascending."""
+    """float64 `[n]`, time of the answer in seconds, ascending."""
     version: np.ndarray
-    """int64 `[n]`, of the weights that answered."""
+    """int64 `[n]`, version of the weights that computed the answer."""
 
     @classmethod
     def of(cls, raw: dict[str, Any]) -> Samples:
-        """Return the samples of `start_s`, `latency_ms` and `version`, as result.json has them."""
+        """Return the samples for `start_s`, `latency_ms` and `version` in `raw`, as stored in result.json."""
         start = np.asarray(raw["start_s"], np.float64)
         end = start + np.asarray(raw["latency_ms"], np.float64) / 1e3
         order = np.argsort(end, kind="stable")
@@ -32,27 +32,27 @@ class Samples:
 
     @property
     def latency_ms(self) -> np.ndarray:
-        """float64 `[n]`."""
+        """Latency of each request in ms, float64 `[n]`."""
         return (self.end - self.start) * 1e3
 
     def within(self, windows: Sequence[Window]) -> Samples:
-        """Return the requests that began and ended within one window."""
+        """Return the requests that began and ended within the same window."""
         chosen = np.zeros(self.start.size, bool)
         for begin, end in windows:
             chosen |= (self.start >= begin) & (self.end <= end)
         return Samples(self.start[chosen], self.end[chosen], self.version[chosen])
 
     def in_flight(self, windows: Sequence[Window]) -> np.ndarray:
-        """Return latencies (ms) of the requests that were in flight at some moment of some window, each once."""
+        """Return the latency (ms) of each request that was in flight at any moment of any window, each request once."""
         chosen = np.zeros(self.start.size, bool)
         for begin, end in windows:
             chosen |= (self.end >= begin) & (self.start <= end)
         return self.latency_ms[chosen]
 
     def longest_silences(self, windows: Sequence[Window], *, margin_s: float) -> list[float]:
-        """Return, for each window widened by `margin_s`, the longest time (ms) between two answers reaching into it.
+        """Return the longest time (ms) between successive answers that overlaps each window, widened by `margin_s`.
 
-        Gaps are not cut at the window's edges, so that a pause counts in full. Only meaningful for clients in a closed
+        Gaps are not cut at the window's edges, so that a pause counts in full. Meaningful only for clients in a closed
         loop, which have a request in flight at any time.
         """
         return [self._silence_ms(begin - margin_s, end + margin_s) for begin, end in windows]
@@ -70,9 +70,10 @@ def p99(latencies: np.ndarray) -> float | None:
 
 
 def quiet_windows(like: Sequence[Window], quiet: Sequence[Window], *, margin_s: float, seed: int = 0) -> list[Window]:
-    """Return as many windows as `like`, each as long as one of them, at random places of the `quiet` windows.
+    """Return, for each window in `like`, one of the same length at a random place within the `quiet` windows.
 
-    Windows of equal lengths select requests alike: long requests are more likely to be in flight in any window.
+    A window that fits nowhere is left out. The lengths must be equal: long requests are more likely to be in flight in
+    a window, and how much more depends on its length.
     """
     generator = np.random.default_rng(seed)
     found = []

@@ -1,1 +1,1 @@
-"""Serving throughput: the project's server beside what users have today."""
+"""Throughput and latency of the project's server, compared with the servers that users have today."""

@@ -1,4 +1,4 @@
-"""Cells of the scoring benchmark, and how many requests each cell gets."""
+"""Cells of the scoring benchmark (rows per request, concurrency), and the number of requests that each cell sends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.support.workload import ModelSize
 HEADLINE_ROWS, HEADLINE_CONCURRENCY = 1, 64
 HEADLINE_FACTOR = 3  # the headline cell is measured longer, since most targets are about it
 MOST_ROWS_IN_FLIGHT = 256
-CELL_LIMIT = 20  # times the fastest contender's seconds; only one request per worker may make a cell take longer
+CELL_LIMIT = 20  # all contenders together take at most this many times `seconds`, or one request per worker
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of the sweep."""
+    """One point of the sweep, and the number of requests that it sends."""
 
     rows: int
     """Rows per request."""
@@ -26,7 +26,7 @@ class Cell:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the trace that the cell sends."""
+        """Number of rows that the cell sends in all."""
         return self.rows * self.num_requests
 
 
@@ -45,7 +45,7 @@ class Pace:
 
 
 def plan_cells(settings: argparse.Namespace, size: ModelSize, paces: Mapping[str, Pace]) -> list[Cell]:
-    """Return the cells of one model, each with as many requests as time allows, the same for all contenders."""
+    """Return the cells of one model; each sends as many requests as time allows, the same number to all contenders."""
     return [
         Cell(rows, level, num_requests(rows, level, list(paces.values()), settings.seconds * size.effort))
         for rows in settings.rows
@@ -57,7 +57,10 @@ def plan_cells(settings: argparse.Namespace, size: ModelSize, paces: Mapping[str
 
 
 def num_requests(rows: int, concurrency: int, paces: Sequence[Pace], seconds: float) -> int:
-    """Return two requests per worker, or `seconds` of the fastest contender if more; fewer if all take too long."""
+    """Return how many requests a cell sends: two per worker, or as many as take the fastest contender `seconds`.
+
+    The larger number counts, unless all contenders together would then take longer than `CELL_LIMIT` allows.
+    """
     seconds *= HEADLINE_FACTOR if (rows, concurrency) == (HEADLINE_ROWS, HEADLINE_CONCURRENCY) else 1
     row_s = [pace.seconds_per_row(rows * concurrency) for pace in paces]
     wanted = max(2 * concurrency, seconds / min(row_s) / rows)

@@ -27,7 +27,7 @@ START_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Split:
-    """How a contender uses the cores."""
+    """How a contender divides the cores: number of instances, and threads of each."""
 
     instances: int
     threads: int
@@ -43,11 +43,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all contenders of one model share."""
+    """Settings that all contenders of one model share."""
 
     checkpoint: Path
     folder: Path
-    """For repositories, logs and counters."""
+    """Folder for repositories, logs and counters."""
     token_budget: int
     overhead_tokens: int
     """Fixed cost of a forward pass, in tokens."""
@@ -63,23 +63,26 @@ class Contender:
     urls: list[str]
     """`host:port` of each address that takes requests."""
     pids: list[int]
-    """Root processes: the contender is these and their descendants."""
+    """Root processes; the contender's CPU time and memory are theirs and their descendants'."""
     counters: Path
     stop: Callable[[], None]
     width: int = 0
     """Clients pad every row to this many tokens; 0: to the request's longest row."""
     children: Sequence[BenchChild] = ()
-    """A process for each instance, with a protocol of `instances`; empty if the contender speaks Triton's protocol."""
+    """One process per instance, called as in `scoring.instances`; empty if the contender speaks Triton's protocol."""
 
     def with_budget(self, token_budget: int) -> Contender:
-        """Return the same processes with another token budget, which only `ideal` uses."""
+        """Return this contender, processes included, with another token budget, which only `ideal` reads from here."""
         return dataclasses.replace(self, setup=dataclasses.replace(self.setup, token_budget=token_budget))
 
 
 def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel", ragged: bool = True) -> Contender:
-    """Start the project's own model in a tritonserver, as rendered or with one thing changed."""
+    """Start the project's tritonserver with the class `kind` of `served_models` as its reward model.
+
+    With `ragged` False, Triton merges only requests of equal shapes.
+    """
     folder, counters = _folders(name, setup, split)
-    # LateModel runs one forward at a time in a process, as a plain Triton model does.
+    # LateModel runs one forward pass at a time per process, as a plain Triton model does.
     instances, workers = (split.instances, 1) if kind == "LateModel" else (1, split.instances)
     reward = RewardSection(
         checkpoint=setup.checkpoint, instances=instances, workers=workers, threads=split.threads,
@@ -103,10 +106,10 @@ def native(name: str, setup: Setup, split: Split, *, kind: str = "CountedModel",
 
 
 def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> Contender:
-    """Start a PyTriton server, whose clients pad to the trace's longest row."""
+    """Start a PyTriton server; its clients pad every row to `LONGEST` tokens."""
     folder, counters = _folders(name, setup, split)
     arguments = {**_arguments(setup, split, counters), "instances": split.instances, "strip_multiple": strip_multiple}
-    # Its second instance waits one second for the first one's socket, which is not always enough on a busy machine.
+    # The second instance waits only one second for the first one's socket, which may be too short on a busy machine.
     for attempt in range(START_ATTEMPTS):
         child = BenchChild(
             name, "support.pytriton:serve_reward", arguments, folder / f"server-{attempt}.log", threads=split.threads,
@@ -123,7 +126,7 @@ def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> C
 
 
 def instances(name: str, setup: Setup, split: Split, *, target: str) -> Contender:
-    """Start one process per instance, each with a port."""
+    """Start one process per instance, each on its own port; `target` is the function that the process runs."""
     folder, counters = _folders(name, setup, split)
     arguments = _arguments(setup, split, counters)
     with contextlib.ExitStack() as started:
@@ -139,10 +142,10 @@ def instances(name: str, setup: Setup, split: Split, *, target: str) -> Contende
 
 
 def run_plan(ideal: Contender, num_rows: int, num_checked: int) -> dict[str, Any]:
-    """Score the trace's first rows with the contender `ideal`; return seconds, first rewards and usage."""
+    """Score the trace's first `num_rows` rows with `ideal`; return seconds, usage and `num_checked` first rewards."""
     claims = ideal.counters.parent / f"claims-{time.monotonic_ns()}"
     setup = ideal.setup
-    # `start_at` leaves the instances time to make their rows, so that they begin at the same moment.
+    # Until `start_at` the instances have time to make their rows, so that all begin at the same moment.
     pool = {"token_budget": setup.token_budget, "max_rows": MAX_ROWS, "overhead_tokens": setup.overhead_tokens}
     job = {
         "num_rows": num_rows, "num_checked": num_checked, "pool": pool, "claims": str(claims.absolute()),

@@ -1,4 +1,4 @@
-"""Contenders of the scoring benchmark that run one process per instance: one forward per request, and `ideal`."""
+"""Contenders with one process per instance: `one_forward` (one forward pass per request) and `ideal` (no server)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from python_backend.serving.scheduling import RowPool
 
 
 def serve_one_forward(ports: list[int], checkpoint: str, counters: str, threads: int) -> None:
-    """Run one forward per request, as OpenRLHF's remote reward server does, on `POST /score`.
+    """Serve `POST /score` with one forward pass per request, as OpenRLHF's remote reward server does.
 
     Leaner than OpenRLHF's server: binary bodies, no tokenisation, and the forward pass in a thread, so that the event
     loop keeps accepting requests.
@@ -36,7 +36,7 @@ def serve_one_forward(ports: list[int], checkpoint: str, counters: str, threads:
 
 
 def pack(rows: list[np.ndarray]) -> bytes:
-    """Return the body of a request: int32 number of rows, their lengths, their tokens."""
+    """Return the body of a request, all int32: the number of rows, the length of each row, then all tokens."""
     return np.concatenate([[len(rows)], [row.size for row in rows], *rows]).astype(np.int32).tobytes()
 
 
@@ -49,7 +49,7 @@ def unpack(body: bytes) -> list[np.ndarray]:
 
 
 def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int) -> None:
-    """Score the server's micro-batches without a server on `POST /run`: an upper bound for these cores."""
+    """Serve `POST /run`, which scores the server's micro-batches in this process: an upper bound on throughput."""
     model = CountedReward(checkpoint, counters, threads=threads, lean=True)
 
     async def run(**job: Any) -> dict[str, Any]:
@@ -61,7 +61,10 @@ def serve_ideal(ports: list[int], checkpoint: str, counters: str, threads: int) 
 def run_share(
     model: CountedReward, *, num_rows: int, num_checked: int, pool: dict[str, int], claims: str, start_at: float
 ) -> dict[str, Any]:
-    """Score this instance's share of the trace's first rows; times are of the monotonic clock that processes share."""
+    """Score this instance's share of the trace's first `num_rows` rows; return its start, end and first rewards.
+
+    Times are on the monotonic clock that all processes share. Rewards that other instances compute are None.
+    """
     rows = make_trace(num_rows)
     row_pool: RowPool[str] = RowPool(**pool)
     row_pool.add("all", [row.size for row in rows])
@@ -77,9 +80,9 @@ def run_share(
 
 
 def claim(path: Path, count: int) -> Iterator[int]:
-    """Yield indices below `count`, each in only one of the processes that share `path`.
+    """Yield indices below `count`; of the processes that share `path`, only one gets each index.
 
-    After an append, the kernel sets the writer's position behind its own byte, so no other process gets that index.
+    After an append, the kernel sets the writer's position just after its own byte, so no other process gets that index.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Load generator of the scoring benchmark: workers in a closed loop over the project's client, in its own process."""
+"""Load generator of the scoring benchmark: a process whose workers send requests in a closed loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def _plain(urls: list[str]) -> Any:
 
 
 async def _closed_loop(send: Send, requests: list[list[np.ndarray]], concurrency: int) -> tuple[list[float], list[Any]]:
-    """Return latencies (s) and answers of all requests, `concurrency` of them in flight."""
+    """Send all requests, `concurrency` at a time; return their latencies (s) and answers."""
     latencies = [0.0] * len(requests)
     answers: list[Any] = [None] * len(requests)
     waiting = iter(range(len(requests)))
@@ -75,14 +75,14 @@ async def measure(
     *, urls: list[str], plain: bool, width: int, num_rows: int, rows: int, concurrency: int, num_warmup: int,
     num_checked: int, pids: list[int], counters: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure one server with the first rows of the trace.
+    """Measure one server with the first `num_rows` rows of the trace; return times, rewards and usage.
 
     Args:
         urls: `host:port`, one for Triton, one per instance for `plain` servers (`instances.serve_one_forward`).
         width: pad every request to this many tokens; 0: to its own longest row.
         rows: rows per request.
-        num_warmup: requests before the clock starts.
-        num_checked: rewards to return.
+        num_warmup: number of requests before the clock starts.
+        num_checked: number of rewards to return.
         pids, counters: the server's processes and folder of counters, read before and after the measurement.
     """
     requests = as_requests(make_trace(num_rows), rows)
@@ -95,7 +95,7 @@ async def measure(
         used = difference(snapshot(pids, Path(counters)), before)
     rewards = np.concatenate([np.ravel(answer) for answer in answers])
     if rewards.size != num_rows or not np.isfinite(rewards).all():
-        raise ValueError(f"{urls}: {rewards.size} rewards for {num_rows} rows, or not finite")
+        raise ValueError(f"{urls} returned {rewards.size} rewards for {num_rows} rows, or a reward that is not finite")
     p50, p99 = np.percentile(np.asarray(latencies) * 1000, [50, 99])
     return {
         "seconds": seconds, "p50_ms": float(p50), "p99_ms": float(p99), "client_cpu_s": cpu_s,

@@ -24,7 +24,7 @@ LEAST_RATIO = (
 )
 MIN_ROUNDS = 3
 NEVER_SLOWER_FROM = 8
-MOST_LATENCY_MS = 4.0  # beyond another server's: the queue delay, and 2 ms
+MOST_LATENCY_MS = 4.0  # our latency minus another server's: the queue delay of 2 ms, plus 2 ms
 MOST_P99_RATIO = 1.3
 FLATNESS = 0.9
 EXPONENT = (0.9, 1.1)
@@ -42,13 +42,13 @@ Point = tuple[str, int, int]  # model, rows per request, concurrency
 
 
 def points_of(samples: Iterable[Sample]) -> dict[Point, list[Sample]]:
-    """Return the sweep's samples by point, small models first."""
+    """Group the sweep's samples by point, with small models first."""
     found = grouped(select(samples, purpose="sweep"), "model", "rows", "concurrency")
     return dict(sorted(found.items(), key=lambda item: (model_size(item[0][0]), *item[0][1:])))
 
 
 def throughput(sample: Sample) -> float:
-    """Return the tokens of the trace per second; padding does not count."""
+    """Return the tokens of the trace scored per second; padding does not count."""
     return float(sample["tokens"] / sample["seconds"])
 
 
@@ -63,7 +63,7 @@ def cpu_ms_per_token(sample: Sample) -> float:
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:
-    """Return medians of every contender at every point, the fastest of a point first."""
+    """Return medians for every contender at every point; within a point, the fastest contender comes first."""
     rows = [
         {
             "model": point[0], "rows": point[1], "concurrency": point[2], "contender": name,
@@ -83,7 +83,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return every target, measured or not."""
+    """Return all targets, including those without a measurement."""
     points = points_of(result["samples"])
     headline = points.get(("7m", HEADLINE_ROWS, HEADLINE_CONCURRENCY), [])
     p99 = ratio(headline, OURS, LATE, "p99_ms")
@@ -91,7 +91,7 @@ def targets(result: Result) -> list[Target]:
         *(_least_ratio(points, model, other, least) for model, other, least in LEAST_RATIO),
         _never_slower(points),
         _latency(points, MOST_LATENCY_MS),
-        Target("7m: p99 of ours / p99 without early answers", p99, None, MOST_P99_RATIO, "at the headline"),
+        Target("7m: p99 of ours / p99 without early answers", p99, None, MOST_P99_RATIO, "in the headline cell"),
         _flat(points),
         *_growth(select(result["samples"], purpose="scaling")),
     ]
@@ -124,7 +124,7 @@ def _latency(points: dict[Point, list[Sample]], most_ms: float) -> Target:
 def _worst(
     points: dict[Point, list[Sample]], value: Callable[[list[Sample], str], float | None], pick: Callable[..., Any]
 ) -> tuple[float | None, str]:
-    """Return our worst value against any other server at any point, and that point in words."""
+    """Return our worst value against any other server at any point, and a description of that point and server."""
     found = [
         (number, f"worst at {_where(point)} against {other}")
         for point, samples in points.items()
@@ -146,11 +146,11 @@ def _flat(points: dict[Point, list[Sample]]) -> Target:
         if len(curve) > 2
     ]
     worst, detail = min(found, default=(None, ""))
-    return Target("ours: throughput at the last concurrency levels / the best", worst, FLATNESS, None, detail)
+    return Target("ours: lowest throughput at or above saturation / highest throughput", worst, FLATNESS, None, detail)
 
 
 def flatness(curve: Sequence[float]) -> float:
-    """Return the smallest throughput from the saturating concurrency on, over the largest.
+    """Return the smallest throughput at or above the saturating concurrency, divided by the largest throughput.
 
     The saturating concurrency is the first level within ten per cent of the largest throughput.
     """
@@ -168,8 +168,8 @@ def _growth(samples: Sequence[Sample]) -> list[Target]:
         growth = max(s["pss_mb"] for s in samples) / first
     what = f"{by_total[0][0]['scaling_tokens']:,} to {by_total[-1][0]['scaling_tokens']:,} tokens" if by_total else ""
     return [
-        Target("ours: exponent of seconds over tokens", exponent, *EXPONENT, what),
-        Target("ours: largest memory / first", growth, None, MOST_MEMORY_GROWTH, what),
+        Target("ours: exponent of the growth of seconds with tokens", exponent, *EXPONENT, what),
+        Target("ours: largest memory / memory of the smallest run", growth, None, MOST_MEMORY_GROWTH, what),
     ]
 
 
@@ -184,7 +184,7 @@ def _where(point: Point) -> str:
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw tokens per second over concurrency: a panel for each model and number of rows per request."""
+    """Draw tokens per second over concurrency, with a panel for each model and number of rows per request."""
     from matplotlib.lines import Line2D
 
     panels = [

@@ -1,6 +1,7 @@
-"""Benchmark of scoring: the project's server against what users have today, on the same cores.
+"""Benchmark of scoring: the project's server against the servers that users have today, on the same cores.
 
-Every round measures all contenders in turn with the same requests, each of them with its own best split of the cores.
+Every round measures all contenders in turn with the same requests. Each contender divides the cores among instances
+and threads in the way that is fastest for it.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from tools.calibrate.calibration import forward_overhead
 __all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
 CORES = len(os.sched_getaffinity(0))
 OPTIONS = {
-    "models": Option(["1m", "7m", "110m"], f"of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
+    "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}", quick=["tiny"], known=SIZES),
     "rows": Option([1, 8], "rows per request"),
     "concurrency": Option([1, 2, 4, 8, 16, 32, 64, 128, 256], "requests in flight", quick=[1, 8]),
-    "repeats": Option(3, "matched rounds (110m: one)", quick=1),
-    "seconds": Option(1.0, "of the fastest contender in one cell", quick=0.2),
-    "contenders": Option(list(CONTENDERS), f"of {', '.join(CONTENDERS)}", known=CONTENDERS),
-    "splits": Option([f"1x{CORES}", f"{CORES}x1"], "instances x threads to choose from", quick=["2x1"]),
-    "token_budget": Option([256, 512, 1024], "of ours; `ideal` picks the fastest", quick=[256]),
-    "scaling_tokens": Option([1000, 10_000, 100_000, 1_000_000], "sizes of the growth run", quick=[1000, 10_000]),
+    "repeats": Option(3, "rounds; each measures every contender (110m: one round)", quick=1),
+    "seconds": Option(1.0, "seconds that the fastest contender spends in one cell", quick=0.2),
+    "contenders": Option(list(CONTENDERS), f"any of {', '.join(CONTENDERS)}", known=CONTENDERS),
+    "splits": Option([f"1x{CORES}", f"{CORES}x1"], "instances x threads that each contender may choose", quick=["2x1"]),
+    "token_budget": Option([256, 512, 1024], "token budgets to try with `ideal`; ours uses the fastest", quick=[256]),
+    "scaling_tokens": Option(
+        [1000, 10_000, 100_000, 1_000_000], "tokens of the runs that measure growth", quick=[1000, 10_000]
+    ),
 }
 NUM_CHECKED = 4  # rewards that every contender must agree on
 TOLERANCE = 2e-3
@@ -46,7 +49,7 @@ SCALING_CONCURRENCY = 64
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Measure every model, and growth with the first one."""
+    """Measure the sweep with every model, and the growth of time and memory with the first model."""
     record.result |= {"trace": TRACE, "models": {}}
     servers = record.out / "servers"
     shutil.rmtree(servers, ignore_errors=True)
@@ -73,10 +76,10 @@ class ModelBench:
     load: BenchChild
     size: ModelSize
     rewards: list[float] = dataclasses.field(default_factory=list)
-    """First rewards of the first contender."""
+    """First rewards of the first contender, which all other contenders must match."""
 
     def run(self, checkpoint: Path, *, scaling: bool) -> None:
-        """Start every contender with its best split, measure all, stop them."""
+        """Start every contender with its best split, measure all of them, and stop them."""
         setup = Setup(
             checkpoint=checkpoint, folder=checkpoint.parent / self.size.name,
             token_budget=self.settings.token_budget[0], overhead_tokens=forward_overhead(checkpoint),
@@ -87,14 +90,14 @@ class ModelBench:
             for name in (name for name in CONTENDERS if name in self.settings.contenders):
                 started[name], paces[name] = self.start_best(name, setup)
                 stack.callback(started[name].stop)
-                if name == "ideal":  # the first: it picks the budget
+                if name == "ideal":  # starts first and determines the token budget of the others
                     setup = started[name].setup
             self.sweep(started, paces)
             if scaling and "ours" in started:
                 self.measure_scaling(started["ours"])
 
     def start_best(self, name: str, setup: Setup) -> tuple[Contender, Pace]:
-        """Calibrate each split (for `ideal` each token budget too); keep the fastest running and return its pace."""
+        """Calibrate each split (and each token budget of `ideal`); keep the fastest running, return it and its pace."""
         budgets = self.settings.token_budget if name == "ideal" else [setup.token_budget]
         best: tuple[Contender, Pace] | None = None
         with contextlib.ExitStack() as started:
@@ -115,7 +118,7 @@ class ModelBench:
         return best
 
     def _calibrate(self, contender: Contender) -> Pace:
-        """Derive from eight rows, sent one by one, how many take two seconds; then send that many at once."""
+        """Return the pace: time eight rows sent one by one, then as many concurrent rows as may take two seconds."""
         serial = self.send(contender, Cell(1, 1, 8), warmup=2, purpose="serial", round=0)
         least, most = CALIBRATION_ROWS
         rows = max(least, min(most, round(8 / serial["seconds"] * CALIBRATION_S)))
@@ -125,7 +128,7 @@ class ModelBench:
         return Pace(row_s, serial_row_s)
 
     def sweep(self, started: dict[str, Contender], paces: dict[str, Pace]) -> None:
-        """Measure all contenders in turn in each cell of each round, a different one first each time."""
+        """Measure all contenders in turn in each cell of each round, each time starting with a different contender."""
         cells = plan_cells(self.settings, self.size, paces)
         repeats = min(self.settings.repeats, self.size.max_repeats)
         names = deque(started)
@@ -138,7 +141,7 @@ class ModelBench:
             self.record.say(f"{self.size.name} {what}, round {number + 1}/{repeats}: {rates} rows/s")
 
     def measure_scaling(self, contender: Contender) -> None:
-        """Measure seconds and memory as the work grows; small sizes are repeated, since they take moments."""
+        """Measure seconds and memory as the number of tokens grows; all sizes but the largest are repeated."""
         totals = self.settings.scaling_tokens
         for total in totals:
             cell = Cell(1, SCALING_CONCURRENCY, rows_for_tokens(total))
@@ -167,7 +170,7 @@ class ModelBench:
         return sample
 
     def check_rewards(self, name: str, rewards: list[float]) -> None:
-        """Raise BenchError if the rewards differ from those of the contender before."""
+        """Raise BenchError if the rewards differ from those of the first contender."""
         self.rewards = self.rewards or rewards
         if any(abs(a - b) > TOLERANCE * (1 + abs(b)) for a, b in zip(rewards, self.rewards, strict=False)):
-            raise BenchError(f"{name} scores {rewards} where others score {self.rewards}")
+            raise BenchError(f"{name} scores {rewards}, but the first contender scores {self.rewards}")

@@ -1,1 +1,1 @@
-"""A PPO step by phase: overlapped beside serial."""
+"""Time of a PPO step by phase, overlapped and serial."""

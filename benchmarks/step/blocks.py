@@ -1,4 +1,4 @@
-"""PPO steps in blocks of the same rollouts, overlapped as in a run, or serial."""
+"""Blocks of consecutive PPO steps, overlapped as in a run or serial. All blocks have the same prompts and lengths."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GivenLengths(Generation):
     lengths: Sequence[int]
 
     def run(self, prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
-        """Generate as the parent class does, except that responses end by their given length."""
+        """Generate as the parent class does, except that each response ends at its given length."""
         import torch
 
         generator = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ class GivenLengths(Generation):
 
 
 class PaddedServices:
-    """Reward and critic behind PyTriton, called as its users do: every row is padded to one common length."""
+    """Reward and critic behind PyTriton, called as PyTriton's users do: every row is padded to one common length."""
 
     def __init__(self, reward: TritonClient, critic: TritonClient, width: int) -> None:
         self._reward, self._critic, self._width = reward, critic, width
@@ -63,7 +63,7 @@ class PaddedServices:
         return Scores(rewards, values, torch.zeros(count).long(), torch.ones(count).bool(), [])
 
     async def train(self, payload: dict[str, Any], *, run_id: str, step: int) -> TrainAnswer:
-        """Update once on the padded batch, sent as if every row were as long as the longest."""
+        """Train once on the padded batch, as if every row were as long as the longest; return the server's answer."""
         import numpy as np
 
         count, width = payload["tokens"].shape
@@ -74,30 +74,30 @@ class PaddedServices:
 
 @dataclass(frozen=True)
 class BlockInputs(StepInputs):
-    """The prompts and seeds of a step's place in its block, so that all blocks have the same."""
+    """Prompts and seeds by a step's position in its block, so that they are the same in all blocks."""
 
     run: MeasuredRun = field(kw_only=True)
 
     def prompts_of(self, step: int) -> list[Prompt]:
-        """Return the prompts of this place in the block."""
+        """Return the prompts of the current position in the block."""
         return super().prompts_of(self.run.place)
 
     def seed_of(self, step: int) -> int:
-        """Return the seed of this place in the block."""
+        """Return the seed of the current position in the block."""
         return super().seed_of(self.run.place)
 
 
 class MeasuredRun(PPORun):
-    """A run whose blocks all have the same prompts, draws and lengths; its policy barely moves."""
+    """A run whose blocks all have the same prompts, random draws and response lengths; its policy hardly changes."""
 
     def __init__(self, config: RunConfig, client: TritonClient) -> None:
         super().__init__(config, client)
         self.padded: PaddedServices | None = None
         self.done = 0  # steps so far
-        self.place = 0  # within the block
-        self.spans: list[tuple[str, float, float]] = []  # of the block
+        self.place = 0  # of the current step within its block, from 1
+        self.spans: list[tuple[str, float, float]] = []  # (phase, begin, end) of the current block
         self.books.log_timeline = lambda step, spans: self.spans.extend(spans)  # type: ignore[method-assign]
-        # Shares the state of the policy's generation, and differs only in its class.
+        # Replaces the class of the policy's generation and keeps its state.
         given = GivenLengths.__new__(GivenLengths)
         given.__dict__ = self.policy.generation.__dict__
         given.lengths = response_lengths("varied", config.actor.rollout_size, config.actor.generation.max_new_tokens)
@@ -108,15 +108,15 @@ class MeasuredRun(PPORun):
     async def blocks(
         self, modes: Sequence[str], *, steps: int, rounds: int, note: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Measure each mode in each round, a different one first each time."""
+        """Measure one block of each mode per round, starting with another mode each time; pass samples to `note`."""
         await self.books.resume()
-        for mode in modes:  # warm-up: one-time costs fall here
+        for mode in modes:  # warm-up: absorbs one-time costs
             await self.block(mode, 1)
         for number, mode in in_turn(modes, rounds):
             note({"mode": mode, "round": number, **await self.block(mode, steps)})
 
     async def block(self, mode: str, steps: int) -> dict[str, Any]:
-        """Run `steps` steps, wait until their last update is answered, and return times and spans."""
+        """Run `steps` steps, wait until the critic of the last step is served, and return times and spans."""
         self.spans.clear()
         cpu, start = cpu_seconds([os.getpid()]), time.time()
         for self.place in range(1, steps + 1):
@@ -131,7 +131,7 @@ class MeasuredRun(PPORun):
         return {"steps": steps, "seconds": seconds, "cpu_seconds": cpu, "spans": spans}
 
     async def serial_step(self, step: int, padded: PaddedServices | None) -> None:
-        """Do the work of `one_step` with all phases in sequence."""
+        """Do the work of `one_step` with all phases in sequence; use `padded` for scoring and training unless None."""
         timers = Timers()
         with timers.phase("generate"):
             rollout = await self.in_thread(
@@ -142,7 +142,7 @@ class MeasuredRun(PPORun):
         with timers.phase("logprobs"):
             logprobs = await self.in_thread(self.policy.logprobs, rollout)
         with timers.phase("init_logprobs"):
-            ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # the actor's own copy
+            ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # computed in the actor
         batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
         if padded is None:
             await self.critic.train(step, batch)

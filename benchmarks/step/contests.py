@@ -1,4 +1,8 @@
-"""Checkpoints, servers and sidecars of the step benchmark, and the runs between them."""
+"""Contests of the step benchmark, with their checkpoints, servers, sidecars and runs.
+
+In `computed` the services compute; in `waited` they sleep for as long as computing would take; `scaling` varies the
+size of a step.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ MEASURED_ROWS = 32
 
 
 def measure_contests(settings: argparse.Namespace, record: Record) -> None:
-    """Measure all contests; the result also gets the services' waiting time per token."""
+    """Measure all contests; also store the seconds per token that the services sleep in `waited`."""
     size, longest, out = settings.rollout, settings.longest, record.out
     checkpoints = make_checkpoints(out / "checkpoints" / settings.model, settings.model, settings.rollout)
     waits = seconds_per_token(checkpoints, longest)
@@ -53,7 +57,7 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
 
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
-    """Write a policy, a model for reward and critic, and prompts; return the folder."""
+    """Write a policy, one model for both reward and critic, and prompts; return the folder."""
     tokenizer = trace_tokenizer()
     make_checkpoint(SIZES[model], folder / "scoring")
     make_policy(model).save_pretrained(folder / "policy")
@@ -65,7 +69,7 @@ def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
 
 
 def configuration(folder: Path, checkpoints: Path, size: int, longest: int, ports: dict[str, int]) -> RunConfig:
-    """Write the run's YAML to `folder` and load it."""
+    """Write the run's YAML to `folder`, load it and return the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     scoring = {"checkpoint": str(checkpoints / "scoring"), **SERVED}
     sections = {
@@ -87,7 +91,7 @@ def configuration(folder: Path, checkpoints: Path, size: int, longest: int, port
 
 @contextlib.contextmanager
 def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None]:
-    """Run server and sidecar; with `waits` they wait instead of computing."""
+    """Run server and sidecar; with `waits`, seconds per token, they sleep instead of computing."""
     from python_backend.models.modeling import quiet_transformers
     from trainer.publish import initialise_store
 
@@ -113,7 +117,7 @@ def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None
 
 @contextlib.contextmanager
 def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
-    """Run a reward server and a critic server of PyTriton; yield their addresses."""
+    """Run a PyTriton server for the reward and another for the critic; yield their addresses."""
     folder = config.run.dir.parent / "pytriton"
     (folder / "counters").mkdir(parents=True, exist_ok=True)
     reward = {
@@ -141,7 +145,7 @@ def measure_run(
     record: Record, contest: str, config: RunConfig, modes: Sequence[str], steps: int, rounds: int,
     padded_urls: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
-    """Record the blocks of one run."""
+    """Run blocks of steps in each of `modes`, and record their samples."""
     import torch
 
     torch.set_num_threads(1)

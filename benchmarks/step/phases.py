@@ -1,4 +1,7 @@
-"""Benchmark of a PPO step by phase: overlapped, serial, and serial over padded PyTriton; then with waiting services."""
+"""Benchmark of a PPO step by phase: overlapped, serial, and serial over padded PyTriton.
+
+Overlapped and serial steps are also measured with services that sleep instead of computing.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ from benchmarks.support.samples import Sample, grouped, ratio, select
 from benchmarks.support.workload import SIZES
 
 MOST_RATIO = 0.75
-CORES = 2  # that all processes share
-# Computed by the actor itself, so they cannot overlap.
+CORES = 2  # shared by all processes
+# Phases that the actor itself computes, so they cannot overlap.
 OWN_PHASES = ("generate", "logprobs", "init_logprobs", "train_time")
 OPTIONS = {
-    "model": Option("7m", f"of policy, reward and critic: {', '.join(SIZES)}", quick="tiny", known=SIZES),
-    "scaling_model": Option("1m", "where growth is measured", quick="tiny", known=SIZES),
-    "rollout": Option(64, "responses of a step", quick=8),
+    "model": Option("7m", f"policy, reward and critic, one of {', '.join(SIZES)}", quick="tiny", known=SIZES),
+    "scaling_model": Option("1m", "model on which several step sizes are measured", quick="tiny", known=SIZES),
+    "rollout": Option(64, "responses per step", quick=8),
     "longest": Option(128, "tokens of the longest response", quick=12),
-    "steps": Option(3, "of a block", quick=1),
+    "steps": Option(3, "steps per block", quick=1),
     "rounds": Option(3, "blocks of each mode", quick=1),
-    "scaling_rollouts": Option([16, 32, 64, 128], "responses of a step", quick=[4]),
-    "scaling_lengths": Option([32, 64, 128, 256], "tokens of the longest response", quick=[8]),
+    "scaling_rollouts": Option([16, 32, 64, 128], "responses per step, for the scaling model", quick=[4]),
+    "scaling_lengths": Option([32, 64, 128, 256], "longest response, for the scaling model", quick=[8]),
 }
 LANES = {
     "generate": ("generation", "#0072B2"),
@@ -46,7 +49,7 @@ TITLES = {
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Measure blocks of steps with services that compute, with services that wait, and over the size of a step."""
+    """Measure blocks of steps with services that compute, with services that sleep, and for several step sizes."""
     from benchmarks.step.contests import measure_contests  # torch: not for --help
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
@@ -67,7 +70,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return the ratio of overlapped to serial steps, and its lower bounds."""
+    """Return ratios of overlapped to serial step times, and lower bounds of these ratios."""
     computed, waited = (select(result["samples"], contest=contest) for contest in ("computed", "waited"))
     found = []
     for what, samples, most in (("computed", computed, None), ("waited", waited, MOST_RATIO)):
@@ -89,12 +92,12 @@ def targets(result: Result) -> list[Target]:
 
 
 def median_step(samples: Sequence[Sample], key: str = "seconds") -> float:
-    """Return the median over the blocks of `key` per step."""
+    """Return `key` per step, as the median over the blocks."""
     return statistics.median(sample[key] / sample["steps"] for sample in samples)
 
 
 def median_phase(samples: Sequence[Sample], phase: str) -> float:
-    """Return the seconds of one phase in a step."""
+    """Return the seconds of one phase per step, as the median over the blocks."""
     sums = [sum(end - start for name, start, end in s["spans"] if name == phase) / s["steps"] for s in samples]
     return statistics.median(sums)
 
@@ -106,7 +109,7 @@ def critical_path(samples: Sequence[Sample]) -> float:
 
 
 def cores_bound(samples: Sequence[Sample]) -> float:
-    """Return a serial step's CPU time spread over all cores, divided by its seconds: a lower bound of any schedule."""
+    """Return a serial step's CPU time spread over all cores, divided by its seconds: a lower bound for any schedule."""
     serial = select(samples, mode="serial")
     return median_step(serial, "cpu_seconds") / CORES / median_step(serial)
 
@@ -117,7 +120,7 @@ def mode_ratio(samples: Sequence[Sample], one: str, other: str) -> float | None:
 
 
 def draw(result: Result, out: Path) -> None:
-    """Draw the block of median length of each contest and mode as a timeline with a lane for each phase."""
+    """Draw the block with the median duration of each contest and mode as a timeline, with a lane for each phase."""
     by_key = grouped(result["samples"], "contest", "mode")
     found = {key: sorted(by_key[key], key=lambda block: float(block["seconds"])) for key in TITLES if key in by_key}
     blocks = {key: own[len(own) // 2] for key, own in found.items()}

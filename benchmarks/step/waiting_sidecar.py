@@ -1,4 +1,4 @@
-"""A sidecar that waits instead of training; journal, weights and reloads are real."""
+"""A sidecar that sleeps instead of training; its journal, weights and reloads are real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.critic_update import CriticUpdate, UpdateReport
 
 
 def run(config: str, seconds_per_token: float) -> None:
-    """Run the sidecar of the YAML `config` until SIGINT or SIGTERM."""
+    """Run the sidecar with the YAML file `config` until SIGINT or SIGTERM."""
 
     class WaitingUpdate(CriticUpdate):
         """Sleeps in proportion to the tokens, and changes one weight a little."""

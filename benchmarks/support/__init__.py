@@ -1,1 +1,1 @@
-"""What several benchmarks use: the protocol, child processes, servers, workload and statistics."""
+"""Code that several benchmarks share: the protocol, child processes, servers, workload and statistics."""

@@ -1,4 +1,4 @@
-"""The protocol of a benchmark, and what the benchmarks share: options, targets, and the record of a measurement."""
+"""Protocol of a benchmark, and the types that all benchmarks share: options, targets, and records of measurements."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from python_backend.errors import RlhfError
 from python_backend.store.durable import write_json
 
 Result = dict[str, Any]
-"""What result.json holds."""
+"""Content of result.json."""
 
 
 class BenchError(RlhfError):
-    """The benchmark cannot continue; the message says why."""
+    """Raised if a benchmark cannot continue; the message says why."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Command-line option; one whose default is a list takes values separated by commas."""
+    """Command-line option. If its default is a list, its value is a comma-separated list."""
 
     default: Any
     help: str
     quick: Any = None
-    """Default with `--quick`; None: the same."""
+    """Default with `--quick`; None: the same default as without."""
     known: Collection[str] = ()
     """Accepted values; empty: any."""
     kind: Callable[[str], Any] | None = None
-    """Converts a value; None: the default's type."""
+    """Function that converts a value; None: the type of the default."""
 
     def add_to(self, parser: argparse.ArgumentParser, name: str, *, quick: bool) -> None:
         """Add the option as `--name` to the parser."""
@@ -52,14 +52,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Target:
-    """A measured number and the limits that it should keep."""
+    """A measured number and the limits within which it should lie."""
 
     name: str
     value: float | None
     """None: not measured."""
     low: float | None = None
     high: float | None = None
-    """With neither limit, the number is reported only."""
+    """If `low` and `high` are both None, the number is only reported."""
     detail: str = ""
 
     @property
@@ -74,7 +74,10 @@ class Target:
 
 
 class Record:
-    """A running measurement. result.json is rewritten after every sample, so an interruption loses at most one."""
+    """Result of a measurement in progress.
+
+    result.json is rewritten after every sample, so an interruption loses at most one sample.
+    """
 
     def __init__(self, out: Path, result: Result) -> None:
         self.out = out
@@ -83,7 +86,7 @@ class Record:
         out.mkdir(parents=True, exist_ok=True)
 
     def add(self, sample: dict[str, Any]) -> None:
-        """Append a sample."""
+        """Append a sample and write result.json."""
         self.result["samples"].append(sample)
         self.save()
 
@@ -92,23 +95,23 @@ class Record:
         write_json(self.out / "result.json", self.result, durable=False)
 
     def say(self, line: str) -> None:
-        """Print progress with the seconds since the start."""
+        """Print a line of progress, preceded by the seconds since the start."""
         print(f"{time.monotonic() - self._start:6.0f} s  {line}", file=sys.stderr, flush=True)
 
 
 class Benchmark(Protocol):
-    """A benchmark; the modules named in `command.BENCHMARKS` implement it.
+    """Interface of a benchmark, implemented by the modules named in `command.BENCHMARKS`.
 
-    One with pictures has `draw(result, out)` too, which writes them into the folder `out`.
+    A module with pictures also has `draw(result, out)`, which writes them to the folder `out`.
     """
 
     OPTIONS: dict[str, Option]
 
     def measure(self, settings: argparse.Namespace, record: Record) -> None:
-        """Fill `record.result`; `settings` has a value for each option."""
+        """Measure, and store samples in `record`; `settings` has a value for each option."""
 
     def summarise(self, result: Result) -> Any:
-        """Return medians and ratios of the samples; a list of flat rows is printed as a table."""
+        """Return medians and ratios of the samples; a list of flat dicts is printed as a table."""
 
     def targets(self, result: Result) -> list[Target]:
         """Return the targets; `result["summary"]` is what `summarise` returned."""

@@ -1,4 +1,4 @@
-"""Child processes of a benchmark: started on free ports of loopback, called over HTTP, never left behind."""
+"""Child processes of a benchmark: started on free loopback ports, called over HTTP, stopped with all descendants."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ STOP_TIMEOUT_S = 20.0
 
 
 class BenchChild:
-    """A function of this package that runs in a child process with ports of its own."""
+    """Runs a function of this package in a child process with its own ports."""
 
     def __init__(self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1) -> None:
-        """Start `target` (`module:function`) with three `ports`, and with `arguments`, which are JSON or paths."""
+        """Start `target`, a `module:function` of this package.
+
+        It is called with `ports` (free ports for HTTP, gRPC and metrics) and with `arguments`, JSON values or paths.
+        """
         self.ports = list(free_ports().values())
         self.url = f"{HOST}:{self.ports[0]}"
-        # OMP_NUM_THREADS reaches the threads that a library starts; torch.set_num_threads only the one that calls it.
-        # PyTriton's stubs need this interpreter's libpython, as those of the project's tritonserver do.
+        # OMP_NUM_THREADS also applies to threads that a library starts; torch.set_num_threads only to its caller.
+        # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
         environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(threads)}
         self._child = Child(name, child_command(target, ports=self.ports, **arguments), log, environment)
 
@@ -48,11 +51,11 @@ class BenchChild:
         return self._child.process.pid
 
     def wait_ready(self, path: str = "/ready") -> None:
-        """Return when `GET path` answers 200. Raises BenchError when the process ends or takes too long."""
+        """Wait until `GET path` returns status 200. Raises BenchError if the process ends first or takes too long."""
         wait_until(lambda: _answers(f"http://{self.url}{path}"), self._child)
 
     def ask(self, path: str, job: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the JSON answer to `job`. Raises BenchError if the request fails."""
+        """Send `job` as JSON to `POST path`; return the JSON response. Raises BenchError if the request fails."""
         request = urllib.request.Request(
             f"http://{self.url}{path}", json.dumps(job).encode(), {"Content-Type": "application/json"}
         )
@@ -80,7 +83,7 @@ class BenchChild:
 
 
 def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
-    """Return when `is_ready()`. Raises BenchError if the child ends or takes too long."""
+    """Wait until `is_ready()` returns True. Raises BenchError if the child ends first or takes too long."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not is_ready():
         if child.poll() is not None:
@@ -91,18 +94,18 @@ def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
 
 
 def free_ports() -> dict[str, int]:
-    """Return free ports for HTTP, gRPC and metrics under the keys of a server section."""
+    """Return free ports for HTTP, gRPC and metrics, keyed as in a server section."""
     section = with_free_ports(ServerSection(http_port=0, grpc_port=0, metrics_port=0))
     return {key: getattr(section, key) for key in PORT_KEYS}
 
 
 def child_command(target: str, **arguments: Any) -> list[str]:
-    """Return the arguments of `python -m` that call `target`, `module:function` of this package."""
+    """Return arguments for `python -m` that call `target`, a `module:function` of this package, with `arguments`."""
     return ["benchmarks.support.children", target, json.dumps(arguments, default=str)]
 
 
 def serve_http(port: int, routes: Mapping[str, Callable[[web.Request], Awaitable[web.StreamResponse]]]) -> None:
-    """Serve `POST` on the routes, and `GET /ready`, until SIGTERM."""
+    """Serve `POST` requests on the routes, and `GET /ready`, until SIGTERM."""
 
     async def ready(request: web.Request) -> web.Response:
         return web.json_response({})
@@ -113,7 +116,7 @@ def serve_http(port: int, routes: Mapping[str, Callable[[web.Request], Awaitable
 
 
 def serve_json(port: int, **functions: Callable[..., Awaitable[dict[str, Any]]]) -> None:
-    """Serve `POST /<name>`: the body's keys are the function's arguments, its result is the answer."""
+    """Serve `POST /<name>` for each function: the JSON body holds its arguments, the response holds its result."""
 
     def handler(function: Callable[..., Awaitable[dict[str, Any]]]) -> Any:
         async def handle(request: web.Request) -> web.Response:
@@ -133,7 +136,7 @@ def _answers(url: str) -> bool:
 
 
 def main() -> None:
-    """Call the function with the arguments that `child_command` has put on the command line."""
+    """Call the function with the arguments, both of which `child_command` put on the command line."""
     module, _, function = sys.argv[1].partition(":")
     getattr(importlib.import_module(f"benchmarks.{module}"), function)(**json.loads(sys.argv[2]))
 

@@ -1,4 +1,4 @@
-"""The forward pass that all contenders share, and counters of its work, summed over a contender's processes."""
+"""Counted forward passes of the reward model; `read_counters` sums the counts over a contender's processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from python_backend.serving.allocator import keep_freed_memory
 
 FIELDS = ("forward_tokens", "computed_tokens")
-"""Tokens of the rows, and positions that were computed, padding included."""
+"""Number of tokens in the rows, and number of positions that were computed, padding included."""
 
 
 class ForwardCounters:
@@ -23,18 +23,21 @@ class ForwardCounters:
         self._counts = np.memmap(path, np.int64, "w+", shape=(len(FIELDS),))
 
     def add(self, lengths: Sequence[int], width: int) -> None:
-        """Count one forward of rows of these lengths, padded to `width` tokens."""
+        """Count one forward pass over rows of these lengths, padded to `width` tokens."""
         self._counts[:] += np.asarray([sum(lengths), len(lengths) * width])
 
 
 def read_counters(folder: Path) -> dict[str, int]:
-    """Return the sum over all instances that count in `folder`, by field."""
+    """Return the sum of each field over all instances whose counters are in `folder`."""
     counts = [np.fromfile(path, np.int64) for path in sorted(folder.glob("*.counters"))]
     return dict(zip(FIELDS, np.sum([np.zeros(len(FIELDS), np.int64), *counts], axis=0).tolist(), strict=True))
 
 
 class CountedReward:
-    """The reward model of an instance outside tritonserver, with our lean forward pass or with transformers' own."""
+    """A reward model outside tritonserver that counts its forward passes.
+
+    With `lean` it computes the project's forward pass, otherwise transformers' own.
+    """
 
     def __init__(self, checkpoint: str | Path, counters: str | Path, *, threads: int, lean: bool = False) -> None:
         import torch
@@ -50,7 +53,7 @@ class CountedReward:
         self._counters = ForwardCounters(Path(counters))
 
     def score(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Return rewards `[n, 1]` of token rows `[length_i]`, padded to the longest of them."""
+        """Return rewards `[n, 1]` of token rows `[length_i]`, which are padded to the longest row."""
         lengths = [row.size for row in rows]
         self._counters.add(lengths, max(lengths))
         return self._reward.score(rows)

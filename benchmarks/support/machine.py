@@ -39,5 +39,5 @@ def describe_versions() -> dict[str, str]:
 
 
 def now_utc() -> str:
-    """Return date and time in ISO 8601."""
+    """Return the current UTC date and time in ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -12,7 +12,7 @@ from tools.report.curves import STYLE
 
 @contextlib.contextmanager
 def figure_of(path: Path, size: tuple[float, float]) -> Iterator[Any]:
-    """Yield a styled figure of `size` inches that is saved to `path` at the end."""
+    """Yield a styled figure of `size` inches; save it to `path` at the end of the block."""
     import matplotlib as mpl  # deferred, since only reports draw
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

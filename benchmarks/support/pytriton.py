@@ -1,7 +1,7 @@
-"""PyTriton servers like those of the system that this project replaces: a reward model, and a critic with one lock.
+"""PyTriton servers like those of the system that this project replaces: a reward model and a critic.
 
-Both follow PyTriton's documentation: dynamic batching, one callable per instance, small micro-batches. Model and update
-are the project's own code.
+Both follow PyTriton's documentation: dynamic batching, one callable per instance, small micro-batches. Inference and
+training of the critic share one lock. Model and update are the project's own code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from python_backend.wire.training_payload import train_payload
 from trainer.critic_update import CriticUpdate
 
 MICRO_BATCH_ROWS = 8
-MAX_BATCH_ROWS = 16  # padded rows cost the same in any batch; larger merges only leave the second instance idle
+MAX_BATCH_ROWS = 16  # padded rows cost the same in any batch; larger ones would only leave the second instance idle
 QUEUE_DELAY_US = 2000
 PAYLOAD = (TOKENS, SEQUENCE_LENGTHS, RETURNS, contract.PREV_VALUES, contract.MASK)
 
@@ -36,7 +36,7 @@ PAYLOAD = (TOKENS, SEQUENCE_LENGTHS, RETURNS, contract.PREV_VALUES, contract.MAS
 def serve_reward(
     ports: Sequence[int], checkpoint: str, counters: str, threads: int, instances: int, strip_multiple: int
 ) -> None:
-    """Serve `rewards` for requests of one common padded length; `strip_multiple` 0 computes the width as sent."""
+    """Serve the reward model for requests padded to one common width; `strip_multiple`: see `stripped_width`."""
 
     def load() -> Callable[..., Any]:
         return make_callable(CountedReward(checkpoint, counters, threads=threads), strip_multiple)
@@ -49,7 +49,7 @@ def serve_reward(
 
 
 def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) -> None:
-    """Serve `critic_infer` and `critic_train` of the weights in the folder `critic`; `trainer`: its section."""
+    """Serve `critic_infer` and `critic_train` for the weights in the folder `critic`; `trainer`: trainer section."""
 
     def bind(triton: Triton) -> None:
         locked = LockedCritic(Path(critic), TrainerSection.model_validate(trainer))
@@ -72,7 +72,7 @@ def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) 
 
 
 def serve(ports: Sequence[int], bind: Callable[[Triton], None]) -> None:
-    """Serve the models that `bind` binds, on the ports for HTTP, gRPC and metrics, until SIGTERM."""
+    """Serve the models that `bind` binds until SIGTERM; `ports` are those for HTTP, gRPC and metrics."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # PyTriton cleans up only after SIGINT
     http, grpc, metrics = ports
     config = TritonConfig(
@@ -96,7 +96,7 @@ def _int64(name: str, *shape: int) -> Tensor:
 
 
 def stripped_width(longest: int, multiple: int, width: int) -> int:
-    """Return `longest` rounded up to `multiple`, at most `width`; all of `width` if `multiple` is 0."""
+    """Return the width to compute: `longest` rounded up to `multiple`, at most `width`; `width` if `multiple` is 0."""
     return min(width, -(-longest // multiple) * multiple) if multiple else width
 
 
@@ -117,7 +117,7 @@ def make_callable(model: CountedReward, multiple: int) -> Callable[..., dict[str
 
 
 class LockedCritic:
-    """A critic with one lock over inference and training, whose weights change in place."""
+    """A critic whose inference and training share one lock; training changes the weights in place."""
 
     def __init__(self, folder: Path, settings: TrainerSection) -> None:
         quiet_transformers()
@@ -128,7 +128,7 @@ class LockedCritic:
         self._version = 0
 
     def values(self, rows: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, int]:
-        """Return values float32 `[B, width]` of the rows and the version; waits while an update is in progress."""
+        """Return the rows' values (float32 `[B, width]`) and the weights version; wait while an update is running."""
         with self._lock:
             padded = np.zeros((len(rows), width), np.float32)
             for i, values in enumerate(self._critic.values(rows, width)):
@@ -136,7 +136,7 @@ class LockedCritic:
             return padded, self._version
 
     def train(self, arrays: Mapping[str, np.ndarray]) -> tuple[float, int]:
-        """Update once; return the loss and the new version."""
+        """Train on one payload; return the loss and the new weights version."""
         with self._lock:
             report = self._update.train(train_payload(arrays, self._critic.limits), lambda done: None)
             self._version += 1
@@ -144,7 +144,7 @@ class LockedCritic:
 
 
 def infer_callable(critic: LockedCritic) -> Callable[..., dict[str, np.ndarray]]:
-    """Return the PyTriton callable for values."""
+    """Return the PyTriton callable that returns values."""
 
     @batch
     def infer(**inputs: np.ndarray) -> dict[str, np.ndarray]:
@@ -158,7 +158,7 @@ def infer_callable(critic: LockedCritic) -> Callable[..., dict[str, np.ndarray]]
 
 
 def train_callable(critic: LockedCritic) -> Callable[[list[Any]], list[dict[str, np.ndarray]]]:
-    """Return the PyTriton callable for updates."""
+    """Return the PyTriton callable that trains the critic."""
 
     def train(requests: list[Any]) -> list[dict[str, np.ndarray]]:
         torch.set_num_threads(1)

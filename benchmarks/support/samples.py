@@ -1,4 +1,4 @@
-"""Samples of matched rounds: the order of contenders, medians, and ratios within a round."""
+"""Rounds that measure every contender once: order of the contenders, medians, and ratios within a round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Sample = dict[str, Any]
 
 
 def in_turn(names: Sequence[str], num_rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, name) so that each round has all names, a different one first each time."""
+    """Yield (round, name): each round has every name once and starts with another name than the round before."""
     for number in range(num_rounds):
         first = number % len(names)
         for name in [*names[first:], *names[:first]]:
@@ -26,12 +26,12 @@ def grouped(samples: Iterable[Sample], *keys: str) -> dict[tuple[Any, ...], list
 
 
 def select(samples: Iterable[Sample], **labels: Any) -> list[Sample]:
-    """Return the samples that have all of these labels."""
+    """Return the samples that have all of the given labels."""
     return [sample for sample in samples if all(sample[key] == value for key, value in labels.items())]
 
 
 def pairs(samples: Iterable[Sample], one: str, other: str, by: str = "contender") -> list[tuple[Sample, Sample]]:
-    """Return (sample of `one`, sample of `other`) for each round that has both."""
+    """Return (sample of `one`, sample of `other`) for each round that has both; `by` is the key that holds the name."""
     of = {(sample[by], sample["round"]): sample for sample in samples}
     return [
         (sample, of[other, number]) for (name, number), sample in of.items() if name == one and (other, number) in of
@@ -39,11 +39,11 @@ def pairs(samples: Iterable[Sample], one: str, other: str, by: str = "contender"
 
 
 def ratio(samples: Iterable[Sample], one: str, other: str, key: str, by: str = "contender") -> float | None:
-    """Return the median over the rounds of `key` of `one` divided by that of `other`; None without such a round."""
+    """Return the median over the rounds of `one`'s `key` divided by `other`'s; None if no round has both."""
     return median_of(a[key] / b[key] for a, b in pairs(samples, one, other, by))
 
 
 def median_of(values: Iterable[float | None]) -> float | None:
-    """Return the median of the values that are not None; None without any."""
+    """Return the median of the values that are not None; None if there is no such value."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

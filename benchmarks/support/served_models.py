@@ -1,4 +1,4 @@
-"""Variants of the served models for benchmarks: with counters, with late answers, with waiting instead of computing."""
+"""Variants of the served models for benchmarks: they count, respond late, or sleep instead of computing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from python_backend.wire.contract import REWARDS
 
 
 class CountedModel(reward.TritonPythonModel):
-    """The reward model, with counters of its forward passes in the folder `bench_counters`."""
+    """The reward model; counts its forward passes in the folder that the parameter `bench_counters` names."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -30,7 +30,7 @@ class CountedModel(reward.TritonPythonModel):
 
 
 class LateModel(CountedModel):
-    """Answers every request of a merged batch when the whole batch is done, as a plain Triton model does."""
+    """Responds to the requests of a merged batch only when the whole batch is done, as a plain Triton model does."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -40,7 +40,7 @@ class LateModel(CountedModel):
         self._late_rows = parameters.number("micro_batch_rows")
 
     def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point: all answers at the end."""
+        """Triton's entry point: score all requests, then respond to all of them."""
         calls = [Call(request) for request in requests]
         read = [run_to_end(self.read(call)).tokens for call in calls]
         rows = [row for request in read for row in request]
@@ -56,7 +56,7 @@ class LateModel(CountedModel):
 
 
 class Waiting:
-    """Mix-in whose forward pass waits `bench_seconds_per_token` per position, padding included, and returns zeros."""
+    """Mix-in: the forward pass sleeps `bench_seconds_per_token` per position, padding included, and returns zeros."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
@@ -68,16 +68,16 @@ class Waiting:
         return [np.zeros(self.outputs_of(row), np.float32) for row in rows]
 
     def outputs_of(self, row: np.ndarray) -> int:
-        """Return the number of values of a row."""
+        """Return the number of outputs of a row."""
         return row.size
 
 
 class WaitingReward(Waiting, reward.TritonPythonModel):
-    """The reward model with a waiting forward."""
+    """The reward model with a forward pass that sleeps."""
 
     def outputs_of(self, row: np.ndarray) -> int:
         return 1
 
 
 class WaitingCritic(Waiting, critic.TritonPythonModel):
-    """The critic with a waiting forward."""
+    """The critic with a forward pass that sleeps."""

@@ -32,7 +32,7 @@ def start_triton(config: RunConfig, change: Callable[[Path], None] = lambda repo
 
 
 def replace_model(repository: Path, model: str, kind: str, **parameters: str) -> None:
-    """Replace the class of `model` with `kind` of `served_models`, and add its parameters to config.pbtxt."""
+    """Let `model` run the class `kind` of `served_models`, and add `parameters` to its config.pbtxt."""
     config = repository / model / "config.pbtxt"
     added = [f'parameters {{ key: "{k}" value {{ string_value: "{text}" }} }}\n' for k, text in parameters.items()]
     config.write_text(config.read_text() + "".join(added))
@@ -42,7 +42,7 @@ def replace_model(repository: Path, model: str, kind: str, **parameters: str) ->
 
 @contextlib.contextmanager
 def running_sidecar(config: RunConfig, command: Callable[[Path], list[str]]) -> Iterator[Child]:
-    """Run a sidecar as `python -m` with the arguments `command(YAML)`; yield once it follows the journal."""
+    """Run a sidecar with `python -m` and the arguments `command(its YAML)`; yield once it follows the journal."""
     path = config.run.dir / "sidecar.yaml"
     write_json(path, config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
     environment = {**LIBRARY_ENV, "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,10 @@ from benchmarks.support.forward import read_counters
 
 
 def snapshot(pids: Iterable[int], counters: Path) -> dict[str, float]:
-    """Return `server_cpu_s` of the processes and their descendants so far, and the sums of their `Counters`."""
+    """Return the CPU seconds that the processes and their descendants have used, and the sums of their counters.
+
+    The key of the CPU seconds is `server_cpu_s`. `counters` is the folder of the processes' `ForwardCounters`.
+    """
     return {"server_cpu_s": cpu_seconds(pids), **read_counters(counters)}
 
 
@@ -23,7 +26,7 @@ def difference(after: dict[str, float], before: dict[str, float]) -> dict[str, f
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return CPU seconds, user and system, of processes and all their descendants."""
+    """Return CPU seconds, user and system, of the processes and all their descendants."""
     total = 0.0
     for process in _family(pids):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -33,7 +36,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def memory_mb(pids: Iterable[int]) -> float:
-    """Return the memory (PSS) of processes and descendants: a shared page is divided among those that share it."""
+    """Return the memory (PSS, MiB) of the processes and descendants: a shared page is divided among its users."""
     total = 0.0
     for process in _family(pids):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -42,7 +45,7 @@ def memory_mb(pids: Iterable[int]) -> float:
 
 
 def peak_rss_mb(pids: Iterable[int]) -> float:
-    """Return the sum of the peak resident sizes of processes and descendants; shared pages count in each."""
+    """Return the summed peak resident size (MiB) of the processes and descendants; each counts shared pages in full."""
     total = 0.0
     for process in _family(pids):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Trace of token rows that benchmarks send, the same on every machine, and models with random weights."""
+"""Workload of the benchmarks: a trace of token rows, the same on every machine, and models with random weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TRACE = {"log_mean": LOG_MEAN, "log_sd": LOG_SD, "shortest": SHORTEST, "longest"
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A Llama with a reward head and random weights."""
+    """Size of a Llama with random weights, and how extensively the scoring benchmark measures it."""
 
     name: str
     layers: int
     width: int
-    """Hidden size; heads are 64 wide."""
+    """Hidden size; each attention head has 64 dimensions."""
     feed_forward: int
     concurrency: tuple[int, ...] = ()
     """Concurrency levels to measure; empty: all."""
@@ -34,7 +34,7 @@ class ModelSize:
     """Rows per request to measure; empty: all."""
     max_repeats: int = 99
     effort: float = 1.0
-    """Factor on the seconds of a cell: fast models need fewer for as many rows."""
+    """Factor on the seconds per cell: fast models score enough rows in less time."""
 
 
 SIZES = {
@@ -49,35 +49,35 @@ SIZES = {
 
 
 def model_size(model: str) -> float:
-    """Return the millions of parameters of a model's name: 7 for `7m`, 0 for one without a number."""
+    """Return the millions of parameters that a model's name states: 7 for `7m`, 0 for a name without a number."""
     return float(model.removesuffix("m")) if model[:1].isdigit() else 0.0
 
 
 def trace_lengths(num_rows: int) -> np.ndarray:
-    """Return the tokens of each row, int64 `[num_rows]`; a shorter trace is a prefix of a longer one."""
+    """Return the number of tokens of each row, int64 `[num_rows]`; a shorter trace is a prefix of a longer one."""
     drawn = np.random.default_rng(SEED).lognormal(LOG_MEAN, LOG_SD, num_rows)
     return np.clip(np.rint(drawn), SHORTEST, LONGEST).astype(np.int64)
 
 
 def make_trace(num_rows: int) -> list[np.ndarray]:
-    """Return token rows int64 `[length_i]`, ids from 3 on; a shorter trace is a prefix of a longer one."""
+    """Return token rows int64 `[length_i]` with ids of at least 3; a shorter trace is a prefix of a longer one."""
     generator = np.random.default_rng(SEED + 1)
     return [generator.integers(3, VOCAB_SIZE, length, dtype=np.int64) for length in trace_lengths(num_rows)]
 
 
 def rows_for_tokens(num_tokens: int) -> int:
-    """Return the rows of the shortest trace that has `num_tokens` tokens."""
+    """Return the number of rows of the shortest trace with at least `num_tokens` tokens."""
     lengths = trace_lengths(num_tokens // SHORTEST + 1)
     return int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1
 
 
 def as_requests(rows: Sequence[np.ndarray], rows_per_request: int) -> list[list[np.ndarray]]:
-    """Return consecutive rows as requests; the last one may be smaller."""
+    """Split the rows into requests of `rows_per_request` consecutive rows; the last request may have fewer."""
     return [list(rows[i : i + rows_per_request]) for i in range(0, len(rows), rows_per_request)]
 
 
 def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
-    """Return a training payload of the rows, with random targets and nothing masked."""
+    """Return a training payload of the rows, with random targets and a mask of ones."""
     generator = np.random.default_rng(SEED + 2)
     lengths = np.asarray([row.size for row in rows], np.int64)
     count = int(lengths.sum()) - len(rows)
@@ -109,13 +109,13 @@ def make_policy(name: str) -> Any:
 
 
 def trace_tokenizer() -> Any:
-    """Return the tokenizer of these models: `w3` is token 3, and so on."""
+    """Return the tokenizer of the models in this module: the word `w3` is token 3, and so on."""
     words = ["<s>", "</s>", "<pad>", *(f"w{i}" for i in range(3, VOCAB_SIZE))]
     return word_tokenizer(words, eos="</s>", unknown="<pad>")
 
 
 def word_tokenizer(words: Sequence[str], *, eos: str, unknown: str) -> Any:
-    """Return a tokenizer whose tokens are the words between spaces; `<pad>` is among `words`."""
+    """Return a tokenizer that splits text at spaces; `words[i]` is token i, and one word must be `<pad>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,1 +1,1 @@
-"""Training steps without a critic beside TRL's."""
+"""Critic-free training steps, compared with TRL's."""

@@ -23,27 +23,27 @@ OURS, TRL = "ours", "trl"
 MOST_RATIO = 0.85
 SMOLLM2 = "135m"
 CELL = ("model", "algorithm", "rows", "new_tokens")
-MOST_STEPS = 20  # of a turn
+MOST_STEPS = 20  # per turn
 Steps = Callable[[int], dict[str, Any]]
 OPTIONS = {
-    "models": Option(["7m", SMOLLM2], f"of {SMOLLM2} (SmolLM2), {', '.join(SIZES)}", ["tiny"], (SMOLLM2, *SIZES)),
-    "smollm2": Option(None, f"SmolLM2-135M as a Hugging Face folder: {SMOLLM2}", kind=Path),
-    "algorithms": Option(["grpo", "rloo"], "of grpo, rloo", quick=["grpo"], known=("grpo", "rloo")),
+    "models": Option(["7m", SMOLLM2], f"any of {SMOLLM2} (SmolLM2), {', '.join(SIZES)}", ["tiny"], (SMOLLM2, *SIZES)),
+    "smollm2": Option(None, f"Hugging Face folder of SmolLM2-135M, for --models {SMOLLM2}", kind=Path),
+    "algorithms": Option(["grpo", "rloo"], "any of grpo, rloo", quick=["grpo"], known=("grpo", "rloo")),
     "cells": Option(["16x32", "64x64"], f"rows x new tokens; rows are a multiple of {GROUP}", quick=["16x8"]),
-    "contenders": Option([TRL, OURS], "one alone shows its profile", known=(TRL, OURS)),
+    "contenders": Option([TRL, OURS], "trainers to measure; one alone for its profile", known=(TRL, OURS)),
     "rounds": Option(5, "turns of each contender in each cell", quick=1),
-    "seconds": Option(10.0, "least length of a turn, in whole steps", quick=0.1),
-    "warmup": Option(2, "steps before the first round"),
+    "seconds": Option(10.0, f"duration of the faster trainer's turn, at most {MOST_STEPS} steps", quick=0.1),
+    "warmup": Option(2, "unmeasured steps before the first round"),
     "threads": Option(2, "torch threads of each side"),
-    "trl_micro_batch": Option(64, "rows of TRL's forwards; accumulated beyond"),
-    "environment": Option(Path("runs/trl-environment"), "of TRL; made if missing"),
+    "trl_micro_batch": Option(64, "rows per forward pass of TRL; gradients of more rows are accumulated"),
+    "environment": Option(Path("runs/trl-environment"), "folder of TRL's environment; created if missing"),
 }
 
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
-    """Measure all cells. Raises BenchError if a trainer fails, or the folder of SmolLM2 is missing."""
+    """Measure all cells. Raises BenchError if a trainer fails, or if SmolLM2 is requested without its folder."""
     if SMOLLM2 in settings.models and settings.smollm2 is None:
-        raise BenchError(f"--models {SMOLLM2} needs --smollm2 DIR, the model's folder; or leave it out of --models")
+        raise BenchError(f"--models {SMOLLM2} requires --smollm2 DIR, the model's folder; add it or drop {SMOLLM2}")
     theirs = prepare_environment(settings.environment, record.say) if TRL in settings.contenders else None
     record.result |= {
         "trl_versions": None if theirs is None else theirs.versions,
@@ -66,11 +66,11 @@ def take_turns(
     contenders: dict[str, Steps], settings: argparse.Namespace, cell: dict[str, Any],
     record: Record,
 ) -> None:  # fmt: skip
-    """Warm up all contenders, then give each a turn per round, a different one first each time.
+    """Warm up all contenders, then give each one turn per round, starting with a different one each time.
 
     Args:
-        contenders: functions that take a number of steps and return the measured means.
-        settings: `seconds` is the least length of a turn, estimated from the faster contender's last warm-up step.
+        contenders: for each name, a function that runs a number of steps and returns the measured means.
+        settings: `seconds` and the faster contender's last warm-up step determine the number of steps of all turns.
     """
     warm: dict[str, float] = {}
     for name, steps in contenders.items():
@@ -101,7 +101,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
 
 
 def targets(result: Result) -> list[Target]:
-    """Return the ratio of ours and TRL's seconds per step in each cell, and that of the CPU time."""
+    """Return, for each cell, our seconds per step divided by TRL's, and the same ratio of CPU seconds."""
     found = []
     for key, samples in grouped(result["samples"], *CELL).items():
         name = cell_name(dict(zip(CELL, key, strict=True)))
@@ -113,5 +113,5 @@ def targets(result: Result) -> list[Target]:
 
 
 def cell_name(cell: dict[str, Any]) -> str:
-    """Return model, algorithm and size in words."""
+    """Return model, algorithm and size of a cell as text."""
     return f"{cell['model']} {cell['algorithm']} {cell['rows']}x{cell['new_tokens']}"

@@ -10,7 +10,7 @@ from benchmarks.trl.turns import ContenderTurns
 
 
 def main() -> int:
-    """Run the actor with the arguments of this process."""
+    """Run the actor with the arguments of this process; return its exit code."""
     turns = ContenderTurns()
 
     from actor import __main__ as actor
@@ -19,14 +19,14 @@ def main() -> int:
     from python_backend.store.jsonl import read_jsonl
 
     class InTurns(loop.PPORun):
-        """A run that reports each step's timers from the line that it wrote to metrics.jsonl."""
+        """A run that waits for its turn before each step, and reports the step's timers from metrics.jsonl."""
 
         def __init__(self, config: RunConfig, client: Any) -> None:
             super().__init__(config, client)
             self._lines = config.run.dir / "metrics.jsonl"
 
         async def one_step(self, step: int, *, is_last: bool) -> None:
-            await asyncio.to_thread(turns.begin)  # the client's connections stay alive meanwhile
+            await asyncio.to_thread(turns.begin)  # in a thread, so that the client's connections stay alive
             await super().one_step(step, is_last=is_last)
             line = read_jsonl(self._lines)[-1]
             prefix = "timers/"

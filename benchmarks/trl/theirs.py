@@ -1,4 +1,4 @@
-"""TRL's side of `bench trl`, run by the interpreter of TRL's own environment: a trainer that steps in turns.
+"""TRL's side of `bench trl`, run in TRL's own environment: a trainer that waits for its turn before each step.
 
 One optimizer step per rollout, as on our side: no KL term, no activation checkpointing, float32, whole responses.
 """
@@ -14,13 +14,13 @@ from benchmarks.support.reward_functions import variety
 from benchmarks.trl.turns import ContenderTurns
 from python_backend.rewards.function import Sample
 
-ENDLESS = 1_000_000  # steps: the driver ends the run
+ENDLESS = 1_000_000  # steps; the driver ends the run before
 
 
 def main() -> None:
-    """Train with the settings in `sys.argv[1]`, a JSON object of `trainers.prepare_cell`."""
+    """Train with the settings in `sys.argv[1]`, the result of `trainers.prepare_cell` as JSON."""
     settings = json.loads(sys.argv[1])
-    turns = ContenderTurns()  # redirects standard output, so before the libraries print
+    turns = ContenderTurns()  # redirects standard output, so it must come before any library prints
 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,7 +74,7 @@ def make_trainer(settings: dict[str, Any], model: Any, tokenizer: Any, turns: Co
 
 
 def trl_arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that both of TRL's configurations take; all others keep TRL's defaults."""
+    """Return the arguments common to TRL's GRPO and RLOO configurations; all others keep TRL's defaults."""
     rows, micro_batch = settings["rows"], min(settings["rows"], settings["trl_micro_batch"])
     return {
         "output_dir": settings["folder"], "max_steps": ENDLESS, "use_cpu": True, "bf16": False,

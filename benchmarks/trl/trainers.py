@@ -1,4 +1,4 @@
-"""TRL's environment, models, prompts and both trainers of the comparison with TRL."""
+"""Parts of the comparison with TRL: TRL's environment, models, prompts, and the processes of both trainers."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Environment:
-    """TRL's own interpreter."""
+    """TRL's virtual environment: its interpreter and the versions of its packages."""
 
     python: Path
     versions: dict[str, str]
 
 
 def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment:
-    """Return TRL's environment in `folder`; install it unless it is complete."""
+    """Install TRL's environment in `folder` unless it is complete, and return it."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     if not done.is_file():
@@ -66,7 +66,7 @@ def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment
 
 
 def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
-    """Return the folder of the model `name`: SmolLM2's own, or a Llama with random weights and one token a word."""
+    """Return the folder of the model `name`: SmolLM2's own, or a Llama with random weights and one token per word."""
     if name not in SIZES:
         assert smollm2 is not None
         return smollm2
@@ -78,7 +78,7 @@ def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
 
 
 def prompts_for(name: str, count: int) -> list[str]:
-    """Return English prompts for a real model, and as many words of its vocabulary for one with random weights."""
+    """Return `count` English prompts; for a model with random weights, each word becomes a word of its vocabulary."""
     chosen = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     return [_in_words(text) for text in chosen] if name in SIZES else chosen
 
@@ -89,7 +89,7 @@ def _in_words(text: str) -> str:
 
 
 def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return the settings of both trainers, and write the prompts of every step to their folder, emptied before."""
+    """Empty the cell's folder, write the prompts of every step to it, and return the settings of both trainers."""
     name = "-".join(str(value) for value in cell.values())
     folder = out.absolute() / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -105,7 +105,7 @@ def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any],
 
 @contextlib.contextmanager
 def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> Iterator[SteppedTrainer]:
-    """Run one side of the comparison."""
+    """Run one side of the comparison: `trl` in the environment `theirs`, or ours; yield its trainer."""
     folder = Path(settings["folder"])
     env = {
         **LIBRARY_ENV, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
@@ -129,7 +129,7 @@ def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> 
 
 
 def configuration(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return our run's YAML: a reward function as the only reward, and the rest as on TRL's side."""
+    """Return our run's YAML: a reward function is the only reward, and all other settings equal TRL's."""
     tokens = settings["new_tokens"]
     return {
         "run": {"dir": f"{settings['folder']}/run"},
@@ -149,7 +149,7 @@ def configuration(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class SteppedTrainer:
-    """A trainer in a process of its own, with the processes that serve it."""
+    """A trainer in its own process that runs steps on request; also measures the processes that serve it."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str], servers: Sequence[int] = ()
@@ -168,7 +168,10 @@ class SteppedTrainer:
         self._pids = [process.pid, *servers]
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Take `count` steps; return means per step, tokens of one step, and peak memory. Raises BenchError."""
+        """Run `count` steps; return means per step, the last step's tokens, and peak memory.
+
+        Raises BenchError if the trainer exits.
+        """
         cpu = cpu_seconds(self._pids)
         answers = [self._step() for _ in range(count)]
         cpu = cpu_seconds(self._pids) - cpu
@@ -190,7 +193,7 @@ class SteppedTrainer:
         return dict(json.loads(line))
 
     def stop(self) -> None:
-        """Close the process's input, which makes it exit; kill it if it does not."""
+        """Close the process's input, which makes it exit; kill it if it does not exit in time."""
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         try:

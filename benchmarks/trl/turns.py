@@ -1,6 +1,6 @@
-"""The trainer's side of steps in turns: it stays loaded, and takes a step when the driver, `trainers`, sends "go".
+"""Turns of a trainer process, which stays loaded and runs one step whenever the driver (`trainers`) sends "go".
 
-TRL's interpreter imports this module too, so it imports only the standard library.
+TRL's environment runs this module too, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class ContenderTurns:
-    """Reads turns from standard input and answers on the original standard output; prints go to the log instead."""
+    """Reads turns from standard input, reports on the original standard output, and sends all prints to the log."""
 
     def __init__(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a long step ends when the driver is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # even a long step ends if the driver is killed
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._start = 0.0
@@ -32,19 +32,19 @@ class ContenderTurns:
     def begin(self) -> None:
         """Wait for the next turn; exit the process when the driver closes the input."""
         if sys.stdin.readline() != GO:
-            os._exit(0)  # without cleanup: nothing of a measured run is kept
+            os._exit(0)  # skips cleanup, since no output of a measured run is kept
         self.phases = {}
         self._start = time.monotonic()
 
     def end(self, **measured: Any) -> None:
-        """Report the step: its seconds, those of its phases, and further measurements."""
+        """Report the step: its seconds, the seconds of each phase, and the measurements in `measured`."""
         answer = {"seconds": time.monotonic() - self._start, "phases": self.phases, **measured}
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block to `name`."""
+        """Add the seconds of the `with` block to the phase `name`."""
         start = time.monotonic()
         try:
             yield

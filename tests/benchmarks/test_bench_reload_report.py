@@ -136,7 +136,7 @@ def publish_part() -> dict[str, Any]:
 def test_publish_divides_by_the_sum_of_its_steps():
     found = publish.targets(publish.summarise(publish_part()))
     assert target(found, "swap").value == pytest.approx(1.2)
-    assert target(found, "triton").value == pytest.approx(1.5)
+    assert target(found, "Triton").value == pytest.approx(1.5)
     assert [b.verdict for b in found] == ["pass", "miss"]
 
 
@@ -210,7 +210,7 @@ def test_a_leak_of_memory_or_handles_is_a_miss():
     memory = leak.targets(leak.summarise(leak_part(slope_kb=21.0)))
     assert target(memory, "swap, memory of the server").verdict == "miss"
     handles = leak.targets(leak.summarise(leak_part(handles=0.1)))
-    assert target(handles, "swap, what grew").verdict == "miss"
+    assert target(handles, "swap, other resources").verdict == "miss"
 
 
 def journal_part() -> dict[str, Any]:
