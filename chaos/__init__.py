@@ -1,1 +1,1 @@
-"""The crash test: kills processes at every stage of the work, then checks every promise of the system."""
+"""The crash test: kills processes at every stage of the work, then checks every guarantee of the system."""

@@ -1,6 +1,6 @@
-"""Tests damaged actor checkpoints: a small run is repeatedly killed, its newest checkpoint damaged, and resumed.
+"""Tests damaged actor checkpoints: repeatedly kills a small run, damages its newest checkpoint, and resumes the run.
 
-It must resume from the newest intact checkpoint, and end with the same policy as an undisturbed run.
+The run must resume from the newest intact checkpoint and end with the same policy as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.server.log import tail
 
 STEPS_A_ROUND = 3
 ROLLOUT_SIZE = 16
-ALGORITHM = "rloo"  # needs no critic, whose journal and versions the main crash test covers
+ALGORITHM = "rloo"  # has no critic; the main crash test covers the critic's journal and versions
 DEADLINE_S = 600.0
 LOOK_EVERY_S = 0.02
 PROMISE = "an actor whose newest checkpoint is damaged resumes from the newest intact one and ends with the same policy"
@@ -35,7 +35,10 @@ PROMISE = "an actor whose newest checkpoint is damaged resumes from the newest i
 def damage_actor_checkpoints(
     folder: Path, rounds: int, generator: random.Random, log: Callable[[str], None]
 ) -> Verdict:
-    """Compare an undisturbed run with one whose actor is killed and damaged `rounds` times; both are in `folder`."""
+    """Compare an undisturbed run with one whose actor is killed `rounds` times; return the verdict.
+
+    After each kill the newest checkpoint is damaged. Both runs are in `folder`.
+    """
     folder.mkdir(parents=True)
     make_checkpoints(folder, seed=0)
     steps = STEPS_A_ROUND * (rounds + 1)
@@ -74,7 +77,7 @@ def _finish(config: Path) -> int:
 
 
 def _kill_actor(config: Path, after: int) -> None:
-    """Start the run, and kill its actor once it has saved `after` more steps."""
+    """Start the run, and kill its actor once it has saved checkpoints of `after` more steps."""
     run, steps = _start(config), _checkpoints(config)
     enough = max(saved_steps(steps), default=0) + after
     while run.poll() is None and max(saved_steps(steps), default=0) < enough:
@@ -87,10 +90,10 @@ def _kill_actor(config: Path, after: int) -> None:
 
 
 def _damage_newest(config: Path, generator: random.Random) -> tuple[str, list[str]]:
-    """Truncate or overwrite a file of the newest checkpoint; return what was done, and violations found before."""
+    """Truncate or overwrite a file of the newest checkpoint; return what was damaged, or violations that prevent it."""
     steps = saved_steps(_checkpoints(config))
-    if len(steps) < 2:  # an intact one must remain
-        return "nothing to damage", [f"checkpoints are at {steps}:\n{tail(config.with_suffix('.log'))}"]
+    if len(steps) < 2:  # an intact checkpoint must remain
+        return "nothing to damage", [f"too few checkpoints, steps {steps}:\n{tail(config.with_suffix('.log'))}"]
     files = sorted(path for path in (_checkpoints(config) / str(steps[-1])).rglob("*") if path.stat().st_size > 64)
     path = generator.choice(files)
     data = bytearray(path.read_bytes())

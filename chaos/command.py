@@ -1,7 +1,7 @@
 """`python -m tools chaos --kills N --out DIR`: the crash test of the live critic, on real processes.
 
-Exits with 0 if every promise was kept, with 1 if one was broken or the system did not recover, with 2 for wrong
-arguments. The results are in DIR/result.json and DIR/chaos.png.
+Exit code 0: every guarantee was kept; 1: a guarantee was broken or the system did not recover; 2: wrong arguments. The
+results are in DIR/result.json and DIR/chaos.png.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Log = Callable[[str], None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the crash test, print its verdicts, and return the exit code; 130 after a second signal."""
-    parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill everything; check every promise.")
+    """Run the crash test, print its verdicts, and return the exit code, which is 130 after a second signal."""
+    parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill processes; check every guarantee.")
     parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, about ten minutes")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
     )
     parser.add_argument("--seed", type=_count, default=1, help="seed of batches, victims and kill points; default: 1")
-    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic replace the small default ones")
+    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic replace the small default models")
     parser.add_argument(
         "--actor-rounds",
         type=int,
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
     args = parser.parse_args(argv)
     if args.out.exists() and any(args.out.iterdir()):
-        print(f"error: --out {args.out} is not empty", file=sys.stderr)
+        print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
         return 2
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,7 +81,7 @@ def _say(line: str) -> None:
 
 
 def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
-    """Handle a signal: the first one ends the killing, the second one everything."""
+    """Handle a signal: the first one ends the kills, the second one ends the test."""
     if event.is_set():
         signal.default_int_handler(number, frame)
     event.set()
@@ -96,15 +96,15 @@ def run_chaos(
     Call it from the main thread.
 
     Args:
-        num_kills: length of the plan of kills, which `seed` determines.
+        num_kills: number of kills; `seed` determines their plan.
         given: a YAML whose reward and critic are used, or None.
         log: receives the progress.
-        enough: once set, nothing more is killed, and the verdicts cover the run so far.
+        enough: once set, no more processes are killed, and the verdicts cover the run so far.
         hung: also stop (SIGSTOP) servers and models permanently; the supervisor must replace them.
-        actor_rounds: how often a checkpoint of a small actor is damaged, in a run of its own.
+        actor_rounds: how many times a checkpoint of a small actor is damaged, in a separate run.
 
     Raises:
-        ServerStartError: the server did not start, at first or after FAILED_STARTS attempts.
+        ServerStartError: the server did not start at the beginning, or FAILED_STARTS restarts failed.
         ConfigError: `given` is invalid.
     """
     out = out.resolve()
@@ -126,7 +126,7 @@ def run_chaos(
         killer.give_up()  # first, so that nothing is killed while the system stops
         traffic.give_up()
         system.stop()
-    log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; the same steps without faults …")
+    log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; running the same steps without faults …")
     reference = run_reference(config, seed, shape_of(config), traffic.last_step, out / "reference")
     verdicts = _verdicts(system, traffic.record, reference, killer)
     if actor_rounds:
@@ -180,7 +180,7 @@ def _verdicts(
 
 
 def _results(journal: Journal) -> dict[int, Result]:
-    """Return the journal's result of each training step."""
+    """Return the journal's results of the training steps, by step."""
     parsed = [(Entry.parse(result.entry), result) for result in journal.results()]
     return {entry.step: result for entry, result in parsed if entry.kind == "train"}
 

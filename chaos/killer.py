@@ -1,4 +1,4 @@
-"""Carries out a plan of kills (victim, kill point), one after the other."""
+"""Carries out a plan of kills (victim, kill point) one by one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from chaos.system import ChaosSystem
 from chaos.traffic import Traffic
 from tools.server.shared_memory import SHARED_MEMORY
 
-RECOVERY_S = 300.0  # for the system to be whole again
-MOMENT_S = 60.0  # to wait for a kill point
-ATTEMPTS = 3  # a kill point may not come in time, and a victim may end just before it is hit
+RECOVERY_S = 300.0  # time limit for the system to recover
+MOMENT_S = 60.0  # time limit for a kill point to come
+ATTEMPTS = 3  # per kill: a kill point may not come in time, or a victim may end just before it is hit
 LOOK_EVERY_S = 0.2
 BREATH_S = 1.0  # longest random pause before a kill
 REWIND_EVERY = 3  # kills
@@ -26,7 +26,7 @@ HASTE = 0.3  # share of the kills that do not wait for a step to be trained afte
 
 
 class GaveUp(Exception):
-    """The run ends before the plan is complete; not an error."""
+    """Raised if the run ends before the plan is complete; not an error."""
 
 
 class Killer:
@@ -44,7 +44,7 @@ class Killer:
     ) -> None:
         self.kills: list[dict[str, Any]] = []
         self.done: list[tuple[str, str]] = []
-        """Part of the plan that is done, failed attempts included."""
+        """(victim, kill point) of each kill that was carried out or given up after its last attempt."""
         self.error: BaseException | None = None
         self._system, self._traffic, self._plan = system, traffic, plan
         self._ways = ways_of(len(plan), hung=hung)
@@ -54,7 +54,7 @@ class Killer:
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
 
     def start(self) -> None:
-        """Start the plan."""
+        """Start the background thread."""
         self._thread.start()
 
     def give_up(self) -> None:
@@ -65,7 +65,7 @@ class Killer:
 
     @property
     def running(self) -> bool:
-        """Whether kills are left."""
+        """Whether the plan is still being carried out."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -100,7 +100,7 @@ class Killer:
         seen = self._points.wait(point, MOMENT_S, self._give_up)
         if self._give_up.is_set():
             raise GaveUp
-        if point == "reload":  # the reloaded model may have two by now
+        if point == "reload":  # the reloaded model may have two processes by now
             processes = self._processes(victim)
         kill = {
             "number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim,

@@ -1,4 +1,4 @@
-"""Draws the crash test: kills by victim and moment, scoring latency, and the steps trained."""
+"""Draws the crash test: kills by victim and time, scoring latency, and the steps trained."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from chaos.points import POINTS, VICTIMS
 from chaos.summary import outages
 from chaos.traffic import RequestRecord
 
-Axes = Any  # matplotlib is imported late, and only where it draws
+Axes = Any  # matplotlib is imported only by functions that draw
 MARKS = ("o", "s", "^", "D", "v", "P", "X")
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#3C4043")
 
 
 def draw(path: Path, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> None:
-    """Write the timeline to `path`."""
+    """Write the picture, a timeline of the run, to `path`."""
     with figure_of(path, (12, 8.4)) as figure:
         killed, scoring, steps = figure.subplots(3, 1, sharex=True, height_ratios=[1.3, 1.2, 1.0])
         _draw_kills(killed, kills)
@@ -59,14 +59,14 @@ def _draw_steps(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, Any
     _lines(axes, kills)
     axes.plot(
         [when for _, when, _ in record.trained], [step for step, _, _ in record.trained],
-        color="#009E73", marker=".", ms=4, lw=1.2, label="step answered",
+        color="#009E73", marker=".", ms=4, lw=1.2, label="step acknowledged",
     )  # fmt: skip
     axes.scatter(
         [when for _, when, _ in record.saved], [step for step, _, _ in record.saved],
-        color="#D55E00", marker="|", s=70, zorder=3, label="critic_save answered",
+        color="#D55E00", marker="|", s=70, zorder=3, label="critic_save acknowledged",
     )  # fmt: skip
     axes.set_ylabel("step")
-    axes.set_title("training steps: each answered once it is served")
+    axes.set_title("training steps: each acknowledged once its version is served")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
 
 

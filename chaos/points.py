@@ -1,4 +1,4 @@
-"""Kill points: stages of the system's work, recognised from outside by its files; and the plan of all kills."""
+"""Kill points (stages of the system's work, recognised from outside by their files), and the plan of all kills."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from python_backend.store.jsonl import JsonlTail
 POLL_S = 0.001
 VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_model", "sidecar")
 POINTS = ("journal write", "training", "verify", "CURRENT", "reload", "checkpoint", "idle")
-FIRST_GUESS_S = {"training": 0.3, "reload": 4.0}  # durations, until the sidecar's metrics have them
+FIRST_GUESS_S = {"training": 0.3, "reload": 4.0}  # assumed durations, until the sidecar's metrics report them
 NOTHING = "nothing"
 
 
 def plan_kills(num_kills: int, seed: int) -> list[tuple[str, str]]:
-    """Return (victim, point) of each kill; for every seed, 42 kills cover each pair once."""
+    """Return (victim, kill point) of each kill; for every seed, 42 kills cover each pair once."""
     generator = random.Random(seed)
     victims, points = list(VICTIMS), list(POINTS)
     generator.shuffle(victims)
@@ -45,7 +45,7 @@ class Points:
         self._random = generator
 
     def wait(self, point: str, timeout_s: float, give_up: threading.Event) -> str:
-        """Wait for `point`, and for a random part of its duration; return what was seen.
+        """Wait for the kill point, and then for a random part of its duration; return a description of what was seen.
 
         Returns NOTHING if the point does not come within `timeout_s`, or once `give_up` is set.
         """
@@ -77,7 +77,7 @@ class Points:
             case "idle":
                 since = time.time()
                 return lambda: self._idle(since)
-        raise ValueError(f"point: {point!r}, known: {', '.join(POINTS)}")
+        raise ValueError(f"unknown kill point {point!r}; known: {', '.join(POINTS)}")
 
     def _idle(self, since: float) -> str | None:
         heartbeat = self._journal.heartbeat()

@@ -1,4 +1,4 @@
-"""The crash test's reference: the same batches in a plain loop, without journal, server or kills."""
+"""The crash test's reference: trains the same batches in a plain loop, without journal, server or kills."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ReferenceStep:
     loss: float | None
     """Loss of the last update; None for version 0."""
     sha256: str
-    """Hash of its model.safetensors."""
+    """SHA-256 of the critic's model.safetensors."""
     values: list[np.ndarray]
     """Values of each probe request, float32 `[n, S]`, padded with 0."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A run without faults."""
+    """Results of a run without faults."""
 
     steps: list[ReferenceStep]
     """Indexed by the number of critic updates."""
@@ -40,7 +40,7 @@ class Reference:
 
 
 def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, folder: Path) -> Reference:
-    """Train `num_steps` batches from the store's version 0, in this process."""
+    """Train `num_steps` batches from the store's version 0 in this process; score the probe requests after each."""
     import torch
 
     from python_backend.config.sections import constants_of
@@ -54,7 +54,7 @@ def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, fo
     requests = probes(seed, shape)
     critic = load_critic(WeightsStore(config.run.weights_dir).folder(0))
     update = CriticUpdate(critic, config.trainer)
-    torch.manual_seed(config.run.seed)  # as a sidecar does at its start
+    torch.manual_seed(config.run.seed)  # as the sidecar does when it starts
     folder.mkdir(parents=True, exist_ok=True)
     steps = []
     for step in range(num_steps + 1):
@@ -78,5 +78,5 @@ def run_reference(config: RunConfig, seed: int, shape: Shape, num_steps: int, fo
 def _padded_each(
     requests: list[list[np.ndarray]], values: Callable[[list[np.ndarray]], list[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Score each row in a forward pass of its own, and pad the values like an answer's."""
+    """Score each row in its own forward pass; return the values of each request, padded as in the server's answers."""
     return [padded_rows([values([row])[0] for row in rows], width=max(row.size for row in rows)) for rows in requests]

@@ -14,16 +14,16 @@ import psutil
 from chaos.system import ChaosSystem
 
 WAYS = ("killed", "stopped", "hung")
-STOP_S = 3.0  # at most: too short for the supervisor to replace the process
-HUNG_S = 120.0  # within which a hung process must be replaced
-CATCH_S = 5.0  # to wait for critic_train to write
+STOP_S = 3.0  # longest temporary stop: too short for the supervisor to replace the process
+HUNG_S = 120.0  # time limit for a hung process to be replaced
+CATCH_S = 5.0  # longest wait for critic_train to write
 CATCH_POLL_S = 0.0005
 CAUGHT_S = 6.0  # longest stop in the middle of a write
 GONE_POLL_S = 0.2
 
 
 def ways_of(num_kills: int, *, hung: bool) -> list[str]:
-    """Return how each victim is hit: every fourth one is stopped for a while; with `hung`, every fourth permanently."""
+    """Return how each victim is hit: one in four is stopped for a while and, with `hung`, one in four permanently."""
     return ["stopped" if i % 4 == 3 else "hung" if hung and i % 4 == 1 else "killed" for i in range(num_kills)]
 
 
@@ -54,7 +54,7 @@ def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
 
 
 def stop_accepting(system: ChaosSystem) -> Callable[[], None]:
-    """Stop critic_train while it writes a journal entry, if it can be caught; return a function that continues it."""
+    """Stop critic_train during a journal write, if one comes within CATCH_S; return a function that continues it."""
     folder = system.config.run.journal_dir / system.config.run.identity / "entries"
     stubs = system.processes_of("critic_train")
     deadline = time.monotonic() + CATCH_S
@@ -69,7 +69,7 @@ def stop_accepting(system: ChaosSystem) -> Callable[[], None]:
         timer.cancel()
         _signal(stubs, signal.SIGCONT)
 
-    timer = threading.Timer(CAUGHT_S, resume)  # it may hold the journal's lock, which others wait for
+    timer = threading.Timer(CAUGHT_S, resume)  # a stopped process may hold the journal's lock
     timer.start()
     return resume
 

@@ -1,4 +1,4 @@
-"""Figures of the crash test: recovery time after each kill, outages, and failed requests."""
+"""Statistics of the crash test: recovery time after each kill, outages, and failed requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def outages(record: RequestRecord) -> list[dict[str, float]]:
 
 
 def kills_with_recovery(kills: Sequence[dict[str, Any]], record: RequestRecord) -> list[dict[str, Any]]:
-    """Return the kills with `scored_after_s` and `trained_after_s`: time to the next answer of that kind."""
+    """Return the kills with the seconds until the next scoring answer and until the next acknowledged step.
+
+    The keys are `scored_after_s` and `trained_after_s`; the value is None if there was no such answer.
+    """
     scored = sorted(when for when, _ in record.latencies)
     trained = [when for _, when, _ in record.trained]
     return [
@@ -35,7 +38,7 @@ def kills_with_recovery(kills: Sequence[dict[str, Any]], record: RequestRecord) 
 
 
 def summary(record: RequestRecord, kills: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a run."""
+    """Return counts, latencies and outages of a run."""
     latencies = [seconds for _, seconds in record.latencies]
     gaps = outages(record)
     failed = Counter(who for _, who, _ in record.failures)

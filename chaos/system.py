@@ -1,4 +1,4 @@
-"""The system under the crash test: the real server under its supervisor, and the sidecar, killed and restarted."""
+"""The system that the crash test kills and restarts: the real server with its supervisor, and the sidecar."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAILED_STARTS = 3
 
 
 def write_config(folder: Path, given: Path | None) -> Path:
-    """Write the YAML of a run in `folder`, on free ports; without `given`, with small checkpoints of its own."""
+    """Write the YAML of a run with free ports in `folder`, and small checkpoints unless `given`; return its path."""
     data: dict[str, Any] = {"reward": {}, "critic": {}, "trainer": {}}
     if given is not None:
         data = load_config(given).model_dump(mode="json", include=set(data))
@@ -62,7 +62,7 @@ def write_config(folder: Path, given: Path | None) -> Path:
 
 
 def shape_of(config: RunConfig) -> Shape:
-    """Return the range of token ids and row lengths that both models accept."""
+    """Return the bounds of token ids and row lengths that both models accept."""
     models = [json.loads((part.checkpoint / "config.json").read_text()) for part in (config.reward, config.critic)]
     positions = [max_positions(model) or LONGEST_ROW for model in models]
     return Shape(min(model["vocab_size"] for model in models), min(LONGEST_ROW, *positions))
@@ -72,7 +72,7 @@ class ChaosSystem:
     """Server and sidecar. Call `look` from the main thread; `kill` may be called from any thread."""
 
     def __init__(self, path: Path, generator: random.Random, log: Callable[[str], None]) -> None:
-        """Start both, and wait until the server is ready.
+        """Start server and sidecar, and wait until the server is ready.
 
         Raises:
             ServerStartError: the server does not start.
@@ -97,7 +97,7 @@ class ChaosSystem:
         return f"rlhf-{os.getpid()}-"
 
     def look(self) -> None:
-        """Restart what was killed.
+        """Restart the processes that were killed.
 
         Raises:
             ServerStartError: FAILED_STARTS restarts of the server have failed.
@@ -142,13 +142,13 @@ class ChaosSystem:
         return True
 
     def stop_sidecar(self) -> None:
-        """Stop the sidecar as `tools run` does, so that it writes its last checkpoint."""
+        """Stop the sidecar as `tools run` does, which makes it write its last checkpoint."""
         code = self._sidecars[-1].stop(signal.SIGTERM, SIDECAR_STOP_S)
         if code != 0:
-            self.troubles.append(f"at the end {self._sidecars[-1].obituary()}")
+            self.troubles.append(f"when stopped at the end, {self._sidecars[-1].obituary()}")
 
     def stop(self) -> None:
-        """Stop both processes."""
+        """Stop sidecar and server."""
         self._sidecars[-1].stop(signal.SIGTERM, SIDECAR_STOP_S)
         self._supervisor.stop()
 

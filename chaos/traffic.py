@@ -24,7 +24,7 @@ SCORER_PAUSE_S = 0.06
 WRITER_PAUSE_S = 0.8  # at most; limits the number of versions, which must fit on the disk
 STEP_PATIENCE_S = 240.0
 LARGE_EVERY, LARGE = 5, 8  # every fifth batch has eight times the rows: accepting it leaves time for other requests
-REWIND_BY = 3  # steps at most, and not to before the last save: the steps since then can all be restored
+REWIND_BY = 3  # most steps of a rewind, which never goes back beyond the last save: later steps can all be restored
 # A killed stub leaves its callers without an answer, so deadlines are short and the loops below send again. With
 # max_outage_s = 0 the clients do not wait for a healthy server, so that outages show in the record.
 WRITING = ClientSection(retries=2, train_retries=2, backoff_s=0.1, train_deadline_s=10.0, max_outage_s=0)
@@ -32,7 +32,7 @@ SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0
 
 
 StopAccepting = Callable[[], Callable[[], None]]
-"""Stops (SIGSTOP) critic_train while it writes an entry, if it can be caught; returns a function that continues it."""
+"""Stops (SIGSTOP) critic_train during a write to the journal, if one comes; returns a function that continues it."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Served:
-    """A distinct answer that a scoring client received."""
+    """A scoring answer; equal answers are counted together."""
 
     probe: int
     """Index of the probe request."""
     versions: tuple[int, ...]
     """weights_version of each row."""
     rewards: bytes
-    """float32 `[n]`."""
+    """Bytes of a float32 array `[n]`."""
     values: bytes
-    """float32 `[n * S]`."""
+    """Bytes of a float32 array `[n * S]`."""
 
 
 @dataclass
@@ -74,16 +74,16 @@ class RequestRecord:
     served: Counter[Served] = field(default_factory=Counter)
     """Distinct scoring answers and how often each came."""
     latencies: list[tuple[float, float]] = field(default_factory=list)
-    """(time, seconds) of the scoring requests answered."""
+    """(time of the answer, latency in seconds) of each answered scoring request."""
     stale: list[tuple[float, int, int]] = field(default_factory=list)
-    """(time, version, promised version) of rows scored by a version older than one that an answer had promised."""
+    """(time, version, served version) of scores by a version older than one that the server had reported as served."""
     failures: list[tuple[float, str, str]] = field(default_factory=list)
-    """(time, who, why) of requests that a client gave up, after which the loops send the next one."""
+    """(time, client, reason) of requests that a client gave up; the client then sends another."""
     refusals: list[str] = field(default_factory=list)
-    """Refused requests of the writer, which are all valid."""
+    """Requests of the writer that were rejected, or not answered in time, although all are valid."""
 
     def now(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.start
 
     def rewind(self, step: int, version: int) -> None:
@@ -112,7 +112,7 @@ def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
 
 
 def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
-    """Return the rows that are scored repeatedly: four requests of one to four rows."""
+    """Return the requests that are sent repeatedly: four requests, with one to four rows."""
     generator = np.random.default_rng([seed, 0])
     return [
         [generator.integers(3, shape.vocab_size, length) for length in generator.integers(2, shape.longest // 2, rows)]
@@ -121,13 +121,13 @@ def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
 
 
 class Traffic:
-    """Runs the writer and the scorers in a background thread, until `finish`."""
+    """Runs the writer and the scorers in a background thread, until the writer ends or `give_up` is called."""
 
     def __init__(self, url: str, run_id: str, seed: int, shape: Shape, stop_accepting: StopAccepting) -> None:
         """`stop_accepting`: see `StopAccepting`."""
         self.record = RequestRecord()
         self.hold = threading.Event()
-        """While set, the writer sends nothing new."""
+        """While set, the writer sends no further request."""
         self.save_now = threading.Event()
         """Once set, the writer saves after its next step."""
         self.rewind_now = threading.Event()
@@ -144,21 +144,21 @@ class Traffic:
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
 
     def start(self) -> None:
-        """Start with step 1."""
+        """Start the background thread; the writer begins with step 1."""
         self._thread.start()
 
     def finish(self, more_steps: int) -> None:
-        """Let the writer end after `more_steps` further steps, with a save."""
+        """Let the writer send `more_steps` further steps and a save, and then end."""
         self._last_step = self.last_step + more_steps
 
     def give_up(self) -> None:
-        """Stop without finishing the steps, and wait for the thread."""
+        """Stop without sending the remaining steps, and wait for the thread."""
         self._give_up.set()
         self._thread.join()
 
     @property
     def last_step(self) -> int:
-        """The last step answered."""
+        """The last step that the server acknowledged; 0 if there is none."""
         return self.record.trained[-1][0] if self.record.trained else 0
 
     @property
@@ -205,7 +205,7 @@ class Traffic:
                 await asyncio.sleep(0.005)
 
     async def _rewind(self, client: TritonClient, step: int) -> int:
-        """Rewind while the next step is being accepted, as if an actor died and resumed; return the step reached."""
+        """Rewind while the next step is being accepted, as if an actor died and resumed; return the new last step."""
         saved = max((saved for saved, _, _ in self.record.saved), default=0)
         target = int(self._choice.integers(max(saved, step - REWIND_BY), step, endpoint=True))
         async with TritonClient(self._url, WRITING) as earlier:
@@ -237,7 +237,7 @@ class Traffic:
         return lambda: client.save(run_id=self._run_id, step=step)
 
     async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T | None:
-        """Send until answered; None if the request is refused, STEP_PATIENCE_S has passed, or the traffic ends."""
+        """Retry until answered; return the answer, or None if rejected, after STEP_PATIENCE_S, or when traffic ends."""
         give_up_at = time.monotonic() + STEP_PATIENCE_S
         while not self._give_up.is_set():
             try:
@@ -275,6 +275,6 @@ class Traffic:
 
 
 def _is_refusal(error: RequestFailed) -> bool:
-    """Return whether the server rejected the request as invalid (400); the requests here are all valid."""
+    """Return whether the server rejected the request as invalid (status 400), although all requests here are valid."""
     status = getattr(error.__cause__, "status", None)
     return callable(status) and str(status()) == "400"

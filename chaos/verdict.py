@@ -1,4 +1,4 @@
-"""The promises that the crash test checks, one function each; a verdict lists the violations."""
+"""The guarantees that the crash test checks, with one function for each; a verdict lists the violations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SHOWN = 5  # violations in a printed verdict
 
 @dataclass(frozen=True)
 class Verdict:
-    """One promise."""
+    """Result of checking a guarantee of the system, which `promise` states."""
 
     promise: str
     checked: int
-    """Number of things checked; 0 counts as a violation."""
+    """Number of items checked; 0 counts as a violation."""
     violations: list[str] = field(default_factory=list)
 
     @property
@@ -35,7 +35,7 @@ class Verdict:
         return not self.violations
 
     def sentence(self) -> str:
-        """Return the promise with its outcome."""
+        """Return the guarantee, whether it was kept, and its first violations."""
         if self.kept:
             return f"kept    {self.promise} ({self.checked} checked)"
         more = f" … and {len(self.violations) - SHOWN} more" if len(self.violations) > SHOWN else ""
@@ -43,17 +43,17 @@ class Verdict:
 
 
 def verdict(promise: str, checked: int, violations: Sequence[str]) -> Verdict:
-    """Return the verdict; a promise with nothing to check counts as broken."""
+    """Return the verdict on a guarantee, which counts as broken if there was nothing to check."""
     return Verdict(promise, checked, list(violations) or ([] if checked else ["there was nothing to check"]))
 
 
 def check_steps(record: RequestRecord, results: Mapping[int, Result], reference: Reference) -> Verdict:
-    """Check that steps 1..n were answered without a gap, each with its one result and the reference's exact loss."""
-    found = [f"refused: {refusal}" for refusal in record.refusals]
+    """Check that steps 1 to n were acknowledged without a gap, each with its journal result and reference loss."""
+    found = [f"rejected or not answered: {refusal}" for refusal in record.refusals]
     answered = [step for step, _, _ in record.trained]
     last = len(reference.steps) - 1
     if answered != list(range(1, last + 1)):
-        found.append(f"steps {_shortened(answered)} were answered, steps 1 to {last} were sent")
+        found.append(f"steps {_shortened(answered)} were acknowledged, steps 1 to {last} were sent")
     if sorted(results) != list(range(1, last + 1)):
         found.append(f"the journal has results of steps {_shortened(sorted(results))}, steps 1 to {last} were sent")
     for step, _, answer in record.trained:
@@ -66,28 +66,28 @@ def check_steps(record: RequestRecord, results: Mapping[int, Result], reference:
             found.append(f"step {step} has loss {result.loss_mean!r}, without faults it is {loss!r}")
         told = (result.weights_version, float(np.float32(loss)))
         if (answer.weights_version, answer.loss_mean) != told:
-            found.append(f"step {step} was answered with {answer}, its result says {result}")
+            found.append(f"step {step} was answered with {answer}, but its result in the journal is {result}")
     return verdict("each accepted step was trained once, in order, with the loss of a run without faults", last, found)
 
 
 def check_repeats(record: RequestRecord) -> Verdict:
-    """Check that a step that was sent again got its first answer again."""
+    """Check that a step that was sent twice received the same answer twice."""
     first = {step: answer for step, _, answer in record.trained}
     found = [
-        f"step {step} was answered with {first.get(step)} first and {answer} later"
+        f"step {step} was answered with {first.get(step)} at first and with {answer} later"
         for step, answer in record.repeated
         if first.get(step) != answer
     ]
-    return verdict("a step that was sent again got its first answer again", len(record.repeated), found)
+    return verdict("a step that was sent twice received the same answer twice", len(record.repeated), found)
 
 
 def check_versions(
     manifests: Sequence[Manifest], current: int | None, reference: Reference, rewound: Collection[int] = ()
 ) -> Verdict:
-    """Check for one version per step, ascending, bit-identical to the reference; CURRENT must name the last one.
+    """Check for one version per step, in order and bit-identical to the reference; CURRENT must name the last version.
 
     Args:
-        rewound: steps to which the run was rewound; a version of such a step may follow that of a later step.
+        rewound: steps to which the run was rewound; it adds another version of its step, after those of later steps.
     """
     found = []
     steps = [manifest.step for manifest in manifests]
@@ -115,19 +115,21 @@ def check_whole(store: WeightsStore) -> Verdict:
             store.verify_files(version)
         except WeightsError as error:
             found.append(str(error))
-    return verdict("no version is torn", len(folders), found)
+    return verdict("the files of every version match its manifest", len(folders), found)
 
 
 def check_scores(record: RequestRecord, steps: Mapping[int, int], reference: Reference) -> Verdict:
-    """Check that values are those of the version they name, rewards never change, and an answer has one version.
+    """Check that each answer names one version and has that version's values, and that rewards never change.
 
     Args:
-        steps: number of critic updates of each version.
+        steps: for each version, the number of critic updates that led to it.
     """
     found = []
     for served in record.served:
         if len(set(served.versions)) != 1 or served.versions[0] not in steps:
-            found.append(f"probe {served.probe} was scored by versions {served.versions}")
+            found.append(
+                f"probe {served.probe} was scored by versions {served.versions}, expected a single existing version"
+            )
             continue
         expected = reference.steps[steps[served.versions[0]]].values[served.probe]
         what = f"of probe {served.probe} by version {served.versions[0]}"
@@ -155,17 +157,21 @@ def check_checkpoint(last: Path, reference: Reference) -> Verdict:
 
 
 def check_freshness(record: RequestRecord) -> Verdict:
-    """Check that no row was scored by an older version than one that an answer had named before."""
+    """Check that no row was scored by a version older than one that the server had reported as served."""
     found = [
-        f"at {when:.1f} s a row was scored by version {version}, after version {promised} had been answered"
+        f"at {when:.1f} s a row was scored by version {version}, after version {promised} had been reported as served"
         for when, version, promised in record.stale
     ]
-    return verdict("an answered step is served", record.served.total(), found)
+    return verdict("once a step is acknowledged, no older version scores", record.served.total(), found)
 
 
 def check_order(leftovers: Sequence[str], troubles: Sequence[str]) -> Verdict:
-    """Check that nothing was left behind, and that only killed processes ended."""
-    return verdict("nothing was left behind, and only what was killed ended", 1, [*leftovers, *troubles])
+    """Check that no processes, shared memory or unfinished folders remain, and that only killed processes ended."""
+    return verdict(
+        "no processes, shared memory or unfinished folders remain, and only killed processes ended",
+        1,
+        [*leftovers, *troubles],
+    )
 
 
 def check_coverage(kills: Sequence[Mapping[str, object]], planned: Sequence[tuple[str, str]]) -> Verdict:
@@ -185,7 +191,7 @@ def _differences(what: str, got: bytes, expected: np.ndarray) -> list[str]:
     if array.size != expected.size:
         return [f"{what}: {array.size} numbers, not {expected.size}"]
     largest = float(np.abs(array - expected.ravel()).max())
-    return [] if largest <= TOLERANCE else [f"{what}: off by {largest:.2g}"]  # NaN is off, too
+    return [] if largest <= TOLERANCE else [f"{what}: off by {largest:.2g}"]  # NaN counts as off, too
 
 
 def _shortened(steps: Sequence[int]) -> str:

@@ -26,7 +26,7 @@ LARGEST_MESSAGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_mess
 
 @dataclass
 class Answer:
-    """Answer to a request. `status` is the HTTP status code or the name of the gRPC status; None: no answer."""
+    """Answer to a request. `status` is the HTTP status code or the name of the gRPC status; None if there was none."""
 
     status: str | None
     text: str
@@ -82,7 +82,7 @@ def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
 
 
 class GrpcSender:
-    """One channel; safe to use from one thread."""
+    """Sends requests over one gRPC channel; each thread needs its own sender."""
 
     def __init__(self, url: str) -> None:
         self._channel = grpc.insecure_channel(url, options=[*LARGEST_MESSAGE, ("grpc.enable_http_proxy", 0)])
@@ -116,7 +116,7 @@ def _message(request: Request) -> Any:
         if isinstance(value, bool):
             message.parameters[name].bool_param = value
         elif isinstance(value, int):
-            message.parameters[name].int64_param = min(value, 2**63 - 1)  # protobuf raises beyond
+            message.parameters[name].int64_param = min(value, 2**63 - 1)  # protobuf rejects larger numbers
         else:
             message.parameters[name].string_param = str(value)
     return message
@@ -145,7 +145,7 @@ class GoodClient:
         self._thread = threading.Thread(target=self._run, name="good-client", daemon=True)
 
     def start(self) -> None:
-        """Start; the first answer is the reference for all others."""
+        """Start the thread; the first answer is the reference for all others."""
         self._ask()
         self._thread.start()
 

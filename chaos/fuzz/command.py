@@ -1,8 +1,8 @@
-"""`python -m tools fuzz --count N --seed S --out DIR`: bad requests at every model, while a client scores good rows.
+"""`python -m tools fuzz --count N --seed S --out DIR`: sends bad requests while a client scores valid rows.
 
-Half of the requests go to a plain server, half to one with `rewards`, a training key and a reference; over HTTP and
-over gRPC. Exit code 0: every request got an answer within 30 s, no answer was wrong, the good client was always served,
-and nothing had to be restarted.
+The requests go to all models over HTTP and gRPC: half of them to a plain server, half to a server with `rewards`, a
+training key and a reference. Exit code 0: every request was answered within 30 s, no answer was wrong, the scoring
+client was always served, and no process had to be restarted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.server.supervisor import Supervisor
 
 SENDERS = 4
 LOOK_EVERY_S = 0.1
-# A status 500 counts as a defect, except with these messages of tritonserver's own parsers.
+# A status 500 counts as a defect, unless its message contains one of these, which tritonserver's own parsers send.
 TRITONS_OWN = ("failed to parse the request JSON buffer", "Unable to parse", "unexpected", "Unexpected")
 
 
@@ -53,12 +53,12 @@ class StageOutcome:
 
     @property
     def passed(self) -> bool:
-        """Whether there is no defect; the longest wait is not judged, since it depends on the machine."""
+        """Whether no defect was found; the longest wait does not count, since it depends on the machine."""
         return not (self.hangs or self.wrong or self.restarts or self.outages)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both stages and print their findings; return 1 if one failed, except with `--kill-server`."""
+    """Run both stages and print their findings; return 1 if a stage failed, unless `--kill-server` is set."""
     parser = argparse.ArgumentParser(
         prog="python -m tools fuzz", description="Send bad requests while a client scores valid rows."
     )
@@ -99,7 +99,7 @@ def describe(outcome: StageOutcome) -> str:
 def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log: Callable[[str], None]) -> StageOutcome:
     """Start a server, send it the requests, and stop it. Call from the main thread."""
     outcome = StageOutcome(stage)
-    os.environ[KEY_VARIABLE] = KEY  # read at each start, which renders the repository
+    os.environ[KEY_VARIABLE] = KEY  # read at each start of the server, when the repository is rendered
     config = write_config(out, stage)
     supervisor = Supervisor(lambda: start_server(config, log=lambda line: None), log=_restarts(outcome, log))
     models = [path.parent.name for path in config.run.repository_dir.glob("*/config.pbtxt")]
@@ -136,7 +136,7 @@ def _restarts(outcome: StageOutcome, log: Callable[[str], None]) -> Callable[[st
 
 @dataclass
 class _Sent:
-    """A request; `number` counts from 1, in the order of the seed."""
+    """A request; `number` is its position, from 1, in the sequence that the seed determines."""
 
     number: int
     request: Request
@@ -148,7 +148,7 @@ class _Sent:
 
 
 class _Requests:
-    """Hands each sender the next request."""
+    """Generates the requests; thread-safe, so that all senders share it."""
 
     def __init__(
         self, generator: random.Random, models: Sequence[str], key: str | None, count: int, kills: bool

@@ -1,4 +1,4 @@
-"""Models of the fuzz test, tiny and random with a byte-level tokenizer, and its two configurations."""
+"""Tiny random models of the fuzz test, with a byte-level tokenizer, and the test's two configurations."""
 
 from __future__ import annotations
 

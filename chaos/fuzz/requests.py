@@ -67,7 +67,7 @@ class Tensor:
 
 @dataclass
 class Request:
-    """One request; `wrong` names its defects."""
+    """A request; `wrong` holds the names of its defects."""
 
     model: str
     tensors: list[Tensor]
@@ -81,7 +81,7 @@ class Request:
 
 
 def num_tokens(sample: Sample) -> float:
-    """Return the number of tokens: the reward function of the fuzz test."""
+    """Reward function of the fuzz test: return the number of tokens."""
     return float(len(sample.tokens))
 
 
@@ -104,7 +104,7 @@ def make_request(generator: random.Random, models: Sequence[str], key: str | Non
 
 
 def array_tensor(name: str, array: np.ndarray) -> Tensor:
-    """Return a tensor of int64, float32 or bytes."""
+    """Return a tensor with the content of an int64, float32 or bytes array."""
     if array.dtype == np.object_:
         return Tensor(name, "BYTES", list(array.shape), _encode(array.ravel().tolist()))
     return Tensor(name, {"i": "INT64", "f": "FP32"}[array.dtype.kind], list(array.shape), array.tobytes())

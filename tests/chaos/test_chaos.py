@@ -230,7 +230,7 @@ def test_an_outage_is_a_span_without_any_answer():
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "result.json").write_text("mine")
     assert main(["--kills", "1", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: --out {tmp_path} is not empty\n"
+    assert capsys.readouterr().err == f"error: --out {tmp_path} is not empty; name a new or empty folder\n"
 
 
 @pytest.mark.slow

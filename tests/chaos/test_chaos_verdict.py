@@ -129,16 +129,16 @@ def refuse(record: RequestRecord, known: dict[int, Result]) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (swap_answers, "steps 2, 1, 3 were answered, steps 1 to 3 were sent"),
-        (lose_an_answer, "steps 1, 3 were answered, steps 1 to 3 were sent"),
-        (answer_twice, "steps 1, 1-3 were answered"),
+        (swap_answers, "steps 2, 1, 3 were acknowledged, steps 1 to 3 were sent"),
+        (lose_an_answer, "steps 1, 3 were acknowledged, steps 1 to 3 were sent"),
+        (answer_twice, "steps 1, 1-3 were acknowledged"),
         (lose_a_result, "the journal has results of steps 1, 3"),
         (train_one_more, "the journal has results of steps 1-4"),
         (fail_a_step, "step 2 ended in an error: not finite"),
         (change_the_last_bit, "step 3 has loss 0.125000"),
         (answer_another_loss, "step 3 was answered with"),
         (answer_another_version, "step 3 was answered with"),
-        (refuse, "refused: step 2: it was already sent with other content"),
+        (refuse, "rejected or not answered: step 2: it was already sent with other content"),
     ],
 )
 def test_a_fault_in_the_steps_is_named(
@@ -201,7 +201,7 @@ def store(tmp_path: Path) -> WeightsStore:
 
 
 def test_a_torn_version_is_named(store: WeightsStore):
-    assert check_whole(store).sentence() == "kept    no version is torn (2 checked)"
+    assert check_whole(store).sentence() == "kept    the files of every version match its manifest (2 checked)"
     path = store.folder(1) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     assert check_whole(store).violations[0].startswith("version 1: cannot read model.safetensors")
@@ -232,8 +232,14 @@ def test_faultless_scores_are_kept(record: RequestRecord, reference: Reference):
         (served(2, value=float("nan")), "values of probe 0 by version 2: off by nan"),
         (served(2, reward=2e-5), "rewards of probe 0 by version 2: off by 2e-05"),
         (dataclasses.replace(served(2), versions=(1,)), "values of probe 0 by version 1: off by 1"),
-        (dataclasses.replace(served(2), versions=(2, 3)), "probe 0 was scored by versions (2, 3)"),
-        (dataclasses.replace(served(2), versions=(7,)), "probe 0 was scored by versions (7,)"),
+        (
+            dataclasses.replace(served(2), versions=(2, 3)),
+            "probe 0 was scored by versions (2, 3), expected a single existing version",
+        ),
+        (
+            dataclasses.replace(served(2), versions=(7,)),
+            "probe 0 was scored by versions (7,), expected a single existing version",
+        ),
         (dataclasses.replace(served(2), values=b""), "values of probe 0 by version 2: 0 numbers, not 2"),
     ],
 )
@@ -252,7 +258,7 @@ def test_an_old_version_after_a_newer_answer_is_named(record: RequestRecord):
     assert check_freshness(record).kept
     record.stale.append((4.25, 2, 3))
     assert check_freshness(record).violations == [
-        "at 4.2 s a row was scored by version 2, after version 3 had been answered"
+        "at 4.2 s a row was scored by version 2, after version 3 had been reported as served"
     ]
 
 
