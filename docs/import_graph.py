@@ -1,7 +1,6 @@
 """`python docs/import_graph.py`: draws imports.svg, the packages by layer and the imports between them.
 
-An arrow that follows from others (a longer path between the same packages) is left out. Raises SystemExit if there is a
-circle.
+An arrow is left out if a longer path connects the same packages. Raises SystemExit if packages import each other.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from matplotlib.axes import Axes
 
 ROOTS = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
 COLOURS = dict(zip(ROOTS, ("#d6ebf7", "#e7f3d8", "#fde9cf", "#efe3f5", "#eeeeee", "#eeeeee"), strict=True))
-BASE = ("python_backend.errors", "python_backend.stop_signal")  # nearly all import them
+BASE = ("python_backend.errors", "python_backend.stop_signal")  # nearly all packages import them
 Graph = Mapping[str, set[str]]
 
 
@@ -29,7 +28,7 @@ def main() -> None:
     try:
         order = list(TopologicalSorter(imports).static_order())
     except CycleError as error:
-        raise SystemExit(f"packages import each other: {' -> '.join(error.args[1])}") from error
+        raise SystemExit(f"remove an import from this circle: {' -> '.join(error.args[1])}") from error
     layers: dict[str, int] = {}
     for package in order:
         layers[package] = 1 + max((layers[other] for other in imports[package]), default=-1)
@@ -40,7 +39,7 @@ def main() -> None:
 
 
 def package_imports() -> dict[str, set[str]]:
-    """Which packages each package imports from."""
+    """Return, for each package, the other packages that it imports from."""
     graph = grimp.build_graph(*ROOTS)
     modules = [module for module in graph.modules if module not in BASE]
     imports: dict[str, set[str]] = {package_of(module, graph): set() for module in modules}
@@ -53,7 +52,7 @@ def package_imports() -> dict[str, set[str]]:
 
 
 def package_of(module: str, graph: grimp.ImportGraph) -> str:
-    """The package of two levels at most; what lies directly in a top-level package is that package."""
+    """Return the package of a module, cut to two levels; a module directly in a top-level package belongs to that."""
     parts = module.split(".")
     inner = ".".join(parts[:2])
     is_package = len(parts) > 2 or bool(graph.find_children(inner))
@@ -61,7 +60,7 @@ def package_of(module: str, graph: grimp.ImportGraph) -> str:
 
 
 def reduced(imports: Graph) -> dict[str, set[str]]:
-    """Without the arrows that a longer path implies."""
+    """Return the imports without those that a longer path implies."""
 
     def below(package: str) -> set[str]:
         return imports[package].union(*(below(other) for other in imports[package]))
@@ -73,7 +72,7 @@ def reduced(imports: Graph) -> dict[str, set[str]]:
 
 
 def draw(axes: Axes, imports: Graph, layers: Mapping[str, int]) -> None:
-    """Boxes in rows, importers above what they import."""
+    """Draw a box for each package, in rows by layer, with importers above the packages that they import."""
     places: dict[str, tuple[float, float]] = {}
     for layer in range(max(layers.values()) + 1):
         row = sorted(package for package, at in layers.items() if at == layer)
@@ -86,7 +85,7 @@ def draw(axes: Axes, imports: Graph, layers: Mapping[str, int]) -> None:
     axes.set_xlim(-0.02, 1.02)
     axes.set_ylim(-0.5, max(layers.values()) + 0.5)
     axes.axis("off")
-    axes.figure.canvas.draw()  # now the boxes have their sizes, at which arrows end
+    axes.figure.canvas.draw()  # sets the sizes of the boxes, at whose edges arrows end
     for package, others in imports.items():
         for other in sorted(others):
             ends = {"patchA": texts[package].get_bbox_patch(), "patchB": texts[other].get_bbox_patch()}
