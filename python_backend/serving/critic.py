@@ -1,6 +1,6 @@
 """Triton model `critic`: serves the weights version that CURRENT names and hot-swaps newer ones.
 
-Replies with `values` FP32 [B, S], zero-padded, and `weights_version` INT64 [B, 1]; one version scores a whole request.
+Replies with `values` FP32 [B, S], zero-padded, and `weights_version` INT64 [B, 1]. One version scores a whole request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ COUNTERS = {
 class TritonPythonModel(TorchScoringModel):
     """Scores rows with the current weights version.
 
-    A `Follower` loads new versions in a background thread; requests that have not started yet use the new one.
+    A `Follower` loads new versions in a background thread. A new version scores every request whose first forward pass
+    has not started.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -73,12 +74,12 @@ class TritonPythonModel(TorchScoringModel):
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         rows = yield from self._reader.read(call)
-        # The reader has checked the size of token requests; for sentences it is known only after tokenisation.
+        # The reader has checked the size of token requests; the size of sentences is known only after tokenisation.
         check_size(SENTENCES, len(rows.tokens), rows.width, self.limits)
-        # For a caller that names no outputs Triton requests all of them. So a missing `prompt_lengths` is an error only
-        # if `values` was not requested as well; otherwise the reply leaves `response_values` out.
+        # If a caller names no outputs, Triton requests all of them. So a missing `prompt_lengths` is an error only if
+        # `values` was not requested as well; otherwise the reply leaves `response_values` out.
         if RESPONSE_VALUES in call.wanted and VALUES not in call.wanted and rows.prompt_lengths is None:
-            raise ContractError(f"{PROMPT_LENGTHS}: missing; {RESPONSE_VALUES} needs it")
+            raise ContractError(f"{PROMPT_LENGTHS}: missing; the output {RESPONSE_VALUES} requires it")
         return rows
 
     def needs_forward(self, call: Call) -> bool:
@@ -103,7 +104,7 @@ class TritonPythonModel(TorchScoringModel):
         return answer
 
     def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
-        """Load the critic in `folder`, reusing the module structure of the served one if there is one.
+        """Load the critic in `folder`; if a critic is already served, reuse that critic's module structure.
 
         The finiteness check reads every weight, which also pages in the mapped file before the first forward pass.
         """

@@ -1,6 +1,6 @@
 """Triton model `critic_save`: makes the sidecar write a checkpoint or rewind to an earlier step.
 
-Replies when the sidecar has done so, with `status` 0 and the `weights_version` being served.
+Replies once the sidecar has finished, with `status` 0 and the `weights_version` being served.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from python_backend.wire.training_payload import sent_payload
 
 
 class TritonPythonModel(JournalModel):
-    """Validates payloads and appends them to the journal; the sidecar trains on them in its own process."""
+    """Validates payloads and appends them to the journal. The sidecar, a separate process, trains on them."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         super().initialize(args)

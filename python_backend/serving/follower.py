@@ -1,4 +1,5 @@
-"""Follows the weights store for one serving instance: preloads announced versions and swaps to the one CURRENT names.
+"""Follows the weights store for one serving instance: preloads announced versions, and swaps to the one
+that CURRENT names.
 
 `Follower.version` is replaced in a single assignment, so readers see either the old or the new version. Imports no
 torch.
@@ -18,12 +19,12 @@ from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore
 
 TOUCH_INTERVAL_S = 2.0
-POLL_S = 0.005  # between looks at CURRENT: short beside a swap of 44 ms or more, and a look costs one small read
+POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small
 # Once an announced version is loaded, CURRENT is about to move (the sidecar verifies the version meanwhile): poll fast
 # for a few seconds to keep the swap latency low.
 EXPECTING_POLL_S = 0.001
 EXPECTING_S = 5.0
-TROUBLE_PAUSE_S = 1.0  # after an error, so that a persistent one does not flood the log
+TROUBLE_PAUSE_S = 1.0  # pause after an error, so that a persistent error does not flood the log
 ROLLBACK_HINT = "`python -m tools weights rollback` serves an older version"
 
 
@@ -57,8 +58,9 @@ class Follower:
         """
         Args:
             load: loads a critic from a version's folder, given the critic served now (None for the first).
-            swaps: swap in new versions; if False, new versions are served only after a reload through Triton.
-            count: called with the number of each version that was swapped in or rejected, and whether it was rejected.
+            swaps: whether to swap in new versions; if False, they are served only after a reload through Triton.
+            count: called with (version number, whether it was rejected), for the first version and for each later
+                version that was swapped in or rejected.
         """
         self._store = store
         self._instance = instance
@@ -74,26 +76,27 @@ class Follower:
         self._expecting_until = 0.0
 
     def start(self) -> None:
-        """Load the version that CURRENT names, record it, and start the watcher thread.
+        """Load the version that CURRENT names, write the serving record, and start the watcher thread.
 
         Raises:
-            WeightsError: the store is empty or its version cannot be loaded; the message names the cause.
+            WeightsError: the store is empty, or the version that CURRENT names cannot be loaded; the message names the
+                cause.
         """
         while True:
             self.version = self._first()
             self._tell(ServingRecord.of_this_process(self._instance, self.version.number))
-            # CURRENT may have moved while we loaded. The publisher moves CURRENT first and reads the records second,
-            # we write the record first and read CURRENT second: so at least one side sees the other's change.
+            # CURRENT may have moved during the load. A publisher moves CURRENT and then reads the records; an instance
+            # writes its record and then reads CURRENT. So at least one of the two sees the other's change.
             if self._store.current() == self.version.number:
                 break
-        # Only now: as long as a dead instance's record exists and no instance has replaced it, the sidecar (or
-        # `tools serve`) requests a fresh process.
+        # Not earlier: as long as records of dead instances exist, the sidecar (or `tools serve`) requests a fresh
+        # process, which is necessary until an instance has replaced them.
         self._store.records.forget_died()
         self._count(self.version.number, False)
         self._watcher.start()
 
     def stop(self) -> None:
-        """Stop following and withdraw the serving record."""
+        """Stop the watcher thread and delete this instance's serving record."""
         self._stop.set()
         self._watcher.join()
         self._store.records.withdraw(self._record)
@@ -143,13 +146,13 @@ class Follower:
             self._stage(announced)
 
     def _stage(self, number: int) -> None:
-        """Load a version ahead of its swap; a failure is only reported if CURRENT later names that version."""
+        """Load a version before CURRENT names it; a failure is reported only if CURRENT later names that version."""
         self._staged = None
         try:
             stamp = self._stamp(number)
             self._staged = Version(number, self._load(self._store.folder(number), self.version.critic), stamp)
             self._expecting_until = time.monotonic() + EXPECTING_S
-        except Exception as error:  # whatever is wrong with the new version, the old one keeps serving
+        except Exception as error:  # any error: the old version keeps serving
             self._unusable[number] = str(error)
 
     def _stamp(self, number: int) -> tuple[int, ...]:
@@ -182,7 +185,7 @@ class Follower:
         self._count(number, staged is None)
 
     def _tell(self, record: ServingRecord) -> None:
-        """Write the serving record; if the disk refuses, the watcher retries at its next poll."""
+        """Write the serving record; if that fails, log the error, and the watcher retries at its next poll."""
         self._record = self._untold = record
         try:
             self._store.records.put(record)

@@ -1,7 +1,7 @@
 """Triton model of a reward function: worker processes score the rows; the reply is sent when the last row is done.
 
-Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1] with the
-reason for it (empty if there is a score). Imports no torch.
+Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1]: why
+the row has no score, empty if it has one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Triton's entry point at unload, after every request has been answered. Kills all workers."""
-        self._texts.close()  # before the pool, which its jobs submit to
+        self._texts.close()  # before the pool is closed, because these jobs submit samples to it
         self._pool.close()
 
     def _hand_over(self, call: Call) -> Generator[None, None, None]:
@@ -61,7 +61,8 @@ class TritonPythonModel:
             waiting = self._pool.num_waiting
             if waiting + len(samples) > self._most_waiting:
                 raise RuntimeError(
-                    f"{waiting} samples are waiting, {len(samples)} more exceed the limit of {self._most_waiting}"
+                    f"{waiting} samples are waiting, {len(samples)} more exceed the limit of {self._most_waiting}; "
+                    "send fewer rows per request, or retry later"
                 )
             pending = PendingCall(call, len(samples))
             self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
@@ -88,7 +89,7 @@ class TritonPythonModel:
 
 
 class PendingCall:
-    """A request whose rows are being scored; answered from the pool thread that completes its last row."""
+    """A request whose rows are being scored; the pool thread that completes the last row sends the reply."""
 
     def __init__(self, call: Call, num_rows: int) -> None:
         self._call = call
@@ -97,7 +98,7 @@ class PendingCall:
         self._lock = threading.Lock()
 
     def done(self, row: int, outcome: ScoreOutcome) -> None:
-        """Take a row's outcome; the last one answers the request."""
+        """Store the outcome of a row; if it was the last missing one, send the reply."""
         with self._lock:
             self._outcomes[row] = outcome
             self._left -= 1
@@ -105,12 +106,15 @@ class PendingCall:
                 return
         try:
             _answer(self._call, self._outcomes)
-        except Exception as error:  # thread edge: a caller that has gone away must not kill the worker's thread
+        except Exception as error:  # thread edge: a caller that has disconnected must not end the pool's thread
             log_error(f"a response could not be sent: {type(error).__name__}: {error}")
 
 
 def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:
-    """Never an error of the request: two steps of an ensemble that fail at once can crash tritonserver 2.51."""
+    """Send a normal response, even if every row failed.
+
+    Error responses from two steps of an ensemble at the same time can crash tritonserver 2.51.
+    """
     scores = np.asarray([[outcome.score] for outcome in outcomes], np.float64)
     with np.errstate(over="ignore"):  # a score beyond FP32 becomes infinite, which the weighted sum reports as an error
         arrays = {contract.REWARD_COMPONENT: scores.astype(np.float32)}
@@ -118,9 +122,10 @@ def _answer(call: Call, outcomes: Sequence[ScoreOutcome]) -> None:
 
 
 def _refuse(call: Call, error: Exception) -> None:
-    """Answer with `error` as the error of every row.
+    """Send a reply that reports `error` for every row.
 
-    The number of rows may be read from any input, because Triton checks that all have the same batch dimension.
+    Any input gives the number of rows, because Triton checks that all have the same batch dimension. A request without
+    inputs fails.
     """
     inputs = (contract.SENTENCES, contract.TOKENS, contract.SEQUENCE_LENGTHS, contract.METADATA)
     arrays = (call.array(name) for name in inputs)
@@ -129,5 +134,5 @@ def _refuse(call: Call, error: Exception) -> None:
         if num_rows == 0:
             raise contract.ContractError(f"{contract.TOKENS}: missing; send {contract.TOKENS} or {contract.SENTENCES}")
         _answer(call, [ScoreOutcome(error=str(error))] * num_rows)
-    except Exception as trouble:  # thread edge: the request must have an answer
+    except Exception as trouble:  # thread edge: every request must get a response
         call.fail(trouble)

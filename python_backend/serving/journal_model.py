@@ -1,4 +1,4 @@
-"""Base of the Triton models critic_train and critic_save: a request becomes a journal entry, its result the reply.
+"""Base of the Triton models critic_train and critic_save: the journal's result for a request is the reply.
 
 A waiter thread sends the reply once the sidecar has recorded the entry's result. Imports no torch.
 """
@@ -22,15 +22,15 @@ from python_backend.wire.contract import RUN_ID, TRAINING_KEY_HEADER, ContractEr
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
-    "rlhf_steps_failed_total": "Steps, saves and rewinds that failed in the sidecar, such as a rejected version"
+    "rlhf_steps_failed_total": "Steps, saves and rewinds that failed in the sidecar, for example at a rejected version"
 }
 
 
 class JournalModel:
     """Base of critic_train and critic_save.
 
-    `execute` writes each request to the journal durably and returns; a waiter thread polls for results, answers the
-    callers, and fails them with UNAVAILABLE if the sidecar is missing or makes no progress.
+    `execute` writes each request to the journal durably and returns. A waiter thread polls for results and replies to
+    the callers; they receive UNAVAILABLE if the sidecar is missing or makes no progress.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -49,7 +49,7 @@ class JournalModel:
         self._waiter.start()
 
     def accept(self, call: Call) -> Entry:
-        """Check the request and write it to the journal. Raises ContractError."""
+        """Write the request to the journal and return its entry. Raises ContractError if the request is invalid."""
         raise AssertionError("defined by the subclass")
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
@@ -57,7 +57,7 @@ class JournalModel:
         raise AssertionError("defined by the subclass")
 
     def execute(self, requests: list[Any]) -> None:
-        """Triton's entry point."""
+        """Triton's entry point: write the requests to the journal; the waiter thread replies."""
         for request in requests:
             call = Call(request)
             try:
@@ -83,12 +83,12 @@ class JournalModel:
             return
         sent = hashlib.sha256((call.header(TRAINING_KEY_HEADER) or "").encode()).hexdigest()
         if not hmac.compare_digest(sent, self._key_hash):
-            raise ContractError(f"header {TRAINING_KEY_HEADER}: missing or wrong")
+            raise ContractError(f"header {TRAINING_KEY_HEADER}: missing or wrong; send the server's training key")
 
     def _answer_loop(self) -> None:
-        """Answer calls whose result is there, until `_stop` is set.
+        """Reply to calls whose result has been recorded, until `_stop` is set.
 
-        Results are files, so they are polled. The lock is not held meanwhile: `execute` may add calls.
+        Results are files, so they are polled, without holding the lock, so that `execute` can add calls.
         """
         while not self._stop.wait(0.005):
             with self._lock:
@@ -99,16 +99,16 @@ class JournalModel:
                     self._waiting = [item for item in self._waiting if item not in finished]
 
     def _try_to_settle(self, call: Call, entry: Entry, since: float) -> bool:
-        """Return whether the call is answered; an unexpected error is logged and retried."""
+        """Return `_settle`'s result; log an unexpected error and return False, so that the call is tried again."""
         try:
             return self._settle(call, entry, since)
-        except Exception as error:  # thread edge: if the waiter died, no caller would ever be answered
+        except Exception as error:  # thread edge: if the waiter died, no caller would ever get a reply
             log_error(f"journal: {entry.name}: {type(error).__name__}: {error}")
             self._stop.wait(1.0)
             return False
 
     def _settle(self, call: Call, entry: Entry, since: float) -> bool:
-        """Answer the call if there is a result, fail it if the sidecar is in trouble; return whether it is answered."""
+        """Reply if there is a result, fail the call if none can be expected; return whether a response was sent."""
         result = self.journal.result(entry)
         if result is not None:
             if result.error:
@@ -124,7 +124,10 @@ class JournalModel:
         return trouble is not None
 
     def _trouble(self, waited_s: float) -> str | None:
-        """Return why a call that has waited this long cannot expect a result; None while the sidecar makes progress."""
+        """Return why a call cannot expect a result after waiting `waited_s` seconds.
+
+        Returns None while the sidecar makes progress, and in the first `FOLLOWER_GRACE_S` seconds.
+        """
         silence_s = self._heartbeats.silence_s()
         heartbeat = self._heartbeats.last
         if waited_s < FOLLOWER_GRACE_S:
@@ -133,7 +136,7 @@ class JournalModel:
             return "no sidecar follows the journal: start `python -m trainer`"
         if heartbeat is None:
             return None
-        # A call also waits the full timeout itself: the silence may be older than the call.
+        # Every call waits the full timeout, even if the silence began before the call.
         if min(silence_s, waited_s) > self._silence_s:
             cause = refusal(self.journal.root)  # on a full disk the sidecar cannot write its heartbeat either
             disk = f"; the journal's disk cannot be written: {cause.strerror}" if cause else ""
@@ -148,5 +151,6 @@ class JournalModel:
     def _journalled(self, entry: Entry) -> str:
         what = f"step {entry.step}" if entry.kind == "train" else f"the {entry.kind} after step {entry.step}"
         return (
-            f"{what} of run {self.journal.run_id!r} is journalled and will be done: repeat the request for its answer"
+            f"{what} of run {self.journal.run_id!r} is in the journal and will be processed: "
+            "repeat the request to get its result"
         )

@@ -1,7 +1,7 @@
-"""Triton model `reference`: log-probs under the frozen policy from before training.
+"""Triton model `reference`: log-probs under the frozen initial policy.
 
-Replies with `logprobs` FP32 [B, S], zero-padded. Index t is the log-prob of token t+1 under the sampling distribution,
-that is at the sampling temperature and without the banned tokens.
+Replies with `logprobs` FP32 [B, S], zero-padded. Index t is the log-prob of token t+1 under the sampling distribution:
+at the sampling temperature, with banned tokens excluded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TritonPythonModel(TorchScoringModel):
         )
         self.limits = read_limits(self._model.limits, parameters)
         self.start()
-        log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, without the tokens {banned}")
+        log(f"{parameters.model}: {folder.name}, log-probs at temperature {temperature}, banned tokens {banned}")
 
     def current_model(self) -> LanguageModel:
         return self._model

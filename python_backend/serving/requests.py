@@ -44,11 +44,11 @@ class RowReader:
 
         Args:
             checkpoint: folder with the tokenizer.
-            limits: limits that rows are checked against.
-            add_special_tokens: tokenise sentences as `tokenizer(text)` does; otherwise without special tokens,
-                truncated to their first `max_length` tokens.
+            limits: limits to enforce on rows.
+            add_special_tokens: True: tokenise sentences as `tokenizer(text)` does, with special tokens. False: without
+                special tokens, truncated to the first `max_length` tokens.
             skipped_pad_id: padding id that transformers skips when it looks for a row's last token. With
-                `add_special_tokens`, trailing tokens with this id are removed from sentences.
+                `add_special_tokens`, sentences lose their trailing tokens with this id; None: nothing is removed.
         """
         self._checkpoint = checkpoint
         self._limits = limits
@@ -57,11 +57,11 @@ class RowReader:
         self._tokenizer: Any = None
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-        """Read the request's rows; a generator, because tokenising sentences is slow.
+        """Return the request's rows, as a generator because tokenising sentences is slow.
 
-        Token rows are returned without yielding. For sentences, the first yield comes before any decoding and gives
-        their memory in bytes; another yield follows after each sentence. The caller chooses the thread in which the
-        generator continues. Raises ContractError.
+        Token rows are returned without yielding. For sentences, the generator first yields their estimated memory in
+        bytes, before decoding any of them, and yields again after each sentence. The caller may continue it in another
+        thread. Raises ContractError if the request is invalid.
         """
         sentences = call.array(SENTENCES)
         if sentences is None:
@@ -117,19 +117,22 @@ class RowReader:
             text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
             return text
-        except Exception as error:  # the template is the checkpoint's own code and may raise anything
-            raise ContractError(f"{where}: the chat template rejects it: {error}") from error
+        except Exception as error:  # the template is the checkpoint's own code and may raise any exception
+            raise ContractError(f"{where}: the chat template rejects the messages: {error}") from error
 
 
 def read_limits(limits: Limits, parameters: Parameters) -> Limits:
-    """Return the checkpoint's limits, tightened by the configuration's `max_length` and bounds of one request."""
+    """Return the checkpoint's `limits` with the configured bounds on the size of one request.
+
+    `max_length` is the smaller of the checkpoint's and the configured value, or `LONGEST_ROW_TOKENS` if neither is set.
+    """
     configured = parameters.optional("max_length")
     lengths = [length for length in (limits.max_length, int(configured) if configured else None) if length]
     return dataclasses.replace(request_limits(limits, parameters), max_length=min(lengths, default=LONGEST_ROW_TOKENS))
 
 
 def request_limits(limits: Limits, parameters: Parameters) -> Limits:
-    """Return `limits` with the configured bounds of one request."""
+    """Return `limits` with the configured bounds on the size of one request."""
     return dataclasses.replace(
         limits,
         max_sentence_bytes=parameters.number("max_sentence_bytes"),

@@ -1,4 +1,7 @@
-"""Triton model `reward_model`: replies with `rewards` FP32 [B, 1] ([B, A] without merging), the standardised scores."""
+"""Triton model `reward_model`: replies with `rewards`, the standardised scores.
+
+`rewards` is FP32 [B, 1], or [B, A] if the A attributes are not merged.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class TritonPythonModel(TorchScoringModel):
 
 
 def read_standardization(setting: str) -> Standardization:
-    """Parse the model parameter: `checkpoint`, `off`, or JSON `{"mean": m, "std": s}`."""
+    """Parse the model parameter `standardization`: `checkpoint`, `off`, or JSON `{"mean": m, "std": s}`."""
     if setting in ("checkpoint", "off"):
         return cast(Standardization, setting)
     constants = json.loads(setting)

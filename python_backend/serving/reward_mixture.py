@@ -1,7 +1,7 @@
-"""Triton model of the weighted sum of several rewards, the last step of the ensemble `reward_model`.
+"""Triton model `reward_mixture`: computes the weighted sum of several rewards, as the last step of `reward_model`.
 
-Its inputs are each component's scores FP32 [B, 1], NaN where scoring failed, and each reward function's errors
-BYTES [B, 1].
+The inputs are the scores of each component, FP32 [B, 1], NaN where scoring failed, and the error messages of each
+reward function, BYTES [B, 1].
 """
 
 from __future__ import annotations

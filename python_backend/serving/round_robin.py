@@ -1,4 +1,4 @@
-"""Round-robin execution of long jobs in one thread: a long job delays a short one by one time slice at a time."""
+"""Round-robin execution of jobs in one thread, in time slices, so that a short job need not wait for long ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RoundRobin:
                 self._jobs.put(None)
 
     def _run_slice(self, job: Job[None]) -> None:
-        """Advance the job for one slice. Raises StopIteration when it is done."""
+        """Advance the job for one time slice. Raises StopIteration when the job is done."""
         deadline = time.monotonic() + SLICE_S
         next(job)
         while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""Chooses the rows of the next forward pass: the oldest row, and rows of similar length that are cheaper to add to it.
+"""Chooses the rows of the next forward pass: the oldest row, and rows of similar length for which joining it
+costs less than a forward pass of their own.
 
 Pure bookkeeping: no torch, no Triton, no threads.
 """
@@ -19,7 +20,7 @@ SWITCH_INTERVAL_S = 0.0005
 # A request's backlog counts towards backpressure with at most this many forward passes, so that one huge request does
 # not keep others out of the pool.
 PRESSING_FORWARDS = 4
-LONG_REQUEST_SHARE = 4  # while other requests wait, a long one gets at most one token in this many
+LONG_REQUEST_SHARE = 4  # while other requests wait, a long request gets at most one of this many tokens
 
 
 @dataclass(frozen=True, order=True)
@@ -32,7 +33,7 @@ class _Row(Generic[Owner]):
 
 
 class RowPool(Generic[Owner]):
-    """Rows waiting for a forward pass, in the order of their turns.
+    """Rows waiting for a forward pass; the row with the smallest turn runs next.
 
     A row's turn is the number of tokens that had been served when its request arrived, plus `LONG_REQUEST_SHARE` times
     the tokens of the request's earlier rows. Small requests are thus served in order of arrival, no request starves,
@@ -52,14 +53,14 @@ class RowPool(Generic[Owner]):
         self._overhead_tokens = overhead_tokens
         self._by_length: list[_Row[Owner]] = []
         self._by_turn: list[tuple[int, int, _Row[Owner]]] = []
-        self._taken: set[int] = set()  # numbers of rows still in the heap but gone: removed lazily by `oldest`
+        self._taken: set[int] = set()  # numbers of removed rows still in the heap, which `oldest` drops
         self._numbers = count()
         self._served_tokens = 0
         self._of_owner: dict[Owner, int] = {}
         self.tokens = 0
         """Tokens waiting."""
         self.pressing_tokens = 0
-        """Tokens waiting, where each request counts with at most `PRESSING_FORWARDS * token_budget`."""
+        """Tokens waiting, counting at most `PRESSING_FORWARDS * token_budget` of each request."""
 
     def __len__(self) -> int:
         return len(self._by_length)
@@ -76,13 +77,13 @@ class RowPool(Generic[Owner]):
         self._count(owner, earlier)
 
     def oldest(self) -> Owner | None:
-        """Return the request of the row whose turn is next; None if no row is waiting."""
+        """Return the request that owns the row with the smallest turn; None if no row is waiting."""
         while self._by_turn and self._by_turn[0][1] in self._taken:
             self._taken.discard(heapq.heappop(self._by_turn)[1])
         return self._by_turn[0][2].owner if self._by_turn else None
 
     def take(self, may_join: Callable[[Owner], bool] = lambda owner: True) -> list[tuple[Owner, int]]:
-        """Remove and return the rows of the next forward pass as `(owner, index)`, shortest first; [] if none wait.
+        """Remove and return the rows of the next forward pass as `(owner, index)`, shortest first; [] if none.
 
         Args:
             may_join: whether rows of the given request may run together with the oldest row.
@@ -116,7 +117,7 @@ class RowPool(Generic[Owner]):
         return sorted(below + above, key=lambda row: (abs(row.length - first.length), row.number))
 
     def _pays(self, rows: int, width: int, length: int) -> bool:
-        """Whether a row of `length` fits into a forward pass of `rows` x `width` tokens and is cheaper there."""
+        """Return whether a row fits into a forward pass of `rows` x `width` tokens and costs less there than alone."""
         padding = width - length if length <= width else rows * (length - width)
         return (rows + 1) * max(width, length) <= self._token_budget and padding <= self._overhead_tokens
 

@@ -1,7 +1,7 @@
-"""Continuous batching for reward, critic and reference: rows of all requests share a running queue of forward passes.
+"""Continuous batching for reward, critic and reference: the rows of all requests share forward passes.
 
-`execute` only reads token rows and queues them. One thread tokenises sentences, worker threads run the forward passes,
-and another sends each reply as soon as the request's last row is done. Imports no torch.
+`execute` reads token rows and queues them. One thread tokenises sentences, worker threads run the forward passes, and
+another thread sends each reply as soon as the last row of its request is done. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
 from python_backend.wire.contract import Limits, ScoringRows
 
-# Backpressure: with a backlog above this many forward passes, `execute` blocks, so that further requests wait in
-# Triton's own queue, where its limits on queue size and time apply.
+# Backpressure: while the backlog exceeds this many forward passes, `execute` blocks, so that further requests wait in
+# Triton's own queue, where Triton's limits on queue size and time apply.
 LINED_UP_FORWARDS = 32
 # Hard limit on the backlog in tokens; it bounds memory. It must fit several of the largest requests, because while it
 # is exceeded all later requests wait in Triton's queue.
@@ -93,19 +93,19 @@ class ScoringModel:
         """Hook that runs once in each worker thread, before its first forward pass."""
 
     def current_model(self) -> Any:
-        """Return the model that scores requests which have not started yet."""
+        """Return the model for requests whose first forward pass has not started."""
         raise AssertionError("defined by the subclass")
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
-        """Read the request's rows. Raises ContractError.
+        """Return the request's rows, as a generator. Raises ContractError if the request is invalid.
 
-        Slow work yields: first the number of bytes it will read, then after each part. `execute` runs the generator up
-        to its first yield; the thread "sentences" runs the rest.
+        A generator with slow work first yields the number of bytes that it will read, and yields again after each part.
+        `execute` runs it up to its first yield; the thread "sentences" runs the rest.
         """
         raise AssertionError("defined by the subclass")
 
     def needs_forward(self, call: Call) -> bool:
-        """Whether any output that the caller requested needs a forward pass."""
+        """Return whether any output that the caller requested needs a forward pass."""
         return True
 
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
@@ -138,7 +138,7 @@ class ScoringModel:
         return self._stopping or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
-        """Queue rows for the workers; None stands for a request that was refused. The caller holds the lock."""
+        """Queue the requests' rows for the workers; None is a refused request. The caller must hold the lock."""
         for scoring in filter(None, scorings):
             try:
                 if self.needs_forward(scoring.call):
@@ -158,7 +158,7 @@ class ScoringModel:
             self._line_up([scoring])
 
     def finalize(self) -> None:
-        """Triton's entry point at unload: answer everything that was received, then stop the threads."""
+        """Triton's entry point at unload: reply to every received request, then stop the threads."""
         self._texts.close()
         with self._changed:
             self._stopping = True
@@ -185,7 +185,7 @@ class ScoringModel:
             model, batch = taken
             try:
                 self._run(model, batch)
-            except Exception as error:  # thread edge: without this thread no request would be scored
+            except Exception as error:  # thread edge: if the thread died, its requests would never be scored
                 log_error(f"scoring: {type(error).__name__}: {error}")
                 self._fail(batch, error)
 
@@ -237,7 +237,7 @@ class ScoringModel:
                     self._done.put(scoring)
 
     def _answer(self) -> None:
-        """Send the replies, in a thread of their own: sending blocks until tritonserver has accepted the response."""
+        """Send the replies. Runs in its own thread, because sending blocks until tritonserver accepts the response."""
         published = 0.0
         while True:
             with contextlib.suppress(queue.Empty):
@@ -246,7 +246,7 @@ class ScoringModel:
                     return
                 try:
                     scoring.call.answer(self.reply(scoring))
-                except Exception as error:  # thread edge: without this thread no request would be answered
+                except Exception as error:  # thread edge: if the thread died, no request would ever get a reply
                     log_error(f"scoring: {type(error).__name__}: {error}")
                     scoring.call.fail(error)
             if time.monotonic() - published > PUBLISH_EVERY_S:

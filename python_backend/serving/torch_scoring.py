@@ -16,7 +16,7 @@ from python_backend.serving.triton import Parameters, refuse_numpy_2
 class TorchScoringModel(ScoringModel):
     """A scoring model that runs torch.
 
-    `set_up_torch` sets `parameters`, and `loading`: the keyword arguments that all checkpoint loaders share.
+    `set_up_torch` sets `parameters` and `loading`, which are the keyword arguments shared by all checkpoint loaders.
     """
 
     def set_up_torch(self, args: Mapping[str, str]) -> None:

@@ -58,7 +58,7 @@ class Unavailable(RlhfError):
 
 
 class StepFailed(RlhfError):
-    """The sidecar processed the journal entry and reported an error; the message is the sidecar's."""
+    """The sidecar processed the journal entry and reported an error, which is this message."""
 
 
 class Call:
@@ -78,10 +78,10 @@ class Call:
         return None if tensor is None else tensor.as_numpy()
 
     def header(self, name: str) -> str | None:
-        """Return a forwarded HTTP header, or None. `name` is in lower case; the comparison ignores case.
+        """Return the value of a forwarded HTTP header, or None if it was not sent. `name` must be in lower case.
 
-        Triton passes headers as request parameters. A client may also set a parameter of that name in the request's
-        body, with any JSON type: values that are not strings are ignored.
+        The comparison ignores the case of the sent name. Triton passes headers as request parameters. A client may also
+        set a parameter of that name in the request's body, with any JSON type: values other than strings are ignored.
         """
         sent = json.loads(self._request.parameters() or "{}")
         return next((value for key, value in sent.items() if key.lower() == name and isinstance(value, str)), None)
@@ -94,10 +94,10 @@ class Call:
     def answer(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Send the response, reduced to the outputs that the caller requested.
 
-        An unrequested tensor must never reach `send`. `send` releases the GIL and then drops such tensors from the
-        response, which was all that kept them alive: their NumPy arrays are freed by a thread that does not hold the
-        GIL. Python 3.12 segfaults at once; under 3.11 and older it is a data race on reference counts. (Servers from
-        2.53 on, container 24.12, take the GIL there.)
+        An unrequested tensor must never reach `send`. `send` releases the GIL and then drops unrequested tensors from
+        the response, their last reference, so their NumPy arrays are freed by a thread that does not hold the GIL.
+        Python 3.12 then segfaults at once; Python 3.11 and older have a data race on reference counts. (Servers from
+        2.53 on, container 24.12, hold the GIL there.)
         """
         wanted = [pb_utils.Tensor(name, _outgoing(array)) for name, array in arrays.items() if name in self.wanted]
         self._send(pb_utils.InferenceResponse(wanted))
@@ -111,7 +111,7 @@ class Call:
         try:
             self._send(pb_utils.InferenceResponse(error=_triton_error(error)))
         except Exception as trouble:  # process edge: see above
-            log_error(f"an error could not be sent: {type(trouble).__name__}: {trouble}")
+            log_error(f"an error response could not be sent: {type(trouble).__name__}: {trouble}")
 
     def _send(self, response: Any) -> None:
         # This frame keeps `response` referenced until `send` has returned, so that its arrays are freed with the GIL
@@ -144,7 +144,7 @@ def _triton_error(error: Exception) -> Any:
 
 
 def _outgoing(array: np.ndarray) -> np.ndarray:
-    """Return the array with texts made printable; other dtypes are returned unchanged."""
+    """Return an array of texts with unprintable characters escaped; arrays of numbers are returned unchanged."""
     if array.dtype != np.object_:
         return array
     texts = [item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item) for item in array.flat]
@@ -152,7 +152,7 @@ def _outgoing(array: np.ndarray) -> np.ndarray:
 
 
 class MetricCounters:
-    """Numbers in the server's Prometheus metrics; they go on across reloads of the model."""
+    """Counters in the server's Prometheus metrics; a reload of the model does not reset them."""
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:
         """Register the counters. `descriptions` maps metric names to help texts."""
@@ -165,7 +165,7 @@ class MetricCounters:
         self._pending = [pending + amount for pending, amount in zip(self._pending, amounts, strict=True)]
 
     def publish(self) -> None:
-        """Send what was added to the server: one round trip for each metric, too slow for every forward pass."""
+        """Send the added amounts to the server: one round trip per metric, too slow to do after every forward pass."""
         pending, self._pending = self._pending, [0.0] * len(self._metrics)
         for metric, amount in zip(self._metrics, pending, strict=True):
             if amount:
@@ -206,7 +206,7 @@ def log_error(message: str) -> None:
 
 
 def refuse_numpy_2() -> None:
-    """Raise RuntimeError under NumPy 2, with which the backend of the wheel's tritonserver returns empty outputs.
+    """Raise RuntimeError if NumPy 2 is installed: with it, the wheel's tritonserver returns empty outputs.
 
     Not checked in NVIDIA's containers, which set TRITON_SERVER_VERSION.
     """

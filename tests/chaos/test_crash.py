@@ -201,7 +201,10 @@ def test_an_actor_whose_server_or_sidecar_dies_ends_with_one_sentence(
         print(log[-2000:])
         assert log.splitlines()[-1].startswith("error: ")
         assert "Traceback" not in log
-        words = {"sidecar": "is journalled and will be done", "server": "is `python -m tools serve` running there?"}
+        words = {
+            "sidecar": "is in the journal and will be processed",
+            "server": "is `python -m tools serve` running there?",
+        }
         assert words[role] in log.splitlines()[-1]
     finally:
         stop_process(actor)

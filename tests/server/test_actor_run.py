@@ -155,7 +155,7 @@ def test_no_sidecar(live: System) -> None:
     print(caught.value.message)
     assert caught.value.message == (
         "no sidecar follows the journal: start `python -m trainer`; "
-        f"step {step} of run 'test' is journalled and will be done: repeat the request for its answer"
+        f"step {step} of run 'test' is in the journal and will be processed: repeat the request to get its result"
     )
     live.start_sidecar()
     answer = ask(live.run.url, CRITIC_TRAIN, arrays, headers=KEY)
@@ -165,7 +165,7 @@ def test_no_sidecar(live: System) -> None:
     live.stop_sidecar()
     sentence = actor_error(live.run, "actor", "actor.client.retries=1")
     assert "no sidecar follows the journal: start `python -m trainer`" in sentence
-    assert f"the rewind after step {step} of run 'test' is journalled and will be done" in sentence
+    assert f"the rewind after step {step} of run 'test' is in the journal and will be processed" in sentence
     live.start_sidecar()
     wait_for(lambda: not live.run.journal.entries(), live.sidecar)  # what the new actor asked for, done at last
     assert ask(live.run.url, CRITIC_TRAIN, {**arrays, **identity("test", 1)}, headers=KEY)["weights_version"][0] > 0

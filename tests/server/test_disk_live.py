@@ -99,7 +99,7 @@ def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path, checkpoints: Checkpo
                 cause = refused(run, 2)  # accepted; then publishing waits for space
                 assert cause.code == "503"
                 assert "the sidecar cannot continue (publishing step 2): [Errno 28] No space left" in cause.message
-                assert "step 2 of run 'test' is journalled and will be done" in cause.message
+                assert "step 2 of run 'test' is in the journal and will be processed" in cause.message
                 assert system.sidecar.poll() is None
                 weights.empty()
                 assert train_in_the_end(run, 2) == 2  # asked again, trained once

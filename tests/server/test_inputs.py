@@ -74,7 +74,7 @@ def test_messages_are_rendered_with_the_sentence_as_the_reply(live: System, chec
     [
         ("hello", "metadata[0].messages: hello, must be a list of"),
         ([{"role": "user"}], "metadata[0].messages: [{'role': 'user'}], must be a list of"),
-        ([{"role": "nobody", "content": "x"}], "the chat template rejects it: nobody cannot speak"),
+        ([{"role": "nobody", "content": "x"}], "the chat template rejects the messages: nobody cannot speak"),
     ],
 )
 def test_a_conversation_that_cannot_be_rendered_is_refused(live: System, messages: Any, reason: str) -> None:
@@ -104,7 +104,7 @@ def test_response_values_need_prompt_lengths_that_fit(live: System) -> None:
     inputs = scoring_inputs(random_rows([6, 4], seed=4))
     assert "response_values" not in ask(live.run.url, CRITIC, inputs)
     for extra, reason in (
-        ({}, "prompt_lengths: missing; response_values needs it"),
+        ({}, "prompt_lengths: missing; the output response_values requires it"),
         ({"prompt_lengths": np.asarray([[2], [5]])}, "prompt_lengths[1]: 5, must be between 1 and the 4 tokens sent"),
         ({"prompt_lengths": np.asarray([[0], [1]])}, "prompt_lengths[0]: 0, must be between 1 and the 6 tokens sent"),
         (

@@ -203,7 +203,10 @@ def test_a_full_queue_is_a_cause(tmp_path: Path) -> None:
             control.load("reward_function_length", parameters={"max_waiting_rows": "2"}, timeout_s=60)
         assert errors_of(ask(server.section.http_url, REWARD_MODEL, labelled(1, 1))) == ["", ""]
         answer = ask(server.section.http_url, REWARD_MODEL, labelled(1, 1, 1))
-        assert errors_of(answer) == ["length: 0 samples are waiting, 3 more exceed the limit of 2"] * 3
+        cause = (
+            "length: 0 samples are waiting, 3 more exceed the limit of 2; send fewer rows per request, or retry later"
+        )
+        assert errors_of(answer) == [cause] * 3
 
 
 def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> None:
