@@ -18,7 +18,7 @@ def make_adamw(
 ) -> AdamW:
     """Create AdamW over the parameters that require a gradient.
 
-    Weight decay applies to parameters of two or more dimensions only, not to biases and norms.
+    Weight decay applies only to parameters with two or more dimensions, not to biases and norms.
     """
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     groups = [

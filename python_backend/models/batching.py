@@ -1,7 +1,7 @@
 """Token-budget micro-batch planner, and padding of rows.
 
-Rows are sorted by length and grouped so that rows times the longest length stays within a budget. Losses are weighted
-by token, so the plan does not change a training result beyond rounding.
+Rows are sorted by length and grouped so that the number of rows times the longest length of a group stays within a
+budget. Losses are weighted by token, so the plan does not change a training result beyond rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def plan_micro_batches(lengths: Sequence[int], *, token_budget: int, max_rows: i
 
 
 def padded_width(longest: int, multiple: int, limit: int | None) -> int:
-    """Return a forward pass's width: the longest row rounded up to a multiple, but not beyond the model's limit."""
+    """Return the width of a forward pass: `longest` rounded up to a multiple of `multiple`, but not beyond `limit`.
+
+    The width is never below `longest`, even if that exceeds `limit`.
+    """
     width = -(-longest // multiple) * multiple
     return max(longest, width if limit is None else min(width, limit))
 

@@ -12,11 +12,11 @@ from torch import Tensor
 def collate(
     rows: Sequence[np.ndarray], device: torch.device | str, width: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids `[n, S]`, padded on the right with 0, attention mask `[n, S]` and lengths `[n]` of n token rows.
+    """Return token ids `[n, S]` padded on the right with 0, their attention mask `[n, S]`, and the row lengths `[n]`.
 
     Args:
-        rows: int64 `[length_i]` each.
-        width: S in tokens, at least the length of the longest row (the default).
+        rows: n rows of token ids, each int64 `[length_i]`.
+        width: S in tokens, at least the length of the longest row, which is the default.
     """
     lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
     ids = torch.zeros((len(rows), width or int(lengths.max())), dtype=torch.int64)

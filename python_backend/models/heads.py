@@ -1,6 +1,6 @@
-"""From per-token outputs to rewards: pooling, weighted sum of attributes, standardisation.
+"""Computes rewards from per-token outputs: pooling, weighted sum of attributes, standardisation.
 
-The order is NeMo-Aligner's: attributes in fp32, pooled, merged, standardised. Tensors in, tensors out.
+As in NeMo-Aligner, attributes are pooled in fp32, then merged, then standardised. Tensors in, tensors out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 def pool_last(outputs: Tensor, lengths: Tensor) -> Tensor:
     """Return `[B, A]`: `outputs` `[B, S, A]` at each row's last token, index length-1.
 
-    Hugging Face instead pools the last token *that is not the padding id*. The two differ if a row itself ends with
-    that id, as it does when the end-of-text token is also the padding token. Here the given length decides; for
-    sentences, trailing tokens of that kind are removed after tokenisation (`RewardModel.skipped_pad_id`).
+    Hugging Face instead pools the last token that is *not the padding id*. The results differ if a row ends with that
+    id, which happens when the end-of-text token is also the padding token. Here the given length decides. Sentences
+    lose trailing padding ids after tokenisation (`RewardModel.skipped_pad_id`).
 
     Args:
         lengths: int64 `[B]`, in tokens, each in [1, S].
@@ -46,5 +46,5 @@ def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:
 
 
 def standardise(values: Tensor, mean: float, std: float) -> Tensor:
-    """Return `(values - mean) / std` elementwise; for rewards `[B, A]` and values `[B, S]` alike. `std` > 0."""
+    """Return `(values - mean) / std` elementwise, for `values` of any shape; `std` > 0."""
     return (values - mean) / std

@@ -105,7 +105,7 @@ def load_language_model(
         dtype: precision of forward passes, with the same meaning as `actor.policy.precision`.
         temperature: sampling temperature, > 0.
         banned_token_ids: ids that are never sampled.
-        compile_forward: torch.compile the body.
+        compile_forward: apply torch.compile to the body.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or contains no causal LM.

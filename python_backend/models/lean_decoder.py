@@ -1,7 +1,7 @@
 """A faster forward pass for the Llama and Qwen2 families: the same weights with fewer operations.
 
-For rewards, the last layer computes only one token per row. It is used only if it matches transformers' own forward
-pass on a probe batch, which is checked at every load.
+For rewards, the last layer computes one token per row. The faster pass is used only if it matches transformers' own
+forward pass on a probe batch, which is checked at every load.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 FAMILIES = ("llama", "qwen2")
 TOLERANCE = 1e-5  # relative to the largest hidden state
-PROBE_LENGTHS = (7, 3, 12)  # different lengths, so that padding and the choice of the last token are checked, too
+PROBE_LENGTHS = (7, 3, 12)  # different lengths, so that padding and the choice of the last token are checked as well
 
 
 class LeanDecoder:
     """The faster forward pass over the modules of a body, for rows padded on the right.
 
-    It holds references to the modules, not copies, so it always uses their current weights.
+    Holds references to the modules, not copies, and so always uses their current weights.
     """
 
     def __init__(self, body: Any) -> None:
@@ -34,16 +34,16 @@ class LeanDecoder:
         self._cos, self._sin = cos[None].float(), sin[None].float()  # [1, 1, positions, head_dim]
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Return hidden states `[B, S, H]` of `ids` `[B, S]`, padded on the right; those at padding are undefined."""
+        """Return hidden states `[B, S, H]` of `ids` `[B, S]`, padded on the right; undefined at padding."""
         x = F.embedding(ids, self._body.embed_tokens.weight)
         for layer in self._body.layers:
             x = self._layer(layer, x)
         return self._normed(self._body.norm, x)
 
     def last_hidden(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Return hidden states `[B, H]` of each row's token at index length-1; `ids` `[B, S]`, `lengths` `[B]`.
+        """Return hidden states `[B, H]`: index length-1 of each row of `ids` `[B, S]`, with `lengths` `[B]`.
 
-        The last layer needs keys and values of all tokens, but queries, attention and MLP of one token per row only.
+        The last layer needs keys and values of all tokens, but queries, attention and MLP only of one token per row.
         """
         x = F.embedding(ids, self._body.embed_tokens.weight)
         for layer in self._body.layers[:-1]:
@@ -92,9 +92,10 @@ class LeanDecoder:
 
 
 def lean_decoder(model: Any) -> LeanDecoder | None:
-    """Return the lean forward pass of a model's body.
+    """Return the lean forward pass of a model's body, or None if the model does not support it.
 
-    None if the model is of another family, device, dtype or attention type, or if the probe batch differs.
+    The model must belong to a family in `FAMILIES`, be in float32 on the CPU, use default rotary embeddings, SiLU and
+    no sliding attention, and give the same hidden states as transformers on the probe batch.
     """
     body, config = model.base_model, model.config
     if config.model_type not in FAMILIES or model.device.type != "cpu" or model.dtype != torch.float32:

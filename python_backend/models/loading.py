@@ -72,8 +72,9 @@ def read_head(info: CheckpointInfo, head: Head) -> HeadWeights:
 def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str) -> Any:
     """Load the body with a linear head on each token.
 
-    Uses the family's token classification class in transformers, or its sequence classification class if there is no
-    such class (OPT, GPT-J). With `head` None the head has one output and zero weights.
+    Uses the family's token classification class in transformers, or its sequence classification class if transformers
+    has no token classification class for the family (OPT, GPT-J). If `head` is None, the head has one output and zero
+    weights.
     """
     num_labels = 1 if head is None else head.weight.shape[0]
     config = _config(info, num_labels)
@@ -110,7 +111,7 @@ def load_causal_model(info: CheckpointInfo, dtype: str) -> Any:
 
 
 def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
-    """Replace the weights of `linear` with `head`'s, in fp32.
+    """Replace the weights of `linear` with those of `head`, in fp32.
 
     A head without bias sets an existing bias to 0; a head with bias adds one if `linear` has none.
     """
@@ -132,8 +133,8 @@ def _put_head_of(info: CheckpointInfo, model: Any, head: HeadWeights) -> None:
 def load_weights(model: Any, folder: Path) -> None:
     """Copy the weights that `model.save_pretrained` wrote to `folder` into `model`.
 
-    Loads them through transformers, because for some families it saves other names and shapes than the module has: for
-    a mixture of experts, say, one tensor for each expert where the module has a single tensor for all of them.
+    Loads them through transformers, because for some families the saved names and shapes differ from the module's: a
+    mixture of experts, for example, is saved as one tensor per expert, but the module has one tensor for all experts.
 
     Raises:
         CheckpointError: names or shapes differ, or a file is damaged.
@@ -146,7 +147,9 @@ def load_weights(model: Any, folder: Path) -> None:
         )  # fmt: skip
     differing = sorted({*report["missing_keys"], *report["unexpected_keys"]} - set(model.all_tied_weights_keys))
     if differing:
-        raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {', '.join(differing[:4])}")
+        raise CheckpointError(
+            f"{folder} does not fit {type(model).__name__}; missing or unexpected tensors: {', '.join(differing[:4])}"
+        )
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in saved.state_dict().items():
@@ -160,9 +163,9 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
         CheckpointError: the architecture, names or shapes differ.
     """
     _check_same_architecture(model.config, info.folder)
-    # Constructing the class again would hold the GIL of a serving process five times as long. The copy shares every
-    # tensor with `model`: the strict assignment replaces those in the checkpoint, computed ones (rotary frequencies)
-    # stay shared.
+    # Constructing the class again would hold the GIL of a serving process five times as long. The copy first shares
+    # every tensor with `model`. The strict assignment then replaces the tensors in the checkpoint, while computed
+    # tensors (rotary frequencies) stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     tensors = map_tensors(info.files)
@@ -171,10 +174,10 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """Memory-map all tensors of safetensors files, copy-on-write: unmodified pages are shared between processes.
+    """Return all tensors of safetensors files, memory-mapped copy-on-write: processes share unmodified pages.
 
-    The safetensors library is not used here: its version 0.8.0 leaks two numbers for each tensor that it hands to
-    torch, and a serving process loads version after version.
+    The safetensors library is not used here, because its version 0.8.0 leaks two numbers per tensor that it passes to
+    torch, and a serving process loads many versions.
     """
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -188,7 +191,7 @@ def map_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 
 def _view(mapped: mmap.mmap, info: TensorInfo) -> Tensor:
-    """Return a tensor of a mapped file without copying. Raises ValueError for a dtype that is not supported."""
+    """Return a tensor of a mapped file without copying it. Raises ValueError if its dtype is not supported."""
     dtype = STORED_DTYPES.get(info.dtype)
     if dtype is None:
         raise ValueError(f"tensors of type {info.dtype} are not supported")
@@ -216,7 +219,7 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
             str(info.folder), num_labels=num_labels, local_files_only=True, trust_remote_code=False
         )
     if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"{info.folder} is quantised; use the original checkpoint")
+        raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
     for key in OPENRLHF_KEYS:
         if hasattr(config, key):
@@ -225,10 +228,10 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
 
 
 def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool) -> Any:
-    """Load a checkpoint into class `kind` through transformers; without `with_head` the caller sets the head.
+    """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
 
-    transformers renames and converts tensors and initialises missing ones. It takes tensors whose dtype already matches
-    without a copy, so mapped tensors stay mapped. Missing tensors, other than the caller's head, are an error.
+    transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
+    matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets.
     """
     tensors = map_tensors(info.files)
     if info.head is not None and not with_head:
@@ -254,7 +257,7 @@ def _keep_rotary(model: Any, info: CheckpointInfo) -> None:
     if limit and positions and limit < positions:
         logger.warning(
             "%s: rows are limited to original_max_position_embeddings (%d), not max_position_embeddings (%d): a longer "
-            "one would change the rotary table of every row in its forward pass",
+            "row would change the rotary table of every row in its forward pass",
             info.folder, limit, positions,
         )  # fmt: skip
 
@@ -278,7 +281,7 @@ def _check_same_architecture(config: Any, folder: Path) -> None:
         # Compare every key: with equal shapes, the number of heads, the rotary base or the norms may still differ.
         if mine.get(key) != theirs.get(key):
             raise CheckpointError(
-                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, in the served critic {mine.get(key)!r}; "
+                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served critic; "
                 "a different architecture needs a reload through Triton"
             )
 

@@ -10,9 +10,9 @@ def scheduled_lr(
 ) -> float:
     """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Linear warm-up to `lr` over `warmup_steps`, then cosine decay to `min_lr`, reached `constant_steps` before
-    `max_steps`, then constant, also after `max_steps`. If `min_lr` equals `lr`, the rate after the warm-up is exactly
-    `lr`, without rounding.
+    Linear warm-up to `lr` over `warmup_steps`, then cosine decay to `min_lr`, which is reached `constant_steps`
+    before `max_steps`, then constant, even beyond `max_steps`. If `min_lr` equals `lr`, the rate after the warm-up is
+    exactly `lr`, without rounding.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -50,13 +50,13 @@ class RewardModel:
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
         self.limits = limits_of(self.model)
-        self.skipped_pad_id = skipped_pad_id  # to strip from the end of sentences, as transformers pools before it
+        self.skipped_pad_id = skipped_pad_id  # strip it from the end of sentences: transformers pools the token before
         self._token_head = outputs if isinstance(outputs, TokenHead) else None
         self._pool = POOLS.get(pooling)
         self._weights = weights
 
     def use_own_forward(self) -> None:
-        """Run transformers' own forward pass from now on instead of the lean one; for comparisons."""
+        """Switch from the lean forward pass to the one of transformers, for comparisons."""
         if self._token_head is not None:
             self._token_head.lean = None
 
@@ -111,8 +111,8 @@ class CriticModel:
     def check_finite(self) -> None:
         """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
         sums = {name: parameter.detach().sum() for name, parameter in self.model.named_parameters()}
-        # A sum is not finite if any element is NaN or infinite, and costs a tenth of `isfinite` on every element. The
-        # sums are checked together first, and one by one only to name the parameter.
+        # A sum is not finite if any element is NaN or infinite; it costs a tenth of `isfinite` on every element.
+        # All sums are checked together first, and one by one only to name the parameter.
         if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
             name = next(name for name, value in sums.items() if not value.isfinite())
             raise CheckpointError(f"{name} has values that are not finite")
@@ -125,7 +125,7 @@ class CriticModel:
     def with_weights(self, folder: Path) -> CriticModel:
         """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.
 
-        On a CPU the weights stay memory-mapped where the file has the same dtypes.
+        On a CPU, weights that the file stores in the same dtype stay memory-mapped.
 
         Raises:
             CheckpointError: names or shapes differ from this critic's, or the file is damaged.
@@ -147,10 +147,10 @@ def load_reward(
     Args:
         pooling: for a linear head: `last` (index length-1), `mean`, or `auto`, which is `last` and sets
             `skipped_pad_id`. Encoders whose classification head has its own pooling accept `auto` only.
-        attribute_weights: weights of the merged sum; default: 1/A each.
-        merge_attributes: return the weighted sum; otherwise all A scores.
+        attribute_weights: weights of the A attributes in the merged sum; default: 1/A each.
+        merge_attributes: True: return the weighted sum; False: return all A scores.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
-        compile_forward: torch.compile the body.
+        compile_forward: apply torch.compile to the body.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head.
@@ -213,7 +213,7 @@ def load_critic(
 def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:
     """Save the critic's weights, configuration and constants to `folder` (model.safetensors, config.json).
 
-    With `dtype` the body is converted to it; the head always keeps its own dtype, fp32.
+    If `dtype` is given, the body is converted to it; the head always keeps its own dtype, fp32.
     """
     heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
     tensors = {
@@ -227,7 +227,7 @@ def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None 
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' progress bars and load reports out of the logs; `loading` checks missing weights itself."""
+    """Silence transformers' progress bars and load reports; the module `loading` checks for missing weights."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
@@ -235,7 +235,7 @@ def quiet_transformers() -> None:
 def limits_of(model: Any) -> Limits:
     """Return the limits of a Hugging Face model: vocabulary size and maximum row length in tokens.
 
-    The length is also limited to what does not change the rotary table (`rotary_limit`).
+    Rows are also limited to `rotary_limit`: a longer row would change the rotary table.
     """
     positions = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
@@ -248,8 +248,8 @@ def limits_of(model: Any) -> Limits:
 def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
     if pooling != "auto":
         raise CheckpointError(
-            f"{info.folder}: pooling: {pooling} does not fit; its head {head.prefix} was trained with the pooling of "
-            f"its own {info.architecture or 'class'}; set pooling: auto"
+            f"{info.folder}: pooling: {pooling} does not fit the head {head.prefix}, trained with the pooling of "
+            f"its {info.architecture or 'class'}; set pooling: auto"
         )
     model = load_pooled_model(info, head, dtype).to(device)
     keep_head_exact(model)
@@ -273,7 +273,8 @@ def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] 
     weights = [1 / head.num_labels] * head.num_labels if given is None else list(given)
     if len(weights) != head.num_labels:
         raise CheckpointError(
-            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; give one each"
+            f"{info.folder}: {len(weights)} attribute weights for a head of {head.num_labels} outputs; "
+            "give one weight per output"
         )
     return torch.tensor(weights, dtype=torch.float32)
 
@@ -285,5 +286,5 @@ def _constants(info: CheckpointInfo, setting: Standardization) -> Constants:
         return info.constants or Constants()
     mean, std = setting
     if not std > 0:
-        raise CheckpointError(f"{info.folder}: standardisation with std {std:g}, which must be above 0")
+        raise CheckpointError(f"{info.folder}: standardization: std is {std:g}, must be above 0")
     return Constants(mean, std)

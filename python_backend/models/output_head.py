@@ -1,6 +1,6 @@
 """Log-probs and entropies from hidden states, without materialising the `[N, V]` logits of a causal LM.
 
-With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, and their gradient as much again. Here logits
+With a vocabulary of 150,000 the logits of 4,096 positions take 2.5 GB, and their gradient another 2.5 GB. Here logits
 are computed for a chunk of positions at a time, and recomputed in the backward pass instead of being stored.
 """
 
@@ -22,10 +22,11 @@ LARGE_LOGIT = 1000.0  # large enough for a cap on the logits to show
 
 @torch.no_grad()
 def linear_head(model: Any) -> nn.Linear | None:
-    """Return the layer that maps the hidden states of `model.base_model` to logits.
+    """Return the linear layer that maps the hidden states of `model.base_model` to logits.
 
-    None if the model does more than that, such as capping its logits; then its own forward pass must be used. Both ways
-    are compared on a few tokens, with the logits scaled up: a cap hardly changes the small logits of random weights.
+    Returns None if the model computes its logits in any other way, for example with a cap; the model's own forward pass
+    must then be used. The layer's logits are compared with the model's on a few tokens, scaled up because a cap hardly
+    changes the small logits of random weights.
     """
     head = model.get_output_embeddings()
     # For a few classes, such as Llama 4's, `base_model` is the model itself: there is no separate body to call.
@@ -47,14 +48,14 @@ def head_logprobs(
     hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = (),
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return log-probs `[N]` of the targets under `head(hidden)`, as `target_logprobs`, and optionally entropies `[N]`.
+    """Return `(logprobs, entropies)`, each `[N]`, as `target_logprobs` and `sampling_entropy` of `head(hidden)`.
 
-    Differentiable with respect to `hidden` and the head. The product is computed in the dtype of the head's weights.
+    Differentiable with respect to `hidden` and the head. Logits are computed in the dtype of the head's weights.
 
     Args:
         hidden: `[N, H]`.
         targets: int64 `[N]`, token ids.
-        with_entropy: also return the entropies; otherwise the second result is None.
+        with_entropy: compute the entropies; otherwise `entropies` is None.
 
     Raises:
         ValueError: as `target_logprobs`.
@@ -111,7 +112,10 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _grad_of_logits(ctx: Any, logits: Tensor, targets: Tensor, grads: list[Tensor], entropies: list[Tensor]) -> Tensor:
-    """Return the loss gradient `[n, V]` with respect to the logits, given those for log-probs and entropies `[n]`."""
+    """Return the gradient of the loss with respect to the logits, `[n, V]`.
+
+    `grads` are its gradients `[n]` with respect to the log-probs and, if computed, the entropies.
+    """
     logp = sampling_logits(logits, ctx.temperature, ctx.banned)
     logp -= logp.logsumexp(-1, keepdim=True)
     p = logp.exp()

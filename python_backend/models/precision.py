@@ -1,4 +1,6 @@
-"""Forward passes in bfloat16 with autocast, and logits in float32; shared by the actor's policy and the reference.
+"""Runs forward passes in bfloat16 with autocast, and computes logits in float32.
+
+Shared by the actor's policy and the reference.
 
 Autocast casts the weights of matrix products at every call unless they are trained. Frozen weights are therefore stored
 in bfloat16: the same values, without the cast. Weights that autocast leaves in float32 (embeddings, norms, the experts
@@ -56,7 +58,7 @@ def in_float32(model: Any) -> Iterator[None]:
 
 
 def _matrices(model: Any) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield the parameters that autocast casts, with their modules.
+    """Yield `(module, parameter)` for each parameter that autocast casts.
 
     LoRA adapters are left out: peft casts their input to the adapter's own dtype.
     """

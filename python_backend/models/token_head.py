@@ -19,7 +19,7 @@ CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state; attention to la
 class TokenHead:
     """The per-token forward pass of a classification model with a linear head.
 
-    Whether the body is causal is measured once. Causal bodies get no attention mask, because padding on the right
+    The constructor measures whether the body is causal. A causal body gets no attention mask: padding on the right
     cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel.
     """
 
@@ -27,15 +27,15 @@ class TokenHead:
         """Wrap `model`; `like` is the head of a model of the same architecture, whose measurements are reused."""
         self.model = model.eval()
         self.head = keep_head_exact(model)
-        # Tensors in a mapped file may be unaligned, and kernels then sum in another order: the same weights would give
-        # values that differ in the last bits. A clone is aligned.
+        # Tensors in a mapped file may be unaligned. Kernels then sum in another order, and the same weights give values
+        # that differ in the last bits. A clone is aligned.
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
         self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
-        if like is not None:  # equality was checked for `like`, and depends on the architecture alone
+        if like is not None:  # the lean pass was checked for `like`; the check depends only on the architecture
             self.lean = None if like.lean is None else LeanDecoder(model.base_model)
         elif self.is_causal and not self._layered and not compile_forward:
             self.lean = lean_decoder(model)
@@ -62,7 +62,7 @@ class TokenHead:
 
 
 def head_of(model: Any) -> torch.nn.Linear:
-    """Return the last linear layer outside the body: the one whose outputs are the logits."""
+    """Return the last linear layer outside the body, whose outputs are the logits. Raises CheckpointError if none."""
     body = f"{model.base_model_prefix}."
     layers = [
         module
@@ -100,7 +100,7 @@ def measure_causality(model: Any) -> bool:
 
 
 def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
-    """torch.compile the body with dynamic lengths, and call `forward(ids, attention)` to compile the graphs now.
+    """Apply torch.compile to the body with dynamic lengths, and call `forward(ids, attention)` to compile it now.
 
     Raises:
         CheckpointError: there is no working compiler; the message says what to do.

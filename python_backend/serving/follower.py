@@ -1,5 +1,4 @@
-"""Follows the weights store for one serving instance: preloads announced versions, and swaps to the one
-that CURRENT names.
+"""Follows the weights store for one serving instance: preloads announced versions and swaps to CURRENT.
 
 `Follower.version` is replaced in a single assignment, so readers see either the old or the new version. Imports no
 torch.

@@ -1,4 +1,4 @@
-"""Base of the Triton models critic_train and critic_save: the journal's result for a request is the reply.
+"""Base of the models critic_train and critic_save: each request becomes a journal entry, whose result is the reply.
 
 A waiter thread sends the reply once the sidecar has recorded the entry's result. Imports no torch.
 """
@@ -22,7 +22,7 @@ from python_backend.wire.contract import RUN_ID, TRAINING_KEY_HEADER, ContractEr
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
-    "rlhf_steps_failed_total": "Steps, saves and rewinds that failed in the sidecar, for example at a rejected version"
+    "rlhf_steps_failed_total": "Steps (including rejected versions), saves and rewinds that failed in the sidecar"
 }
 
 

@@ -1,5 +1,4 @@
-"""Chooses the rows of the next forward pass: the oldest row, and rows of similar length for which joining it
-costs less than a forward pass of their own.
+"""Chooses the rows of the next forward pass: the oldest row, and similar rows that cost less in it than alone.
 
 Pure bookkeeping: no torch, no Triton, no threads.
 """

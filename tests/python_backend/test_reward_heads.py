@@ -145,9 +145,9 @@ def test_settings_that_do_not_fit(tmp_path: Path):
     with refused(tmp_path, "2 attribute weights for a head of 3 outputs"):
         load_reward(tmp_path, attribute_weights=[1, 2])
     for pooling in ("last", "mean"):
-        with refused(tmp_path, f"pooling: {pooling} does not fit", "set pooling: auto"):
+        with refused(tmp_path, f"pooling: {pooling} does not fit the head ", "set pooling: auto"):
             load_reward(tmp_path, pooling=pooling)
-    with refused(tmp_path, "std 0, which must be above 0"):
+    with refused(tmp_path, "std is 0, must be above 0"):
         load_reward(tmp_path, standardization=(0.0, 0.0))
 
 
