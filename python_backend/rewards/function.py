@@ -1,4 +1,4 @@
-"""Reward functions: their argument `Sample`, how they are imported, and which results are valid.
+"""Reward functions: their argument `Sample`, how they are imported, and which return values are valid.
 
 Imports only the standard library, so that worker processes start fast.
 """
@@ -27,7 +27,7 @@ LONGEST_ERROR = 500  # in characters; longer messages are truncated before they 
 
 
 class FunctionError(RlhfError, ValueError):
-    """A reward function cannot be imported; the message names it and the cause."""
+    """A reward function cannot be imported; the message names the function and the cause."""
 
 
 class BadScore(RlhfError, ValueError):
@@ -43,7 +43,7 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     """Token ids as sent. For a sentence: ids from the reward's tokenizer, no special tokens added, at most 32768."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Additional columns of the prompt's line in the prompt file, and what the actor adds."""
+    """Columns of the prompt's line in the prompt file. The actor adds `prompt`, `response` and (chats) `messages`."""
 
     @property
     def prompt(self) -> str | None:
@@ -64,13 +64,13 @@ def check_spec(spec: str) -> str:
 
 
 def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
-    """Return a file spec with its path mapped by `place`; a module spec is returned unchanged."""
+    """Return a file spec with its path replaced by `place(path)`; return a module spec unchanged."""
     found = FILE_SPEC.fullmatch(spec)
     return f"{place(Path(found['file']))}:{found['name']}" if found else spec
 
 
 def load_function(spec: str) -> Callable[[Sample], Any]:
-    """Import the function. Raises FunctionError for any exception in the imported code."""
+    """Import and return the function that `spec` names. Raises FunctionError if that fails for any reason."""
     check_spec(spec)
     source, _, name = spec.rpartition(":")
     try:
@@ -106,7 +106,7 @@ def score(function: Callable[[Sample], Any], sample: Sample) -> float:
 
 
 def describe(error: BaseException) -> str:
-    """Return one line with the error's type, message and place in the code, truncated to `LONGEST_ERROR` characters."""
+    """Return the error as one line: type, message (at most `LONGEST_ERROR` characters), file name and line number."""
     if isinstance(error, BadScore):
         return str(error)
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,7 +1,7 @@
 """Pool of worker processes for one reward function; killing a worker loses only the sample that it was scoring.
 
-Unlike multiprocessing's pools and queues, workers share no locks: each has its own thread, process and socket, so one
-can be killed at any time.
+Unlike multiprocessing's pools and queues, workers share no locks: each has its own thread, process and socket, so any
+of them can be killed at any time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the poo
 
 @dataclass(frozen=True)
 class ScoreOutcome:
-    """What became of one sample: `error` is empty exactly when there is a score; `score` is NaN otherwise."""
+    """Result of one sample: a score with an empty `error`, or NaN with the reason in `error`."""
 
     score: float = float("nan")
     error: str = ""
@@ -62,12 +62,12 @@ class Worker:
             memory_mib: memory limit of the process.
 
         Raises:
-            FunctionError: the function cannot be imported, or not in time.
-            PoolClosed: the pool was closed meanwhile.
+            FunctionError: the function cannot be imported within `start_limit_s`.
+            PoolClosed: the pool was closed while the worker was starting.
         """
         self._wanted = wanted
         self._channel, theirs = socket.socketpair()
-        with theirs:  # close our copy: otherwise the socket would not report the end of the worker
+        with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
             arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
             self._process = subprocess.Popen(
                 [_python(), "-m", "python_backend.rewards.worker", *arguments],
@@ -89,7 +89,13 @@ class Worker:
             raise FunctionError(answer["error"])
 
     def run(self, sample: Sample, limit_s: float) -> ScoreOutcome:
-        """Score one sample. Raises TimeoutError after `limit_s`, WorkerDied, PoolClosed; kill the worker then."""
+        """Score one sample and return the result. If this raises, the caller must kill the worker.
+
+        Raises:
+            TimeoutError: scoring took longer than `limit_s`.
+            WorkerDied: the process ended.
+            PoolClosed: the pool was closed while the worker was scoring.
+        """
         started = time.monotonic()
         self._channel.settimeout(limit_s)
         try:
@@ -101,7 +107,7 @@ class Worker:
         return ScoreOutcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
 
     def kill(self) -> None:
-        """Kill the process and everything it started (its process group); return when it has ended."""
+        """Kill the process and everything it started (its process group), and wait until it has ended."""
         self._channel.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -131,14 +137,14 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes before the exit code is available
             self._process.wait(1.0)
         code = self._process.poll()
-        return f"the worker process {'closed its channel' if code is None else how_ended(code)}"
+        return f"the worker process {'closed its socket' if code is None else how_ended(code)}"
 
 
 Pending = tuple[Sample, Callable[[ScoreOutcome], None]]
 
 
 class FairQueue:
-    """Queue of samples that serves requests in turn, one sample each: a large request does not hold up small ones."""
+    """Queue that takes one sample of each request in turn, so that a large request does not delay small ones."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -156,7 +162,7 @@ class FairQueue:
                 self._changed.notify_all()
 
     def get(self) -> Pending | None:
-        """Wait for a sample and return it; None once the queue is closed."""
+        """Wait for a sample and return it with its callback; return None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._requests or self._closed)
             if self._closed:
@@ -190,7 +196,7 @@ class WorkerPool:
         """Start the workers and return when each has imported the function.
 
         Args:
-            timeout_s: time limit for one sample, from the moment a worker starts on it.
+            timeout_s: time limit for one sample, counted from when a worker starts to score it.
             memory_mib: memory limit of a worker.
             start_limit_s: time limit for a worker's start, imports included.
 
@@ -216,7 +222,7 @@ class WorkerPool:
 
     @property
     def num_waiting(self) -> int:
-        """Number of samples that no worker has started on."""
+        """Number of samples that no worker has started to score."""
         return self._samples.size
 
     def submit(self, samples: Iterable[Pending]) -> None:
@@ -228,14 +234,14 @@ class WorkerPool:
         self._samples.put(samples)
 
     def close(self) -> None:
-        """Kill all workers at once; unfinished samples are dropped."""
+        """Kill all workers immediately; unfinished samples are dropped."""
         self._closed.set()
         self._samples.close()
         for thread in self._threads:
             thread.join()
 
     def _serve(self) -> None:
-        """Run one worker's thread. A worker that was killed is replaced when the next sample arrives."""
+        """Run one worker, in its thread. If the worker was killed, start another when the next sample arrives."""
         worker = None
         try:
             try:
@@ -251,7 +257,7 @@ class WorkerPool:
                     outcome, worker = self._run(worker, sample)
                 except PoolClosed:
                     return
-                except Exception as error:  # thread edge: a thread that died would leave its samples without an end
+                except Exception as error:  # thread edge: if the thread died, its sample would have no outcome
                     outcome = ScoreOutcome(error=str(error) or type(error).__name__)
                 done(outcome)
         finally:
@@ -259,7 +265,7 @@ class WorkerPool:
                 worker.kill()
 
     def _run(self, worker: Worker, sample: Sample) -> tuple[ScoreOutcome, Worker | None]:
-        """The outcome, and the worker if it may go on."""
+        """Return `(outcome, worker)`; the worker is None if it was killed."""
         healthy = False
         try:
             outcome = worker.run(sample, self._timeout_s)
@@ -280,5 +286,5 @@ def _python() -> str:
         return sys.executable
     found = shutil.which("python3")
     if found is None:
-        raise FunctionError("there is no python3 on PATH to run reward functions")
+        raise FunctionError("reward functions need a python3 on PATH, and there is none")
     return found

@@ -16,7 +16,7 @@ def weighted_sum(
         names: names of the C components, for error messages.
         weights: `[C]`.
         components: `[B, C]`, not finite where scoring failed.
-        causes: component name -> its B error messages, empty where there is none; components may be missing.
+        causes: component name -> B error messages, each empty if that row has a score. Components may be left out.
 
     Returns:
         rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.

@@ -1,7 +1,7 @@
 """Worker process of a reward function: `python -m python_backend.rewards.worker SPEC FD MEMORY_MIB`.
 
-Receives samples over the socket `FD`, one at a time, and replies with `{"score"}` or `{"error"}`. It ends when its
-parent does. The function runs in the main thread and may crash the process; the pool then starts another.
+Receives samples over the socket `FD`, one at a time, and replies with `{"score": …}` or `{"error": …}`. Ends when its
+parent ends. The function runs in the main thread and may crash the process; the pool then starts another process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ HEADER = struct.Struct("!I")  # a frame's length in bytes
 
 
 def send_frame(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Write one message: its length, then JSON. Raises OSError, and TimeoutError after the channel's timeout."""
+    """Send one message: its length, then JSON. Raises TimeoutError after the socket's timeout, OSError if closed."""
     data = json.dumps(message).encode()
     channel.sendall(HEADER.pack(len(data)) + data)
 
 
 def receive_frame(channel: socket.socket) -> dict[str, Any]:
-    """Read one message. Raises EOFError if the other side has closed the channel, and OSError."""
+    """Receive one message. Raises EOFError or OSError if the other side has closed the socket."""
     (size,) = HEADER.unpack(_receive(channel, HEADER.size))
     return json.loads(_receive(channel, size))
 
@@ -46,10 +46,10 @@ def _receive(channel: socket.socket, size: int) -> bytes:
 
 
 def _watch_the_server(channel: socket.socket) -> None:
-    """Fork a process that kills our process group when the server closes its side of the channel, or dies.
+    """Fork a process that kills this process group when the server closes its end of the socket or dies.
 
-    The worker cannot do this itself: a function in an endless loop never reads the channel, and programs that the
-    function has started do not know about it.
+    The worker cannot do this on its own: a function in an endless loop never reads the socket, and programs that the
+    function has started know nothing about the socket.
     """
     if os.fork():
         return
@@ -61,7 +61,7 @@ def _watch_the_server(channel: socket.socket) -> None:
 
 
 def _bound_memory(memory_mib: int) -> None:
-    """Limit this process's memory, beyond which the function gets MemoryError.
+    """Limit this process's memory; a function that exceeds the limit gets MemoryError.
 
     Also make the kernel's OOM killer prefer this process to the server.
     """
@@ -71,10 +71,10 @@ def _bound_memory(memory_mib: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Score samples until the channel is closed; return 1 if the function cannot be imported."""
+    """Score samples until the socket is closed, then return 0; return 1 if the function cannot be imported."""
     spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
     channel = socket.socket(fileno=descriptor)
-    channel.set_inheritable(False)  # programs that the function starts must not hold the channel open
+    channel.set_inheritable(False)  # programs that the function starts must not hold the socket open
     _watch_the_server(channel)
     _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
