@@ -36,8 +36,8 @@ METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; its `messages`: th
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
 REWARDS = "rewards"  # FP32 [B, 1]; [B, A] if the attributes are not merged
 AFTER_CRITIC = "after_critic"  # INT64 [B, 1]; makes Triton run reward_model after critic in critic_infer
-AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the parts of a mixture in order
-REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN: failed; also the parameter with their names
+AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the models of a reward mixture in order
+REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where scoring failed; also the parameter with the C names
 REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
 VALUES = "values"  # FP32 [B, S]
@@ -57,17 +57,17 @@ STEP = "step"  # INT64 [1], optional; in critic_save: the step to checkpoint
 LOSS_MEAN = "loss_mean"  # FP32 [1]
 
 DUMMY_VAR = "dummy_var"  # INT64 [1], in critic_save: placeholder input, any value >= 0
-KEEP_STEPS = "keep_steps"  # INT64 [K], optional, in critic_save: the checkpoints up to its step to keep
+KEEP_STEPS = "keep_steps"  # INT64 [K], optional, in critic_save: which checkpoints up to `step` to keep
 REWIND_TO = "rewind_to"  # INT64 [1], optional, in critic_save: roll the critic back to this step
 STATUS = "status"  # INT64 [1], 0: success
 
-# Between the parts of a mixture.
-REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN: failed
+# Tensors between the models of a reward mixture.
+REWARD_COMPONENT = "reward_component"  # FP32 [B, 1], of one function; NaN where scoring failed
 REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
 
 TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
-"""Identifies the client as `<session>/<n>`, n counting its rewind requests (python_backend/store/ownership.py)."""
+"""Identifies the client as `<session>/<n>`; n is the number of rewinds it has requested (see store/ownership.py)."""
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -86,8 +86,8 @@ class StepConflict(ContractError):
 class ScoringRows:
     """Rows to score.
 
-    `tokens[i]` is int64 `[length_i]`, unpadded. `width` is S, the padded length of the response. `prompt_lengths` is
-    int64 `[B]` with values in [1, length_i], or None.
+    `tokens[i]` is int64 `[length_i]`, unpadded. `width` is S, the padded length of the rows in the reply.
+    `prompt_lengths` is int64 `[B]` with values in [1, length_i], or None.
     """
 
     tokens: list[np.ndarray]
@@ -97,10 +97,11 @@ class ScoringRows:
 
 @dataclass(frozen=True)
 class Limits:
-    """Request limits of a model: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, bounded texts.
+    """Request limits of a model: token ids in `[0, vocab_size)`, rows of 1 to `max_length` tokens, bounded sizes.
 
-    `max_request_tokens` bounds B * S of a request and of its response; `max_request_bytes` bounds its sentences and
-    metadata together. They keep one request from occupying the server or exhausting its memory.
+    `max_sentence_bytes` bounds each sentence and each metadata object, `max_request_bytes` all of them in one request,
+    `max_request_tokens` the B * S tokens of a request and of its reply. These bounds keep one request from occupying
+    the server or exhausting its memory.
     """
 
     vocab_size: int
@@ -117,13 +118,13 @@ def scoring_rows(
     *,
     limits: Limits,
 ) -> ScoringRows:
-    """Validate one scoring request and strip the padding of its rows.
+    """Validate one scoring request and return its rows without padding.
 
     Args:
         tokens: INT64 or INT32 `[B, S]`.
         lengths: INT64 `[B, 1]` (or `[B]`); None: every row has S tokens.
         prompt_lengths: INT64 `[B, 1]` (or `[B]`), or None.
-        limits: of the served model.
+        limits: limits of the served model.
 
     Raises:
         ContractError: wrong dtype or shape, an empty or too long row, a token outside the vocabulary.
@@ -136,7 +137,7 @@ def scoring_rows(
     if tokens.ndim != 2:
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must be [B, S]")
     rows, width = tokens.shape
-    if rows == 0:  # an empty response would never be sent
+    if rows == 0:  # without a row to complete, the reply would never be sent
         raise ContractError(f"{TOKENS}: shape {list(tokens.shape)}, must have at least one row")
     check_size(TOKENS, rows, width, limits)
     sizes = np.full(rows, width, np.int64) if lengths is None else row_lengths(SEQUENCE_LENGTHS, lengths, rows, width)
@@ -171,12 +172,12 @@ def check_row(row: np.ndarray, index: int, limits: Limits) -> None:
 
 
 def step_identity(run_id: np.ndarray | None, step: np.ndarray | None) -> tuple[str | None, int | None]:
-    """Return `(run_id, step)` of a training request, None for an absent one. Raises ContractError."""
+    """Return `(run_id, step)` of a training request, None where absent. Raises ContractError if invalid."""
     return optional_text(RUN_ID, run_id), optional_count(STEP, step, minimum=1)
 
 
 def optional_text(name: str, array: np.ndarray | None) -> str | None:
-    """Return the run id in a BYTES `[1]` tensor, or None if it is absent. Raises ContractError."""
+    """Return the run id in a BYTES `[1]` tensor, or None if it is absent. Raises ContractError if it is invalid."""
     if array is None or array.size == 0:
         return None
     _expect_one(name, array)
@@ -189,7 +190,7 @@ def optional_text(name: str, array: np.ndarray | None) -> str | None:
 
 
 def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int | None:
-    """Return the number in an integer `[1]` tensor; None if absent. Raises ContractError below `minimum`."""
+    """Return the number in an integer `[1]` tensor; None if absent. Raises ContractError if it is below `minimum`."""
     if array is None or array.size == 0:
         return None
     expect_integers(name, array)
@@ -201,7 +202,7 @@ def optional_count(name: str, array: np.ndarray | None, *, minimum: int) -> int 
 
 
 def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
-    """Return the distinct numbers of an integer `[K]` tensor, sorted; None if absent. Raises ContractError below 0."""
+    """Return the sorted distinct numbers of an integer `[K]` tensor; None if absent. Raises ContractError below 0."""
     if array is None:
         return None
     expect_integers(name, array)
@@ -214,7 +215,7 @@ def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
 
 
 def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits) -> int:
-    """Return the bytes of a request's sentences and metadata. Raises ContractError if they exceed a limit."""
+    """Return the number of bytes of a request's sentences and metadata. Raises ContractError if they exceed a limit."""
     total = 0
     for name, array in ((SENTENCES, sentences), (METADATA, metadata)):
         for i, item in enumerate(() if array is None else array.flat):
@@ -239,7 +240,7 @@ def sentence_texts(sentences: np.ndarray) -> list[str]:
 
 
 def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:
-    """Return the JSON object of each row, `{}` if no metadata was sent. Raises ContractError."""
+    """Return the JSON object of each row, `{}` if no metadata was sent. Raises ContractError for anything else."""
     if metadata is None:
         return [{} for _ in range(rows)]
     if metadata.shape != (rows, 1):
@@ -308,5 +309,7 @@ def row_lengths(name: str, lengths: np.ndarray, rows: int, most: int | np.ndarra
     if bad.size:
         row = int(bad[0])
         limit = int(np.broadcast_to(most, rows)[row])
-        raise ContractError(f"{name}[{row}]: {int(sizes[row])}, must be between 1 and the {limit} tokens sent")
+        raise ContractError(
+            f"{name}[{row}]: {int(sizes[row])}, must be between 1 and {limit}, the number of tokens sent"
+        )
     return sizes

@@ -11,7 +11,7 @@ LONGEST_TEXT = 2000  # gRPC sends an error in a header, and its clients accept 8
 def printable(text: str, limit: int = LONGEST_TEXT) -> str:
     """Return `text` with everything but printable characters, newlines and tabs escaped as in a Python literal.
 
-    Longer texts are cut to `limit` characters. The result encodes as UTF-8, whatever the request contained.
+    Texts longer than `limit` characters are truncated first. The result can always be encoded as UTF-8.
     """
     if len(text) > limit:
         text = text[:limit] + " …"

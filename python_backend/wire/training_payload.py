@@ -75,7 +75,7 @@ class SentPayload:
         """Validate the values.
 
         Raises:
-            ContractError: NaN or infinity, a negative mask, a mask beyond the end of a row, a token outside the
+            ContractError: NaN or infinity, a negative mask, a nonzero mask beyond the end of a row, a token outside the
                 vocabulary, or a mask that is all 0.
         """
         for name, array in self.targets.items():
@@ -86,15 +86,16 @@ class SentPayload:
             if outside.size:
                 row, column = (int(i) for i in np.unravel_index(int(outside[0]), mask.shape))
                 raise ContractError(
-                    f"{MASK}[{row}, {column}]: {mask[row, column]:g}, but the sequence has {self.lengths[row]} tokens"
+                    f"{MASK}[{row}, {column}]: {mask[row, column]:g}, must be 0: a sequence of {self.lengths[row]} "
+                    "tokens has one entry fewer"
                 )
         expect_vocabulary(self.tokens, self._ends, self.limits)
         if not mask.max() > 0:
             raise ContractError(f"{MASK}: all 0, there is nothing to train on")
 
     def packed(self) -> TrainPayload:
-        """Return the rows without padding, as views of the received arrays where there is none. Does not validate."""
-        # Each sequence has one target less than tokens: N less in the single packed row, 1 less in each padded row.
+        """Return the rows without padding, as views of the received arrays if there is none. Does not validate."""
+        # Each sequence has one target fewer than tokens: N fewer in the single packed row, 1 fewer in each padded row.
         dropped = len(self.lengths) // len(self.tokens)
         targets = [_without_padding(self.targets[name], self._ends - dropped) for name in (RETURNS, PREV_VALUES, MASK)]
         tokens = _without_padding(self.tokens, self._ends).astype(np.int64, copy=False)
@@ -102,21 +103,21 @@ class SentPayload:
 
 
 def train_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> TrainPayload:
-    """Validate a training payload with `sent_payload` and `SentPayload.check`, and pack it."""
+    """Validate a training payload with `sent_payload` and `SentPayload.check`, and return it packed."""
     sent = sent_payload(arrays, limits)
     sent.check()
     return sent.packed()
 
 
 def sent_payload(arrays: Mapping[str, np.ndarray | None], limits: Limits) -> SentPayload:
-    """Validate shapes, dtypes and lengths of a payload, padded `[N, S]` or packed `[1, T]`.
+    """Validate shapes, dtypes and lengths of a payload, padded `[N, S]` or packed `[1, T]`, and return it.
 
     `SentPayload.check` validates the values. Padded rows without `sequence_lengths` end at the token after the last
     position with a nonzero mask, because later tokens cannot affect the loss of a causal critic. A row whose mask is
-    all 0 keeps one position and does not contribute to the loss.
+    all 0 keeps its first 2 tokens and does not contribute to the loss.
 
     Raises:
-        ContractError: a field is missing, or has the wrong dtype or shape.
+        ContractError: a field is missing, has the wrong dtype or shape, or a row is too long.
     """
     tokens, lengths = arrays.get(TOKENS), arrays.get(SEQUENCE_LENGTHS)
     if tokens is None:
@@ -181,7 +182,8 @@ def _targets(arrays: Mapping[str, np.ndarray | None], shape: tuple[int, int]) ->
 
 
 def _expect_targets(name: str, array: np.ndarray) -> None:
-    # A cheap pass first: the sum is finite unless an element is not, or the sum overflows. Then the search decides.
+    # A cheap check first: a finite sum means that all elements are finite. If it is not finite, an element is not, or
+    # the sum has overflowed; the search below decides.
     with np.errstate(all="ignore"):
         if np.isfinite(array.sum()) and (name != MASK or array.min() >= 0):
             return

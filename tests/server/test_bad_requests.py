@@ -72,15 +72,15 @@ BAD_SCORING = {
     ),
     "empty sequence": (
         {**TWO_ROWS, "sequence_lengths": np.asarray([[6], [0]])},
-        "sequence_lengths[1]: 0, must be between 1 and the 6 tokens sent",
+        "sequence_lengths[1]: 0, must be between 1 and 6, the number of tokens sent",
     ),
     "negative length": (
         {**ROW, "sequence_lengths": np.asarray([[-2]])},
-        "sequence_lengths[0]: -2, must be between 1 and the 6 tokens sent",
+        "sequence_lengths[0]: -2, must be between 1 and 6, the number of tokens sent",
     ),
     "length beyond the tokens": (
         {**ROW, "sequence_lengths": np.asarray([[7]])},
-        "sequence_lengths[0]: 7, must be between 1 and the 6 tokens sent",
+        "sequence_lengths[0]: 7, must be between 1 and 6, the number of tokens sent",
     ),
     "no tokens at all": (
         {"tokens": np.zeros((1, 0), np.int64)},
@@ -216,7 +216,7 @@ BAD_TRAINING = {
     "empty mask": ({**GOOD, "mask": GOOD["mask"] * 0}, "mask: all 0, there is nothing to train"),
     "mask beyond the sequence": (
         {**GOOD, "sequence_lengths": np.asarray([[12], [12], [5], [12]])},
-        "mask[2, 4]: 1, but the sequence has 5 tokens",
+        "mask[2, 4]: 1, must be 0: a sequence of 5 tokens has one entry fewer",
     ),
     "no returns": ({k: v for k, v in GOOD.items() if k != "returns"}, "returns: missing"),
     "no tokens": ({k: v for k, v in GOOD.items() if k != "tokens"}, "tokens: missing"),

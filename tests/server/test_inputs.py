@@ -105,8 +105,14 @@ def test_response_values_need_prompt_lengths_that_fit(live: System) -> None:
     assert "response_values" not in ask(live.run.url, CRITIC, inputs)
     for extra, reason in (
         ({}, "prompt_lengths: missing; the output response_values requires it"),
-        ({"prompt_lengths": np.asarray([[2], [5]])}, "prompt_lengths[1]: 5, must be between 1 and the 4 tokens sent"),
-        ({"prompt_lengths": np.asarray([[0], [1]])}, "prompt_lengths[0]: 0, must be between 1 and the 6 tokens sent"),
+        (
+            {"prompt_lengths": np.asarray([[2], [5]])},
+            "prompt_lengths[1]: 5, must be between 1 and 4, the number of tokens sent",
+        ),
+        (
+            {"prompt_lengths": np.asarray([[0], [1]])},
+            "prompt_lengths[0]: 0, must be between 1 and 6, the number of tokens sent",
+        ),
         (
             {"prompt_lengths": np.asarray([[1], [1]]), "sentences": texts("x", "y")},
             "prompt_lengths: only valid with tokens, but sentences was sent",
