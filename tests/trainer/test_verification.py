@@ -119,7 +119,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.bias"].add_(0.01)),
-        "version 1: the canary's values differ by 0.01",
+        "version 1: the values for the canary row differ by 0.01",
     ),
 }
 
