@@ -1,6 +1,6 @@
 """`python -m trainer --config YAML [section.key=value …]`: the critic sidecar of one run.
 
-Exits with 0 after SIGINT or SIGTERM, once a checkpoint is written, and with 2 after an error, reported in one sentence.
+On SIGINT or SIGTERM it writes a checkpoint and exits with code 0. After an error it prints the error and exits with 2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from python_backend.stop_signal import stop_event
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, then follow the journal until a signal arrives; return the exit code."""
+    """Parse the command line, follow the journal until a signal arrives, and return the exit code."""
     parser = run_parser("python -m trainer", "The critic sidecar.")
     parser.add_argument("--init-only", action="store_true", help="make weights version 0 and exit")
     args = parser.parse_args(argv)

@@ -1,8 +1,8 @@
 """The sidecar's checkpoints, from which training resumes bit for bit. Written atomically; safetensors and JSON only.
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
-    <root>/damaged-<step>/         a damaged checkpoint, set aside after training was repeated from an older one
-    <root>/keep_steps.json         the steps that the actor still needs, if it has sent them
+    <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
+    <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
 optimizer.safetensors holds AdamW's moments and torch's random state. state.json holds the position in the schedule
 (`optimizer_step`), the settings' fingerprint, and the sha256 of each file and of its own content.
@@ -39,8 +39,8 @@ class CheckpointState:
     run_id: str
     step: int  # number of critic updates trained
     optimizer_step: int  # position in the learning-rate schedule
-    version: int  # weights version served when it was written
-    epoch: int  # of the sidecar process that wrote it
+    version: int  # weights version served when the checkpoint was written
+    epoch: int  # of the sidecar process that wrote the checkpoint
     asked: bool  # requested by critic_save or a rewind, so an actor's checkpoint may refer to it
     settings: dict[str, Any]  # settings that determine the result, see trainer.fingerprint
     fingerprint: str  # sha256 of the settings
@@ -59,11 +59,11 @@ class CheckpointFolder:
         return [step for step in durable.numbers_in(self.root) if (self.root / str(step) / STATE_FILE).is_file()]
 
     def asked_steps(self) -> list[int]:
-        """Return the steps whose checkpoint was requested by critic_save or a rewind; damaged ones are included."""
+        """Return the steps whose checkpoint was requested by critic_save or a rewind, or is damaged."""
         return [step for step in self.steps() if self._is_asked(step)]
 
     def latest(self, *, at_most: int | None = None) -> int | None:
-        """Return the newest step, at most `at_most`; None if there is none."""
+        """Return the newest step up to `at_most` that has a checkpoint; None if there is none."""
         return max((step for step in self.steps() if at_most is None or step <= at_most), default=None)
 
     def save(self, update: CriticUpdate, state: CheckpointState) -> Path:
@@ -89,17 +89,17 @@ class CheckpointFolder:
         return final
 
     def state(self, step: int) -> CheckpointState:
-        """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint."""
+        """Return the state of the checkpoint of `step`. Raises DamagedCheckpoint if it is missing or damaged."""
         data = self._read_state(step)
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", "sha256")})
 
     def verify(self, step: int) -> CheckpointState:
-        """Compare each file with its sha256 in state.json; return the state. Raises DamagedCheckpoint."""
+        """Compare files with their sha256 in state.json; return the state. Raises DamagedCheckpoint if one differs."""
         verify_folder(self.root / str(step))
         return self.state(step)
 
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
-        """Load weights and optimizer of `step` into `update`, and set torch's random state; return the state.
+        """Load weights and optimizer of `step` into `update`, set torch's random state, and return the saved state.
 
         Raises:
             DamagedCheckpoint: a file is missing or does not match its sha256; `update` is unchanged.
@@ -121,7 +121,7 @@ class CheckpointFolder:
             durable.write_json(self.root / str(step) / STATE_FILE, sealed(asdict(replace(state, asked=True)), files))
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint, replacing an older one set aside for the same step; return its new path."""
+        """Rename a damaged checkpoint to `damaged-<step>`, replacing an older one of that name; return the new path."""
         aside = self.root / f"{DAMAGED_PREFIX}{step}"
         if aside.exists():
             durable.remove_folder(aside)
@@ -130,7 +130,7 @@ class CheckpointFolder:
         return aside
 
     def drop_after(self, step: int) -> None:
-        """Delete checkpoints above `step`, whose steps a rewind has removed, also from keep_steps.json."""
+        """Delete the checkpoints after `step`, which a rewind has made invalid, also from keep_steps.json."""
         told = self._told()
         if told is not None:
             durable.write_json(self.root / KEEP_FILE, {"steps": [needed for needed in told if needed <= step]})
@@ -139,7 +139,7 @@ class CheckpointFolder:
                 durable.remove_folder(self.root / str(newer))
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
-        """Record durably that of the checkpoints up to `step` only `keep_steps` and `step` itself are needed."""
+        """Record durably that, of the checkpoints up to `step`, only those of `keep_steps` and `step` are needed."""
         later = [told for told in self._told() or [] if told > step]
         durable.make_folder(self.root)
         durable.write_json(self.root / KEEP_FILE, {"steps": sorted({*keep_steps, step, *later})})
@@ -147,8 +147,8 @@ class CheckpointFolder:
     def prune(self, *, keep: int, keep_damaged: int = 0) -> None:
         """Delete checkpoints that are no longer needed.
 
-        Kept: those in keep_steps.json, the newest `keep` that were requested for later steps, the newest of all, and
-        the newest `keep_damaged` of those set aside as damaged.
+        Keeps those in keep_steps.json, the newest `keep` of those requested for later steps, the newest of all, and the
+        newest `keep_damaged` of those set aside as damaged.
         """
         steps = self.steps()
         told = self._told() or []

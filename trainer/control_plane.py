@@ -23,8 +23,8 @@ from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, S
 
 CALL_TIMEOUT_S = 10.0
 
-# Short backoffs, to notice a starting server at once (by default gRPC backs off for up to two minutes), not shared with
-# other clients in this process; and no HTTP proxy from the environment, which could not reach loopback.
+# Short backoffs notice a starting server at once (by default gRPC backs off for up to two minutes); with a local
+# pool, other clients in this process do not share them. An HTTP proxy from the environment could not reach loopback.
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
@@ -35,7 +35,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
 ]
 _DEAD_PROCESS = re.compile(r"Stub process '[^']*' is not healthy\.")
-# A model may answer UNAVAILABLE, too. gRPC's own connection errors can only be recognised by their text.
+# A model may return UNAVAILABLE, too, so gRPC's own connection errors can only be recognised by their text.
 _CONNECTION_ERROR = re.compile(
     r"failed to connect|socket closed|connection (reset|refused)|recvmsg|broken pipe|stream removed|goaway",
     re.IGNORECASE,
@@ -46,7 +46,7 @@ _REJECTIONS = {CRITIC_TRAIN: (TOKENS, np.full((1, 1), -1)), CRITIC_SAVE: (DUMMY_
 
 
 class ControlPlaneError(RlhfError):
-    """The server refused, failed or did not answer; the message names the model and the cause."""
+    """The server rejected the request, failed or did not respond; the message names the model and the cause."""
 
 
 class LoadRefused(ControlPlaneError):
@@ -110,10 +110,10 @@ class ControlPlane:
             return False
 
     def answers_inference(self, timeout_s: float) -> bool:
-        """Return whether gRPC inference gets any answer within `timeout_s`.
+        """Return whether the server responds to a gRPC inference request within `timeout_s`, even if with an error.
 
-        A server whose inference threads are deadlocked still reports that it is live. The probe names a model that does
-        not exist, so it is refused at once and does not wait in a queue.
+        A server whose inference threads are deadlocked still reports that it is live. The request names a model that
+        does not exist, so the server rejects it at once, without queueing it.
         """
         try:
             self._client.infer("no-model", [], client_timeout=timeout_s)
@@ -124,7 +124,7 @@ class ControlPlane:
     def is_ready(self, model: str) -> bool:
         """Return whether the server lists the model as ready.
 
-        It still does after the model's stub process has died, so probe the model as well.
+        A model whose stub process has died is still listed as ready, so send it a probe request as well.
         """
         return bool(self._call(model, self._client.is_model_ready, model))
 
@@ -134,7 +134,7 @@ class ControlPlane:
         return tuple(int(number) for number in re.findall(r"\d+", metadata.version)[:3])
 
     def load(self, model: str, *, parameters: Mapping[str, str] | None = None, timeout_s: float) -> None:
-        """Load the model, or reload it with these config parameters.
+        """Load the model, or reload it with the config `parameters`.
 
         The old instance serves until the new one is ready. Without parameters, Triton reloads only if the files on disk
         have changed. With parameters, the active config is sent back with `parameters.<key>.string_value` set; this
@@ -142,7 +142,7 @@ class ControlPlane:
 
         Raises:
             LoadRefused: the model could not be loaded; the old instance keeps serving.
-            ControlPlaneError: no answer within `timeout_s` (the server may still finish the load), no connection, or
+            ControlPlaneError: no response within `timeout_s` (the server may still finish the load), no connection, or
                 the parameters are active already.
         """
         override = None
@@ -151,7 +151,7 @@ class ControlPlane:
             if all(config.parameters[key].string_value == value for key, value in parameters.items()):
                 raise ControlPlaneError(
                     f"{model} was not reloaded: {dict(parameters)} is active already, "
-                    "and Triton reloads only a changed configuration; send a new nonce"
+                    "and Triton reloads only a changed configuration; send a value that differs"
                 )
             for key, value in parameters.items():
                 config.parameters[key].string_value = value
@@ -181,7 +181,7 @@ class ControlPlane:
         )
 
     def probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
-        """Score one row of two tokens with id 0 and return the outputs: proves that the model computes."""
+        """Score one row of two tokens with id 0, to verify that the model computes; return the `outputs` by name."""
         tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
         inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
@@ -189,21 +189,21 @@ class ControlPlane:
         arrays = {name: answer.as_numpy(name) for name in outputs}
         empty = [name for name, array in arrays.items() if array is None or array.size == 0]
         if empty:
-            raise ControlPlaneError(f"{model} answered with empty {', '.join(empty)}; a server with NumPy 2 does this")
+            raise ControlPlaneError(f"{model} returned empty {', '.join(empty)}, as a server with NumPy 2 does")
         return arrays
 
     def probe_rejection(self, model: str, timeout_s: float) -> None:
-        """Send critic_train or critic_save an invalid request, whose refusal proves that the model is alive.
+        """Send critic_train or critic_save an invalid request: the model's rejection proves that the model is alive.
 
         Raises:
-            ControlPlaneError: it did not answer, or accepted the request.
+            ControlPlaneError: the model did not respond, or accepted the request.
         """
         name, value = _REJECTIONS[model]
         try:
             sent = _tensor(name, value, self._tokens_type(model) if name == TOKENS else "INT64")
             self._client.infer(model, [sent], client_timeout=timeout_s)
         except InferenceServerException as error:
-            # Refusals by the server's core, unlike the model's, begin with the request's id; they do not count.
+            # Rejections by the server's core begin with the request's id, unlike the model's; they do not count.
             refused = error.status() in ("StatusCode.INVALID_ARGUMENT", "StatusCode.UNIMPLEMENTED")
             if refused and not str(error.message()).startswith("[request id"):
                 return
@@ -234,8 +234,8 @@ class ControlPlane:
             return f"{subject}: no answer within {round(timeout_s, 1):g} s"
         if "restricted" in str(error.message()):
             return (
-                f"{subject}: the model control of the server on {self._url} is locked and the key is missing or wrong; "
-                f"its key is in {control_key.FILE} beside the weights of its run: set {control_key.VARIABLE} to it"
+                f"{subject}: the server on {self._url} requires a key for model control, and it is missing or wrong; "
+                f"set {control_key.VARIABLE} to the content of {control_key.FILE} beside the weights of its run"
             )
         if status == "UNAVAILABLE" and _CONNECTION_ERROR.search(str(error.message())):
             return f"{subject}: the server on {self._url} cannot be reached"
@@ -243,7 +243,7 @@ class ControlPlane:
 
 
 def root_cause(message: str) -> str:
-    """Return the innermost error of Triton's nested error text, and where Python raised it."""
+    """Return the innermost error of Triton's nested error text, with the file and line where Python raised it."""
     message = message.strip().rstrip(";").strip()
     message = _DEAD_PROCESS.sub("its process has died", message)
     message = re.sub(r"^load failed for model '[^']*': (version \d+ is at \w+ state: )?", "", message)

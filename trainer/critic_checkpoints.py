@@ -1,4 +1,4 @@
-"""Writes the checkpoints of the critic in training, and forgets what no rewind needs any more."""
+"""Writes checkpoints of the critic in training; removes checkpoints and journal entries that are no longer needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.progress import SidecarProgress
 
 
 class CriticCheckpoints:
-    """The checkpoints of one critic, and the journal's entries that they make superfluous."""
+    """Writes the checkpoints of one critic; removes old ones, and the journal entries that they replace."""
 
     def __init__(
         self, settings: TrainerSection, critic: CriticState, folder: CheckpointFolder, store: WeightsStore,
@@ -32,7 +32,7 @@ class CriticCheckpoints:
             self._write(asked=False)
 
     def write_last(self) -> None:
-        """Write a checkpoint of the critic unless it is the newest one already; step 0 needs none."""
+        """Write a checkpoint of the critic, unless the newest one is of the same step; step 0 needs none."""
         if self._folder.latest() != self._critic.step and self._critic.step:
             self._write(asked=False)
 
@@ -42,12 +42,12 @@ class CriticCheckpoints:
             self._write(asked=True)
 
     def write_step(self, step: int) -> str | None:
-        """Ensure a checkpoint of `step`, marked as requested; return the error if that is impossible."""
+        """Ensure that `step` has a checkpoint, marked as requested; return None, or the error if that is impossible."""
         if step == self._critic.step:
             self._write(asked=True)
         elif step in self._folder.steps():
             self._progress.persist("marking a checkpoint", lambda: self._folder.mark_asked(step))
-        else:  # the request came late, training is past `step`: replay up to it, write the checkpoint, and return
+        else:  # training is past `step`: go back and replay up to it, write the checkpoint, and restore the newest step
             error = self._critic.restore(step)
             if error is None:
                 self._write(asked=True)
@@ -56,7 +56,7 @@ class CriticCheckpoints:
         return None
 
     def keep_only(self, keep_steps: Sequence[int], *, step: int) -> None:
-        """Remove the checkpoints up to `step` that are not in `keep_steps`, and the entries that only they need."""
+        """Remove the checkpoints up to `step` that are not in `keep_steps`, and journal entries only they need."""
 
         def keep() -> None:
             self._folder.keep_only(keep_steps, step=step)
@@ -65,16 +65,17 @@ class CriticCheckpoints:
         self._progress.persist("removing checkpoints", keep)
 
     def set_aside_after(self, rewind: Entry) -> list[str]:
-        """Set later entries aside and remove later checkpoints; return the names of what was set aside."""
+        """Set aside the entries after `rewind.target`, remove the checkpoints after it; return the files set aside."""
         aside = self._progress.persist("setting steps aside", lambda: self._journal.set_aside_after(rewind))
         self._journal.forget_aside(keep=self._settings.keep_set_aside)
         self._progress.persist("removing checkpoints", lambda: self._folder.drop_after(rewind.target))
         return aside
 
     def lost_result(self, entry: Entry) -> Result:
-        """Return the result of a step that is trained already but has none; the newest checkpoint may contain it.
+        """Return the result of a step that is trained already but has no result in the journal.
 
-        Without a matching result the answer is an error, because the critic has moved past this step.
+        It is taken from the newest checkpoint if that has a result for the same content. Otherwise the result is an
+        error, because the critic is past this step and cannot train it again.
         """
         newest = self._folder.latest()
         remembered = [] if newest is None else self._folder.state(newest).results

@@ -1,6 +1,6 @@
 """The critic in training: its weights, optimizer and step, restored from checkpoints and journal.
 
-Damage that can be repaired by replay is logged and skipped.
+If a damaged checkpoint can be recomputed from the journal, the damage is logged and training continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticState:
-    """The critic as of one step of the journal."""
+    """The critic after one step of the journal."""
 
     update: CriticUpdate
     step: int
@@ -36,17 +36,21 @@ class CriticState:
         self, settings: TrainerSection, store: WeightsStore, journal: Journal, checkpoints: CheckpointFolder,
         progress: SidecarProgress, *, seed: int,
     ) -> None:  # fmt: skip
-        """`seed`: of torch's random state before the first step. Call `restore_at_start` before anything else."""
+        """Create the state; call `restore_at_start` before any other method.
+
+        Args:
+            seed: seed of torch's random state before the first step.
+        """
         self._settings, self._seed = settings, seed
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
-        # A checkpoint's run and base must be the same; different settings only cause a warning.
+        # A checkpoint must have the same run and the same version 0; different settings only cause a warning.
         self.base_sha256 = store.manifest(0).sha256  # of version 0's weights
         self.deciding_settings = deciding_settings(settings)
 
     def train(self, entry: Entry) -> tuple[UpdateReport | None, str | None, str | None]:
-        """Train on the next step; return report, the payload's digest, and error, each None if there is none.
+        """Train on the next step; return the report, the payload's digest and the error, each None if unavailable.
 
-        Raises CheckpointError if the entry is damaged, but was trained and answered before.
+        Raises CheckpointError if the journal entry is damaged and its step has already been trained and acknowledged.
         """
         report, digest, error = None, None, None
         self._progress.step = entry.step
@@ -63,21 +67,22 @@ class CriticState:
         return report, digest, error
 
     def restore_at_start(self) -> None:
-        """Restore as `restore_newest`; warn of changed settings, and restore the results that the journal lacks."""
+        """Call `restore_newest`, log a warning about changed settings, and restore results that the journal lacks."""
         state = self.restore_newest()
         if state is None:
             return
         if state.fingerprint != fingerprint(self.deciding_settings):  # changing them between runs is allowed
             logger.warning(
                 "the critic was trained up to step %d under other settings (%s); the new ones apply from here on",
-                state.step, "; ".join(changes(state.settings, self.deciding_settings)) or "settings that are no more",
+                state.step, "; ".join(changes(state.settings, self.deciding_settings)) or "removed settings",
             )  # fmt: skip
         self._progress.persist("restoring results", lambda: self._journal.restore_results(state.results))
 
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.
 
-        Returns its state, None without a checkpoint. Raises CheckpointError.
+        Returns the checkpoint's state; None if there is no checkpoint, and the critic starts from version 0. Raises
+        CheckpointError as `_load_newest` does.
         """
         with self._progress.working("loading a checkpoint"):
             base = load_critic(self._store.folder(0), device=self._settings.device)
@@ -87,7 +92,7 @@ class CriticState:
         return state
 
     def restore(self, step: int) -> str | None:
-        """Load the newest checkpoint up to `step` and replay the steps after it; return the error if that fails.
+        """Load the newest checkpoint up to `step` and replay the steps after it; return None, or the error.
 
         After an error, call `restore_newest`.
         """
@@ -102,11 +107,11 @@ class CriticState:
         return None
 
     def _load_newest(self, at_most: int | None) -> CheckpointState | None:
-        """Load the newest intact checkpoint; damaged newer ones are set aside if the journal can replay up to them.
+        """Load the newest intact checkpoint and return its state; set newer, damaged ones aside.
 
         Raises:
             CheckpointError: the checkpoint belongs to another run; or a newer one is damaged and the journal lacks a
-                step up to it.
+                step that is needed to recompute it.
         """
         torch.manual_seed(self._seed)  # for a start from version 0; a checkpoint restores its own random state
         damaged: list[tuple[int, DamagedCheckpoint]] = []
@@ -128,7 +133,9 @@ class CriticState:
                 ) from damage
         for step, damage in damaged:
             aside = self._checkpoints.set_aside(step)
-            logger.warning("%s; training is repeated from step %d; it was moved to %s", damage, start, aside)
+            logger.warning(
+                "%s; training is repeated from step %d; the damaged checkpoint was moved to %s", damage, start, aside
+            )
         return found
 
     def _check_origin(self, state: CheckpointState) -> None:
@@ -140,18 +147,18 @@ class CriticState:
         if state.base_sha256 != self.base_sha256:
             raise CheckpointError(
                 f"the checkpoint of step {state.step} was trained from a version 0 with sha256 "
-                f"{state.base_sha256[:12]}…, the weights store's has {self.base_sha256[:12]}…: restore that store, or "
-                "start a new run (run.dir)"
+                f"{state.base_sha256[:12]}…, but version 0 in the weights store has {self.base_sha256[:12]}…: restore "
+                "the original store, or start a new run (run.dir)"
             )
 
     def _replay(self, *, end: int) -> None:
-        """Train on the journal's steps up to `end`. Raises DamagedEntry if one that changed the weights is damaged."""
+        """Train on the journal's steps up to `end`. Raises DamagedEntry if an entry that changed weights is damaged."""
         for entry in self._journal.entries():
             if entry.kind == "train" and entry.step == self.step + 1 <= end:
                 with self._progress.working(f"reading step {entry.step}"):
                     payload = _payload(self._journal, entry)
                 if payload is not None:
-                    with contextlib.suppress(NotFinite):  # the original training failed the same way, and went on
+                    with contextlib.suppress(NotFinite):  # the original training failed the same way, and continued
                         self.update.train(payload, lambda n: self._progress.beat("replaying", n))
                 self.step = entry.step
 
@@ -160,21 +167,24 @@ def _give_up(journal: Journal, entry: Entry, damage: DamagedEntry) -> str:
     """Skip a damaged training entry and keep a copy of its file; return the error message for its caller.
 
     Raises:
-        CheckpointError: the step was trained and answered before, so that its weights cannot be reproduced.
+        CheckpointError: the step has already been trained and acknowledged, and its weights cannot be reproduced.
     """
     result = journal.result(entry)
     if result is None:
         journal.set_aside_damaged(entry)
     elif result.loss_mean is not None:
         raise CheckpointError(
-            f"{damage}; step {entry.step} was trained and answered before, and without it the weights cannot be "
-            "reproduced: restore the file, or start a new run"
+            f"{damage}; step {entry.step} has already been trained and acknowledged, and the weights cannot be "
+            "reproduced without it: restore the file, or start a new run"
         ) from damage
-    return f"step {entry.step} was not trained, training goes on with the next step: {damage}"
+    return f"step {entry.step} was not trained; training continues with the next step: {damage}"
 
 
 def _payload(journal: Journal, entry: Entry) -> TrainPayload | None:
-    """Load an entry for replay; None if it is damaged and was so originally, so that its step changed no weights."""
+    """Return the payload of an entry to replay; None if its step was skipped because the entry was damaged.
+
+    Raises DamagedEntry if the entry was damaged after its step was trained, or has no result yet.
+    """
     try:
         return journal.load(entry)[0]
     except DamagedEntry:

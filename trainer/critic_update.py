@@ -42,7 +42,7 @@ class UpdateReport:
     grad_norm: float  # before clipping; mean over the optimizer steps
     lr: float  # of the last optimizer step
     optimizer_steps: int
-    skipped_steps: int  # because the gradient was not finite
+    skipped_steps: int  # optimizer steps skipped because the gradient was not finite
     seconds: float
 
 
@@ -94,7 +94,7 @@ class CriticUpdate:
             loss_sum, token_sum = loss_sum + loss * num_tokens, token_sum + num_tokens
         if not norms:
             raise NotFinite(
-                "the critic's gradients are not finite: no optimizer step was taken, the weights are unchanged"
+                "the critic's gradients are not finite: no optimizer step was taken and the weights are unchanged"
             )
         return UpdateReport(
             loss_sum / token_sum,
@@ -136,7 +136,7 @@ class CriticUpdate:
 
 
 def split_rows(payload: TrainPayload) -> Iterator[TrainingRow]:
-    """The payload's sequences, in order."""
+    """Yield the payload's sequences, in order."""
     token = target = 0
     for length in payload.lengths.tolist():
         tokens = slice(token, token + length)

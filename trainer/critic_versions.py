@@ -1,4 +1,4 @@
-"""Puts the weights of the critic in training into service, step by step or again, and reloads it in the background."""
+"""Publishes the weights of the critic in training after steps and rewinds; reloads the critic in the background."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOIN_S = 0.005
 
 
 class CriticVersions:
-    """Published versions of the critic in training."""
+    """Publishes and reloads the critic in training."""
 
     def __init__(
         self, settings: TrainerSection, critic: CriticState, publisher: Publisher, store: WeightsStore,
@@ -33,7 +33,10 @@ class CriticVersions:
         return self._store.current() or 0
 
     def publish_step(self) -> tuple[Reload | None, str | None]:
-        """Publish the critic if its step is a multiple of `publish.every`; return the reload or the error, if any."""
+        """Publish the critic if its step is a multiple of `publish.every`.
+
+        Returns (reload, None), (None, error), or (None, None) if nothing is published at this step.
+        """
         return self._publish() if self._critic.step % self._settings.publish.every == 0 else (None, None)
 
     def publish_remainder(self) -> str | None:
@@ -47,12 +50,12 @@ class CriticVersions:
 
         They may not be served because the step's version was rejected or skipped, or an operator rolled back.
         """
-        with self._progress.working("comparing what is served"):
+        with self._progress.working("comparing the served weights"):
             served = holds_weights(self._store, self.current(), self._critic.update.critic)
         return None if served else self.publish_again()
 
     def publish_again(self) -> str | None:
-        """Publish the critic under a new number, even if its weights had one before; return the error, if any."""
+        """Publish the critic as a new version, even if its weights were published before; return the error, if any."""
         step = self._critic.step
         parent = max(manifest.version for manifest in self._store.manifests() if manifest.step <= step)
         return self._publish(parent)[1]
@@ -60,9 +63,9 @@ class CriticVersions:
     def reload_after_save(self) -> None:
         """Start a reload through Triton (`reload_on_save`) in a thread, in parallel to training.
 
-        That is safe: the old process serves meanwhile, and the new one follows CURRENT, too.
+        That is safe: the old process keeps serving until the new one is ready, and both follow CURRENT.
         """
-        # A reload that is still running needs no second one: it loads the version that CURRENT names, too.
+        # While a reload is in progress, no second one is needed: the new process follows CURRENT, too.
         under_way = self._reload is not None and self._reload.is_alive()
         if self._settings.reload_on_save == "triton" and not under_way:
             self._reload = threading.Thread(
@@ -71,13 +74,13 @@ class CriticVersions:
             self._reload.start()
 
     def finish_reload(self) -> None:
-        """Wait for the background reload. Raises StoppedWaiting."""
+        """Wait for the background reload. Raises StoppedWaiting if it takes too long after a stop was requested."""
         while self._reload is not None and self._reload.is_alive():
             self._progress.wait("waiting for a reload through Triton")
             self._reload.join(JOIN_S)
 
     def _publish(self, parent: int | None = None) -> tuple[Reload | None, str | None]:
-        """Publish the critic, retrying while the disk refuses; return the reload, or the error if it is rejected."""
+        """Publish the critic, with retries after disk errors; return the reload, or the error if it is rejected."""
         step, newest = self._critic.step, self._store.versions()[-1]
 
         def attempt() -> Reload:
@@ -98,4 +101,4 @@ class CriticVersions:
             reload = self.publisher.triton_reload()
             self._progress.log_reload(step, reload, "save")
         except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process keeps serving
-            logger.error("reload through Triton after the save: %s", error)
+            logger.error("the reload through Triton after a save failed: %s", error)

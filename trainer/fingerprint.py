@@ -1,9 +1,9 @@
-"""Fingerprint of the settings that determine the weights resulting from a journal, and their differences.
+"""Fingerprint of the settings that determine the weights which result from a journal, and changes of these settings.
 
-The settings that a checkpoint was trained with are compared with those it is resumed with. All settings of the update
-count. `token_budget`, `threads` and `device` count as well, although they only change rounding: replayed steps would
-differ in the last bits from the versions that were served. When versions and checkpoints are written, and how many are
-kept, does not count.
+The settings that a checkpoint was trained with are compared with those that it is resumed with. All settings of the
+update are included; `token_budget`, `threads` and `device`, too, although they only change rounding, because replayed
+steps would differ in the last bits from the versions that were served. The times at which versions and checkpoints are
+written, and how many are kept, are not included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDING = ("token_budget", "threads", "device")
 
 
 def deciding_settings(section: TrainerSection) -> dict[str, Any]:
-    """Return the settings that count, by name, as JSON values."""
+    """Return the settings that determine the weights, by name, as JSON values."""
     values = section.model_dump(mode="json")
     flat = {**values, **{f"optimizer.{name}": value for name, value in values["optimizer"].items()}}
     return {name: flat[name] for name in (*DECIDING, *ROUNDING)}

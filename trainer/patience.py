@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 REMIND_EVERY_S = 60.0
-# Errors that may go away, with time or because an operator acts; others, such as a missing file, are raised at once.
+# Errors that may go away with time or when an operator acts; others, such as a missing file, are raised at once.
 CURABLE = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENODEV,
     errno.ENXIO, errno.EBUSY, errno.EMFILE, errno.ENFILE,
@@ -34,21 +34,22 @@ class Patience:
 
         Args:
             stop: ends the retries when set.
-            show: called with the operation and its error, or None once it has succeeded; must not raise.
+            show: called with the operation and its error, and with None as the error once a retry has succeeded; must
+                not raise.
         """
         self._stop = stop
         self._show = show
 
     def until_done(self, what: str, action: Callable[[], T]) -> T:
-        """Call `action` until it does not fail with an error in `CURABLE`; return its result.
+        """Call `action`, and again as long as it fails with an error in `CURABLE`; return its result.
 
         Args:
             what: the operation, for messages: "publishing step 3".
             action: must be safe to repeat after an OSError.
 
         Raises:
-            StoppedWaiting: a stop was requested; the message names the error.
-            OSError: an error that is not in `CURABLE`.
+            StoppedWaiting: a stop was requested during the retries; the message names the error.
+            OSError: `action` failed with an error that is not in `CURABLE`.
         """
         pause_s, remind_at, refused = FIRST_PAUSE_S, 0.0, False
         while True:
@@ -64,12 +65,12 @@ class Patience:
                     self._show(what, None)
                 return result
             if time.monotonic() >= remind_at:
-                logger.error("%s: the disk refuses it, retrying: %s", what, trouble)
+                logger.error("%s: disk error, retrying: %s", what, trouble)
                 remind_at = time.monotonic() + REMIND_EVERY_S
             self._show(what, trouble)
             if self._stop.wait(pause_s):
                 raise StoppedWaiting(
-                    f"stopped while {what}: the disk refuses: {trouble}; nothing is lost: the journal has what was "
-                    "accepted, and the next start continues from there"
+                    f"stopped while {what}, after a disk error: {trouble}; nothing is lost: the journal has every "
+                    "accepted request, and the next start continues from there"
                 )
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

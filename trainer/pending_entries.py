@@ -1,4 +1,4 @@
-"""The journal's entries that are yet to be processed: the next one, and how one is finished."""
+"""Selects the journal's next pending entry, and records the result of a processed one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.store.journal import Entry, Journal, Result
 from trainer.progress import SidecarProgress
 
-# An unchanged mtime of the journal means no new entry only once it has been unchanged for longer than the file system's
-# timestamp resolution.
+# An unchanged mtime of the journal proves that there is no new entry only if it has not changed for longer than the
+# resolution of the file system's timestamps.
 SETTLED_S = 1.0
 
 
@@ -19,12 +19,15 @@ class PendingEntries:
     def __init__(self, journal: Journal, progress: SidecarProgress) -> None:
         self._journal = journal
         self._progress = progress
-        self._none_pending: tuple[int | None, float] = (None, 0.0)  # journal mtime with nothing pending, since when
+        self._none_pending: tuple[int | None, float] = (
+            None,
+            0.0,
+        )  # journal mtime with nothing pending, when first seen
 
     def next(self, *, trained: int) -> Entry | None:
-        """Return the next entry if all steps up to `trained` are trained; None if there is none yet.
+        """Return the next entry to process; None if there is none yet. All steps up to `trained` count as trained.
 
-        Raises CheckpointError if steps are missing between `trained` and the next one.
+        Raises CheckpointError if the journal's next step is not `trained + 1`.
         """
         changed, (seen, since) = self._journal.changed_at(), self._none_pending
         if changed == seen and time.monotonic() - since > SETTLED_S:  # idle: do not list the journal at every call
@@ -35,7 +38,7 @@ class PendingEntries:
         return entry
 
     def finish(self, entry: Entry, result: Result) -> None:
-        """Record the result, which answers the caller; remove the entry unless it is a training step.
+        """Record the result, so that the server responds to the caller, and remove entries other than training steps.
 
         Training steps stay in the journal for replay until a checkpoint covers them.
         """

@@ -1,6 +1,6 @@
 """The sidecar's progress reports: its heartbeat, by which the server judges its health, and critic_metrics.jsonl.
 
-Long work renews the heartbeat: `working` for a block, `persist` for a disk operation, `wait` for a server.
+Long work renews the heartbeat: `working` for a `with` block, `persist` for a disk operation, `wait` for a server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SidecarProgress:
             self._beat(state, micro_batch, trouble=None)
 
     def show_trouble(self, state: str, trouble: str | None) -> None:
-        """Write at once to the heartbeat what blocks the sidecar; None clears it."""
+        """Write the error that blocks the sidecar to the heartbeat at once; None clears it."""
         self._beat(state, 0, trouble)
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class SidecarProgress:
             thread.join()
 
     def persist(self, what: str, action: Callable[[], T]) -> T:
-        """Run a disk operation with a heartbeat, and retry it while the disk refuses. Raises as `Patience`."""
+        """Run a disk operation with a heartbeat and retries; return its result. Raises as `Patience.until_done`."""
         return self._patience.until_done(what, self.working(what)(action))  # a heartbeat around each attempt
 
     def wait(self, state: str) -> None:

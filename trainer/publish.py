@@ -20,16 +20,16 @@ from trainer.servers import CriticServers, Loaded
 from trainer.verification import VersionRejected, canary_row, verify_version
 
 logger = logging.getLogger(__name__)
-RECOVERY_PAUSE_S = 5.0  # after a reload was requested, before the next request
+RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
-# Long enough for a supervisor (`tools serve`, `tools run`) to act first: it looks after the server's other models, too.
+# Long enough for a supervisor (`tools serve`, `tools run`) to act first, which restarts the server's other models, too.
 HEAL_AFTER_S = 15.0
 
 
 @dataclass(frozen=True)
 class Reload:
-    """How a version went into service, with timings."""
+    """How a version was put into service, with timings."""
 
     version: int
     reload: str  # "swap" or "triton"
@@ -54,11 +54,12 @@ class Publisher:
         keep: int,
         show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
     ) -> None:
-        """
+        """Create a publisher.
+
         Args:
             servers: gRPC addresses of the critic's servers, as in `trainer.servers`.
             reload: "swap" or "triton".
-            timeout_s: timeout of a load at one server, and how long instances may lag before they are reloaded.
+            timeout_s: timeout of a load at one server; also, how long instances may lag before they are reloaded.
             keep: number of newest versions to keep.
             show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
         """
@@ -103,8 +104,9 @@ class Publisher:
             critic: holds the trained weights.
             step: number of critic updates that produced them.
             beat: called repeatedly while waiting, with a description of the state.
-            parent: the version that these weights are a copy of (rewind, rollback). They then always get a new number;
-                without it, the newest version is reused if it has the same content (a replay after a crash).
+            parent: the version that these weights are a copy of, after a rewind or rollback; they then always get a new
+                number. Without `parent`, the newest version is reused if it has the same content (a replay after a
+                crash).
             write: writes the weights to a folder; default: `save_critic` of `critic`.
 
         Raises:
@@ -138,14 +140,14 @@ class Publisher:
         )  # fmt: skip
 
     def verify(self, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
-        """Verify a version of this store, see `verify_version`."""
+        """Verify a version of this store; see `verify_version`."""
         verify_version(self._store, version, critic, expected)
 
     def triton_reload(self) -> Reload:
-        """Reload the critic through Triton on every server: new processes, which load the version CURRENT names.
+        """Reload the critic through Triton on every server: new processes load the version that CURRENT names.
 
         Raises:
-            ControlPlaneError: a server refused or did not answer; its old process keeps serving.
+            ControlPlaneError: a server refused the load or did not respond; its old process keeps serving.
         """
         start = time.monotonic()
         outcomes = self._load()
@@ -171,7 +173,7 @@ class Publisher:
         self.heal()
 
     def heal(self) -> list[Loaded]:
-        """Reload the critic if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] if none was needed.
+        """Reload the critic if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
 
         Triton does not restart a model process that was killed. The supervisor in `tools serve` and `tools run` does so
         sooner than HEAL_AFTER_S; this is for servers without a supervisor.
@@ -189,10 +191,13 @@ class Publisher:
         return self._outcomes()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
-        """Move CURRENT and wait until every live instance serves the version; move it back if one rejects it."""
+        """Set CURRENT and wait until every live instance serves the version; return each instance's version.
+
+        Raises VersionRejected, after setting CURRENT back, if an instance rejects the version.
+        """
         version, before = manifest.version, self._store.current()
         self._store.set_current(version)
-        previous = manifest.parent if before == version else before  # equal if this is a replay after a crash
+        previous = manifest.parent if before == version else before  # equal if a step is replayed after a crash
         if self._reload == "triton":
             self._reject_if_refused(version, previous, self._outcomes())
         recover_at = time.monotonic() + self._timeout_s
@@ -233,7 +238,7 @@ class Publisher:
     def _outcomes(self) -> list[Loaded]:
         """Reload all servers; return the outcomes and log the errors.
 
-        An unreachable server is not an error here: it loads the version CURRENT names when it starts again.
+        An unreachable server is not an error: it loads the version that CURRENT names when it starts again.
         """
         try:
             outcomes = self._load()

@@ -26,7 +26,7 @@ class Loaded:
 
 
 class CriticServers:
-    """All servers of one critic; a DNS name is looked up anew at each call, so that servers may come and go."""
+    """All servers of one critic; DNS names are resolved again at each call, because servers may be added or removed."""
 
     def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:
         """`key` is the servers' key for model control, which `load` needs."""
@@ -44,8 +44,8 @@ class CriticServers:
     def load(self, version: int, *, timeout_s: float) -> list[Loaded]:
         """Reload the critic on all servers in parallel.
 
-        A server counts as reloaded if its active configuration is the one that was sent, and it answers an inference
-        request with `version` or a later one.
+        A server counts as reloaded if its active configuration is the one that was sent, and its response to an
+        inference request names `version` or a later one.
 
         Args:
             version: the version that CURRENT names, which the new processes load.
@@ -63,13 +63,16 @@ class CriticServers:
                 raise ControlPlaneError(f"{CRITIC} runs with the configuration {active!r} instead of {label!r}")
             served = _ask(control)
             if served < version:
-                raise ControlPlaneError(f"{CRITIC} answers with version {served} instead of {version}")
+                raise ControlPlaneError(f"{CRITIC} serves version {served} instead of {version}")
             return served
 
         return self._each(load_one)
 
     def versions(self) -> list[Loaded]:
-        """Return the version with which each server answers an inference request. Raises as `urls`."""
+        """Return the version in each server's response to an inference request.
+
+        Raises ControlPlaneError if a name cannot be resolved.
+        """
         return self._each(_ask)
 
     def _each(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:

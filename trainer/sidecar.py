@@ -1,4 +1,4 @@
-"""The critic sidecar: follows the journal, trains on its entries, publishes the weights, and answers the callers."""
+"""The critic sidecar: follows the journal, trains on its entries, publishes the weights, and records the results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ IDLE_S = 0.005
 
 
 def follow(config: RunConfig, stop: threading.Event) -> None:
-    """Lock the journal, make version 0, restore, and follow the journal until `stop` is set. Raises JournalLocked."""
+    """Lock the journal, make version 0, restore the critic, and follow the journal until `stop` is set.
+
+    Raises JournalLocked if another sidecar holds the lock.
+    """
     settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
     store, folder = WeightsStore(config.run.weights_dir), CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
@@ -45,7 +48,7 @@ def follow(config: RunConfig, stop: threading.Event) -> None:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The trainer of one critic, while it holds the journal's lock."""
+    """Trains one critic; the caller holds the journal's lock."""
 
     journal: Journal
     pending: PendingEntries
@@ -76,8 +79,8 @@ class Sidecar:
             self.versions.finish_reload()
 
     def train(self, entry: Entry) -> None:
-        """Train on the next step, publish the weights, and answer the caller."""
-        answered = self.journal.result(entry) is not None  # a replay after a crash: already published and answered
+        """Train on the next step, publish the weights, and record the result."""
+        answered = self.journal.result(entry) is not None  # a replay after a crash: published before
         report, digest, error = self.critic.train(entry)
         if not answered:
             reload, error = self.versions.publish_step() if error is None else (None, error)
@@ -90,7 +93,7 @@ class Sidecar:
         self.checkpoints.write_periodically()
 
     def save(self, entry: Entry) -> Result:
-        """Write a checkpoint of the entry's step, and remove those that the caller no longer needs."""
+        """Write a checkpoint of the entry's step, remove those that the caller no longer needs; return the result."""
         try:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
@@ -102,11 +105,11 @@ class Sidecar:
         return Result(entry.name, self.versions.current(), error=error)
 
     def rewind(self, entry: Entry) -> Result:
-        """Go back to step `entry.target`: set later entries aside, and publish its weights under a new number."""
+        """Go back to step `entry.target`, set later entries aside, publish the weights again, and return the result."""
         owners = self.journal.owners(entry)
-        if entry.target == entry.step == self.critic.step:  # a new or resumed run that is at the target already
+        if entry.target == entry.step == self.critic.step:  # a new or resumed run, already at the target
             self.checkpoints.write_asked()
-            error = self.versions.ensure_served()  # the answer promises that the weights of this step are served
+            error = self.versions.ensure_served()  # the result promises that the weights of this step are served
         elif (unreachable := self.critic.restore(entry.target)) is not None:
             error, owners = f"rewind_to: {unreachable}", owners[1:]  # the previous owner of the run stays the owner
             self.critic.restore_newest()

@@ -25,11 +25,11 @@ def clipped_value_loss(
     contribute 0, even if they contain NaN.
 
     Args:
-        values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without its last column.
+        values: `[B, S-1]`, V_t given the tokens up to t: the critic's `[B, S]` without the last position.
         prev_values: `[B, S-1]`, V_old: the values at rollout time.
         returns: `[B, S-1]`, targets R_t.
         mask: `[B, S-1]`, 1 where position t scores a response token.
-        clip_value: in units of value; <= 0 means the plain 0.5 * (V - R)^2.
+        clip_value: clip range around V_old, in units of value; <= 0 means no clipping: 0.5 * (V - R)^2.
         num_tokens: number of ones in the mask of the whole batch, over all micro-batches and ranks. 0 is valid only
             with an all-zero mask, and gives loss 0 with zero gradient.
 
@@ -37,7 +37,7 @@ def clipped_value_loss(
         Scalar tensor.
 
     Raises:
-        ValueError: num_tokens < 0, or 0 with a mask that is not; clip_value is NaN; or shapes differ.
+        ValueError: num_tokens < 0, or 0 with a nonzero mask; clip_value is NaN; or shapes differ.
 
     Source: OpenAI baselines, ppo2 (the value clip is not in the PPO paper, Schulman et al. 2017).
     """

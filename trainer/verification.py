@@ -23,18 +23,19 @@ class VersionRejected(RlhfError):
 
 
 def canary_row(critic: CriticModel) -> np.ndarray:
-    """Return the row of token ids, int64 `[16]`, for which stored and trained critic are compared."""
+    """Return the token ids, int64 `[16]`, on which the stored and the trained critic are compared."""
     return np.arange(CANARY_TOKENS, dtype=np.int64) % critic.limits.vocab_size
 
 
 def verify_version(store: WeightsStore, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
     """Verify that `version` holds the weights of `critic`.
 
-    Checks hash, names, shapes and dtypes, that all values are finite, and a forward pass through the serving code.
+    Checks the hash, names, shapes and dtypes, that all weights are finite, and that a forward pass through the serving
+    code gives the critic's values for the canary row.
 
     Args:
         critic: the trained critic.
-        expected: its values for the canary row, if known already.
+        expected: the critic's values for the canary row, if known already.
 
     Raises:
         VersionRejected: a check failed; the message names the version and the cause.
@@ -48,7 +49,7 @@ def verify_version(store: WeightsStore, version: int, critic: CriticModel, expec
                 staged.check_finite()
                 served = staged.values([canary_row(critic)])[0]
             finally:
-                manifest = whole.result()  # raises for a damaged file, in preference to the errors that it caused above
+                manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
     except (WeightsError, CheckpointError) as error:
         raise _rejected(version, error) from error
     _check_dtypes(manifest, critic)
@@ -56,12 +57,15 @@ def verify_version(store: WeightsStore, version: int, critic: CriticModel, expec
     difference = float(np.abs(served - trained).max())
     if not difference <= CANARY_TOLERANCE * max(1.0, float(np.abs(trained).max())):
         raise VersionRejected(
-            f"version {version}: the canary's values differ by {difference:.3g} from the trained critic"
+            f"version {version}: the values for the canary row differ by {difference:.3g} from the trained critic's"
         )
 
 
 def verify_alone(store: WeightsStore, version: int) -> Manifest:
-    """Verify a version without its trained critic: files intact, weights finite, finite values for the canary row.
+    """Verify a version from its files only, without comparing it with the critic in memory that produced it.
+
+    Checks that the files are intact, and that the weights and the values for the canary row are finite; returns the
+    manifest.
 
     Raises:
         VersionRejected: a check failed; the message names the version and the cause.
@@ -73,7 +77,7 @@ def verify_alone(store: WeightsStore, version: int) -> Manifest:
     except (WeightsError, CheckpointError) as error:
         raise _rejected(version, error) from error
     if not np.isfinite(critic.values([canary_row(critic)])[0]).all():
-        raise VersionRejected(f"version {version}: the canary's values are not finite")
+        raise VersionRejected(f"version {version}: the values for the canary row are not finite")
     return manifest
 
 

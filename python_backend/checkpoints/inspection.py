@@ -26,10 +26,10 @@ ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # Tensor prefixes of value heads; the first match wins. `v_head.summary` is TRL's, whose v_head also holds a dropout.
 VALUE_HEADS = ("v_head.summary", "v_head", "value_head")
-# A decoder's head on its last token, as Hugging Face's sequence classification classes have it.
+# Head on a decoder's last token, as in Hugging Face's sequence classification classes.
 DECODER_HEADS = ("score",)
-# Final linear layers of other Hugging Face classification classes, behind a pooler or layers of their own; the last two
-# belong to heads with several layers.
+# Final linear layers of other Hugging Face classification classes, applied after a pooler or after other layers of the
+# head; the last two belong to heads with several layers.
 CLASSIFIERS = ("classifier", "classifier.out_proj", "logits_proj")
 TOKENIZERS = {
     "tokenizer.json": "fast (tokenizer.json)",
@@ -58,7 +58,7 @@ class Head:
     prefix: str  # tensor prefix: `<prefix>.weight` is [num_labels, hidden]
     num_labels: int
     has_bias: bool
-    is_plain: bool  # applied to the body's hidden states; False: after pooling or layers of its own
+    is_plain: bool  # True: applied directly to the body's hidden states; False: after a pooler or other layers
 
     @property
     def weight_name(self) -> str:
@@ -119,7 +119,7 @@ class CheckpointInfo:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError, with what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
+    """Raise CheckpointError, saying what to do, unless `folder` is a Hugging Face checkpoint in safetensors format."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
@@ -133,10 +133,11 @@ def check_checkpoint(folder: Path) -> None:
     if not (folder / WEIGHTS_FILE).is_file() and not (folder / INDEX_FILE).is_file():
         pickled = next((name for name in PICKLED if (folder / name).is_file()), None)
         why = (
-            f"only pickled weights ({pickled}), which run code when loaded and are never opened here; save it again "
-            "with model.save_pretrained(FOLDER, safe_serialization=True) on a machine where you trust the file"
+            f"it contains only pickled weights ({pickled}), which can run code when loaded and are never opened here; "
+            "save the model again with model.save_pretrained(FOLDER, safe_serialization=True) on a machine where you "
+            "trust the file"
             if pickled
-            else "no weights"
+            else "it contains no weights"
         )
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: {why}")
 
@@ -145,7 +146,8 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Describe the checkpoint in `folder` from its JSON files and headers. Takes milliseconds for any model size.
 
     Raises:
-        CheckpointError: no checkpoint, pickled weights only, a damaged file, or a head that is not one linear layer.
+        CheckpointError: `folder` is not a checkpoint or has only pickled weights, a file is damaged, or the head is not
+            a single linear layer.
     """
     check_checkpoint(folder)
     config = _read_object(folder / CONFIG_FILE)
@@ -189,11 +191,11 @@ def head_shape_error(folder: Path, name: str, found: TensorInfo, expected: str) 
 def fingerprint_weights(folder: Path) -> str:
     """Return a hash of the weights files' sizes and of evenly spaced pieces of them. Takes milliseconds for any size.
 
-    Training changes every piece, so the hash distinguishes a model from any other, and from itself in another dtype.
-    It does not detect a damaged copy.
+    Training changes every piece, so two models have different hashes, and so do two dtypes of one model. A damaged
+    copy of a model can have the same hash as the model.
 
     Raises:
-        CheckpointError: no checkpoint, pickled weights only, or a damaged file.
+        CheckpointError: `folder` is not a checkpoint or has only pickled weights, or a file is damaged.
     """
     check_checkpoint(folder)
     digest = hashlib.sha256()
@@ -222,17 +224,17 @@ def _find_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Te
     layered = sorted(name for name in tensors if stacked.fullmatch(name))
     if layered:
         raise CheckpointError(
-            f"{folder}: its head has several layers ({', '.join(layered[:3])}, as trlX makes them), which is not "
+            f"{folder}: its head has several layers ({', '.join(layered[:3])}, as in trlX), which is not "
             "supported; use a checkpoint with a linear head, or train one on this body"
         )
     return None
 
 
 def _num_labels(folder: Path, prefix: str, tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the number of outputs of the head `prefix`. Raises CheckpointError if its shapes are no linear layer's."""
+    """Return the number of outputs of the head `prefix`. Raises CheckpointError if it is not a linear layer."""
     weight, bias = tensors[f"{prefix}.weight"], tensors.get(f"{prefix}.bias")
     if len(weight.shape) != 2 or 0 in weight.shape:
-        raise head_shape_error(folder, f"{prefix}.weight", weight, "[num_labels, hidden], none of them 0")
+        raise head_shape_error(folder, f"{prefix}.weight", weight, "[num_labels, hidden], both above 0")
     if bias is not None and bias.shape != weight.shape[:1]:
         expected = f"[{weight.shape[0]}], one number for each row of {prefix}.weight"
         raise head_shape_error(folder, f"{prefix}.bias", bias, expected)

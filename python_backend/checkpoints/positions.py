@@ -1,7 +1,7 @@
 """Limits on row lengths, and rotary embeddings that do not depend on the other rows of a forward pass.
 
-For two rope types, transformers selects the rotary table of all rows by the longest row of the forward pass. `longrope`
-(Phi-3 128k) switches tables beyond `original_max_position_embeddings`. `dynamic` recomputes its table beyond
+For two rope types, the longest row of a forward pass decides which rotary table transformers uses for all rows.
+`longrope` (Phi-3 128k) switches tables beyond `original_max_position_embeddings`. `dynamic` recomputes its table beyond
 `max_position_embeddings` and keeps it for later forward passes. The table is stored in the module, so threads that
 share the module would race.
 """
@@ -23,15 +23,15 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def rotary_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the longest row for which transformers uses the rotary table as loaded; None: there is no limit.
+    """Return the maximum row length for which transformers uses the rotary table as loaded; None if there is no limit.
 
-    A `longrope` with equal long and short factors has only one table, and so no limit.
+    A `longrope` model whose long and short factors are equal has only one table, and therefore no limit.
     """
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     positions = text.get("max_position_embeddings")
     limits = []
-    # `rope` has the parameters, or maps each layer type to its own.
+    # `rope` contains the parameters, or maps each layer type to its parameters.
     for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         if "dynamic" in str(each.get("rope_type") or each.get("type")):
             limits.append(positions)
@@ -44,7 +44,7 @@ def rotary_limit(config: Mapping[str, Any]) -> int | None:
 def fix_rotary(model: Any) -> None:
     """Make every forward pass of `model` use the rotary table that it was loaded with.
 
-    The result equals that of transformers for rows up to `rotary_limit`. The caller must reject longer rows.
+    Up to `rotary_limit`, the model's outputs equal those of transformers. The caller must reject longer rows.
     """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)

@@ -34,7 +34,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a safetensors file, or it is truncated.
+        ValueError: the file is not in safetensors format, or is damaged or truncated.
     """
     try:
         size = file.stat().st_size

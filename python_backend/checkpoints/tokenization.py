@@ -12,10 +12,10 @@ from typing import Any
 from python_backend.checkpoints.inspection import CheckpointError
 
 # A long text is tokenised only in part: first as many characters as `max_length` tokens are likely to need, then twice
-# as many while that yields too few tokens. The spare tokens absorb those next to the cut, which may be wrong.
+# as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
 CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
-LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # in characters: how far `_parts` searches for a word boundary
+LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
 
 
 def load_tokenizer(folder: Path | str) -> Any:
@@ -36,7 +36,7 @@ def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
 
     * A special token that the text already has at its start or end, such as in the output of a chat template, is not
       added again. The ids are then those of `apply_chat_template(tokenize=True)`.
-    * If truncation removes such a token from the text, the tokenizer's own takes its place.
+    * If truncation removes such a token from the text, the tokenizer adds its own again.
 
     Only the part of a very long text that can remain after truncation is tokenised.
     """
@@ -93,7 +93,7 @@ def _parts(text: str, max_length: int, truncation_side: str) -> Iterator[str]:
 
 
 def _word_end(text: str, positions: range) -> int:
-    """Return the first of `positions` at which a word ends and white space begins, or `positions[0]` without one."""
+    """Return the first of `positions` at which a word ends and white space begins; `positions[0]` if there is none."""
     ends = (i for i in positions if text[i].isspace() and not text[i - 1].isspace())
     return next(ends, positions[0])
 
@@ -103,7 +103,7 @@ def _literal(tokenizer: Any, special_ids: list[int]) -> str:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Return a hash of the vocabulary (token -> id, added tokens included). Equal hashes: ids have the same meaning."""
+    """Return a hash of the vocabulary (token -> id, added tokens included). Equal hashes mean equal token ids."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
@@ -121,9 +121,10 @@ def special_tokens(tokenizer: Any, eos: int | list[int] | None, *, vocab_size: i
     """Return the special tokens of a language model.
 
     Args:
-        eos: `eos_token_id` of its generation config.
-        vocab_size: number of rows of its embedding table. A tokenizer may define ids beyond it, which the model can
-            neither generate nor embed. Those are not banned, and a padding token among them is replaced by another id.
+        eos: `eos_token_id` of the model's generation config.
+        vocab_size: number of rows of the model's embedding table. A tokenizer may define ids beyond it, which the model
+            can neither generate nor embed. `banned_ids` omits them, and `pad_id` is another id if the padding token is
+            one of them.
 
     Raises:
         CheckpointError: neither the tokenizer nor `eos` has an end-of-sequence token.

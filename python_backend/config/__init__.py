@@ -104,7 +104,7 @@ class RunConfig(Section):
     server: ServerSection = ServerSection()
     """The tritonserver process. A port of 0 selects a free one (`tools run` only)."""
     reward: RewardSection = RewardSection()
-    """The reward model; its checkpoint is not needed if `rewards` has only functions."""
+    """The reward model; its checkpoint is not needed if `rewards` contains only functions."""
     rewards: Terms | None = None
     """Terms of a weighted sum of rewards, by name; default: only the reward model."""
     critic: CriticSection = CriticSection()
@@ -139,7 +139,7 @@ class RunConfig(Section):
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether the reward checkpoint is served: not if `rewards` has only functions."""
+        """Whether the reward checkpoint is served; False if `rewards` contains only functions."""
         return self.rewards is None or MODEL_TERM in self.rewards
 
     @property
@@ -157,8 +157,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `section.key=value` overrides (values are YAML) and validate.
 
     Raises:
-        ConfigError: has one line per problem, with the file or override, the key, the value and, for an unknown key,
-            the nearest valid one.
+        ConfigError: the message has one line per problem, with the file or override, the key, the value and, for an
+            unknown key, the nearest valid key.
     """
     path = Path(path)
     try:
@@ -185,7 +185,10 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _with_reference(config: RunConfig) -> RunConfig:
-    """Default the reference's checkpoint and dtype to the policy's. Raises ValueError if the dtypes differ."""
+    """Return `config` with the policy's checkpoint and dtype as defaults of the reference.
+
+    Raises ValueError if the reference is served and its dtype differs from the policy's.
+    """
     given, actor = config.reference.model_fields_set, config.actor
     defaults = {"checkpoint": actor.policy.checkpoint, "dtype": actor.policy.precision}
     update = {name: value for name, value in defaults.items() if name not in given}
@@ -218,14 +221,14 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _unshared(data: Any) -> Any:
-    """Copy the data without shared objects: an override of one section would also change its YAML aliases."""
+    """Return a copy without shared objects, so that an override of one section does not change its YAML aliases."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> str:
-    """Return the overrides that cause a problem, or else the file; a problem may involve several keys."""
+    """Return the overrides that cause a problem, which may involve several keys; the file if no override does."""
     keys = {override: override.partition("=")[0] for override in overrides}
     if location:
         wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
@@ -256,18 +259,18 @@ def _describe(item: Any) -> str:
 
 
 def _by_other_names(section: str, name: str) -> list[str]:
-    """Return the key of `actor` or `trainer` that other trainers call (nearly) `name`; [] if none."""
+    """Return the key of `section` that other trainers call `name` or similarly, as a list; [] if there is none."""
     near = difflib.get_close_matches(name, OTHER_NAMES.get(section, {}), n=1, cutoff=0.85)
     return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
 
 
 def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:
-    """Return the first key at any depth of `section` whose last part is `name`; [] if none."""
+    """Search `section` at every depth and return the first key that ends in `name`, as a list; [] if there is none."""
     return [key for key in valid if key.startswith(section) and key.rpartition(".")[2] == name][:1]
 
 
 def _term_keys(location: tuple[int | str, ...]) -> list[str]:
-    """Return the valid keys of the reward term at `location`. Users name the terms, so `_keys_of` cannot list them."""
+    """Return the valid keys of the reward term at `location`; [] elsewhere. `_keys_of` cannot know the terms' names."""
     if len(location) < 3 or location[0] != "rewards":
         return []
     return [f"rewards.{location[1]}.{key}" for key in RewardTerm.model_fields]

@@ -25,13 +25,13 @@ class ActorSection(Section):
     """The training loop of the policy."""
 
     steps: Count = 100
-    """Number of steps; each is a rollout and its update."""
+    """Number of steps; each consists of a rollout and the update on it."""
     max_minutes: Annotated[float, Field(gt=0)] | None = None
     """Time limit: the run ends with a checkpoint after the step that exceeds it; the next start resumes from there."""
     rollout_size: Count = 128
     """Responses per step."""
     max_staleness: CountOrZero = 1
-    """Maximum critic updates that were sent before a row is scored but are not in the weights that score it; 0 with
+    """How many of the critic updates sent before a row is scored may be missing from the weights that score it; 0 with
     `run.deterministic`."""
     one_step_off_policy: bool = False
     """Generate the responses of the next step while the policy is updated. They come from the policy before that
@@ -39,9 +39,10 @@ class ActorSection(Section):
     checkpoint_every: Count = 50
     """Steps between checkpoints of policy and critic."""
     stop_grace_s: Seconds = 25.0
-    """Time limit after SIGTERM or Ctrl-C to finish the current update and write a checkpoint of the last whole step,
-    policy and critic; after it the actor exits without that checkpoint. Kubernetes kills after 30 s by default: raise
-    its `terminationGracePeriodSeconds` together with this, and both above the duration of a policy update."""
+    """Time limit after SIGTERM or Ctrl-C for finishing the current update and writing a checkpoint of policy and critic
+    at the last complete step. When it expires, the actor exits without that checkpoint. Kubernetes kills a pod after
+    30 s by default: if you raise this, raise its `terminationGracePeriodSeconds` too. Both must be longer than a policy
+    update."""
     keep_checkpoints: Count = 2
     """Newest policy checkpoints to keep."""
     threads: Count = 1
@@ -66,7 +67,7 @@ class ActorSection(Section):
 
     @property
     def is_one_update(self) -> bool:
-        """Whether each rollout is one minibatch, used once by the policy that sampled it: probability ratios are 1."""
+        """Whether the policy that sampled a rollout is updated on it once, as one minibatch: all ratios are then 1."""
         one_minibatch = self.update.minibatch_size >= self.rollout_size
         return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy
 
@@ -77,7 +78,7 @@ class ActorSection(Section):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps that the policy takes in the whole run."""
+        """Number of the policy's optimizer steps in the whole run."""
         each = self.update.epochs * math.ceil(self.rollout_size / self.update.minibatch_size)
         return each * (self.steps - self.algorithm.critic_warmup_steps)
 
@@ -86,7 +87,7 @@ NEEDS_GROUPS = ("rloo", "grpo")
 
 
 def check_actor(actor: ActorSection) -> None:
-    """Check constraints between fields. Raises ValueError with the fields and their values."""
+    """Check constraints between fields. Raises ValueError, which names the fields and their values."""
     algorithm, generation, size = actor.algorithm, actor.generation, actor.rollout_size
     each = algorithm.responses_per_prompt
     if size % each:
@@ -119,13 +120,13 @@ def check_actor(actor: ActorSection) -> None:
             f"({generation.max_new_tokens})"
         )
     if "" in generation.stop_strings:
-        raise ValueError("actor.generation.stop_strings contains an empty string, which every response contains")
+        raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
     _check_adapters(actor.policy)
     _check_rewards(actor)
 
 
 def _check_adapters(policy: PolicySection) -> None:
-    """Reject LoRA settings without LoRA."""
+    """Reject LoRA settings if `lora_rank` is 0."""
     if not policy.lora_rank and (policy.lora_targets != "all-linear" or policy.lora_dropout):
         raise ValueError(
             f"actor.policy.lora_targets ({policy.lora_targets}) and actor.policy.lora_dropout "
@@ -159,8 +160,8 @@ def _check_on_policy(actor: ActorSection) -> None:
     reason = "rloo's loss is on-policy, without probability ratios"
     if actor.update.epochs > 1:
         raise ValueError(
-            f"actor.update.epochs ({actor.update.epochs}): {reason}, so a rollout is used once; set it to 1, or choose "
-            "another algorithm"
+            f"actor.update.epochs ({actor.update.epochs}): {reason}, so a rollout can be used only once; set it to 1, "
+            "or choose another algorithm"
         )
     if actor.one_step_off_policy:
         raise ValueError(

@@ -58,8 +58,8 @@ class GenerationSection(Section):
     """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot."""
     engine: Literal["slots", "transformers"] = "slots"
     """How responses are generated. `slots`: continuous batching over `batch_size` slots; `transformers`: plain
-    `generate()` for `batch_size` prompts at a time, which is slower. Models with other state than keys and values
-    (recurrent ones) always use `transformers`."""
+    `generate()` for `batch_size` prompts at a time, which is slower. Recurrent models, whose state is not only
+    keys and values, always use `transformers`."""
     max_new_tokens: Count = 128
     """Maximum response length."""
     min_new_tokens: CountOrZero = 0
@@ -67,7 +67,8 @@ class GenerationSection(Section):
     stop_strings: tuple[str, ...] = ()
     """Strings that end a response, like an end-of-sequence token."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Divisor of the logits of tokens that already occurred (factor of negative ones); does not affect log-probs."""
+    """Divides the positive logits and multiplies the negative logits of tokens that already occurred; does not affect
+    log-probs."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; also applied to log-probs."""
     top_k: CountOrZero = 0
@@ -93,7 +94,8 @@ class AlgorithmSection(Section):
     """Mean of the loss over all tokens of a minibatch, or over the means of its sequences; `auto`: `sequence` for grpo,
     otherwise `token`."""
     whiten_advantages: bool | None = None
-    """Normalise the rollout's advantages to mean 0 and variance 1; default: for ppo and reinforce++ only."""
+    """Normalise the rollout's advantages to mean 0 and variance 1; default: true for ppo and reinforce++, otherwise
+    false."""
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Coefficient of the entropy bonus in the loss."""
     gamma: Fraction = 1.0
@@ -118,7 +120,7 @@ class KLSection(Section):
     """Where reference log-probs are computed. `actor`: in the actor, by a second copy of the policy (with LoRA: by the
     policy without its adapters); `triton`: in tritonserver, by the model of the `reference` section."""
     coef: Annotated[float, Field(ge=0)] = 0.01
-    """Coefficient of the KL penalty. With 0 there is no reference: no copy of the policy and no forward pass."""
+    """Coefficient of the KL penalty. If `coef` and `every` are both 0, the reference is neither loaded nor computed."""
     every: CountOrZero = 0
     """With `coef: 0`: measure the KL to the reference in every n-th step and in validations; 0: never."""
     penalty_in: Literal["auto", "reward", "loss"] = "auto"
@@ -128,7 +130,8 @@ class KLSection(Section):
     horizon: Count = 10_000
     """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3"] = "auto"
-    """Estimator of the per-token KL; `auto`: `k3` for a penalty in the loss, `abs` (NeMo-Aligner's) in the rewards."""
+    """Estimator of the per-token KL; `auto`: `k3` if the penalty is in the loss, `abs` (as in NeMo-Aligner) if it is in
+    the rewards."""
 
     @property
     def uses_reference(self) -> bool:
@@ -162,11 +165,12 @@ class RewardsSection(Section):
     `actor.algorithm.mask_unfinished: false`."""
     overlong_tokens: CountOrZero = 0
     """Number of tokens before `actor.generation.max_new_tokens` over which the penalty rises linearly to
-    `overlong_penalty`; 0: none."""
+    `overlong_penalty`; 0: no penalty."""
     overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
     """Subtracted from the score of a response of the maximum length, if `overlong_tokens` is set."""
     max_failed_fraction: Fraction = 0.1
-    """Maximum share of rows without reward or reference log-probs (masked) in a rollout; above it the run stops."""
+    """Maximum fraction of a rollout's rows that may be masked because their reward or reference log-probs are
+    unavailable; above it the run stops."""
 
 
 class UpdateSection(Section):
@@ -175,8 +179,8 @@ class UpdateSection(Section):
     epochs: Count = 1
     """Passes over one rollout."""
     max_kl: Annotated[float, Field(gt=0)] | None = None
-    """Stop the update of a step before the first minibatch whose KL from the policy that sampled exceeds this, in nats
-    per token; default: no limit."""
+    """Stop the update of a step before the first minibatch whose KL from the sampling policy exceeds this, in nats per
+    token; default: no limit."""
     minibatch_size: Count = 32
     """Rows per optimizer step of the policy; a smaller rollout is one minibatch."""
 
@@ -203,7 +207,7 @@ class ClientSection(Section):
     again when a server fails; default: that of `server`. All servers serve all models and share one weights store and
     one journal."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long to wait for a healthy server once the run has started; 0: only retry, as after a 503."""
+    """How long to wait for a healthy server once the run has started; 0: do not wait, only retry as after a 503."""
     deadline_s: Seconds = 60.0
     """Timeout of one scoring attempt."""
     train_deadline_s: Seconds = 600.0
@@ -211,12 +215,13 @@ class ClientSection(Section):
     retries: CountOrZero = 6
     """Maximum retries of a request after a 503, a timeout or a lost connection."""
     train_retries: CountOrZero = 3
-    """Maximum retries of critic_train and critic_save, at most `retries`; without a sidecar each attempt takes 3 s."""
+    """Maximum retries of critic_train and critic_save; `retries` also limits them. Without a sidecar each attempt takes
+    3 s."""
     backoff_s: Seconds = 0.25
     """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
     retry_budget: Fraction = 0.2
-    """Retries that each request adds to a budget shared by all requests: if every request fails, few are retried. It
-    holds at most 100, and as many at the start. critic_train and critic_save have a budget of their own."""
+    """Retries that each request adds to a budget shared by all requests, so that few retries happen if all requests
+    fail. The budget starts at its maximum, 100 retries. critic_train and critic_save have a separate budget."""
     max_in_flight: Count = 256
     """Maximum requests in flight, over all servers."""
     rows_per_request: Count = 1

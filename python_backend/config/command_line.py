@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def run_parser(prog: str, description: str, *, default: Path | None = None) -> argparse.ArgumentParser:
-    """Return a parser for `--config` and overrides; without `default` the option is required."""
+    """Return a parser for `--config` and overrides; `--config` is required if there is no `default`."""
     return add_run_arguments(argparse.ArgumentParser(prog=prog, description=description), default)
 
 
@@ -38,7 +38,7 @@ def interrupt_on_signals() -> None:
 
 
 def report(error: BaseException, code: int) -> int:
-    """Print the error as one sentence and return the exit code."""
+    """Print the error to stderr and return `code`."""
     with contextlib.suppress(OSError):  # stderr may be a log on a full disk
         sys.stderr.write(f"error: {error}\n")
     return code

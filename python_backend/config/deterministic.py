@@ -1,6 +1,6 @@
-"""Fixed settings of `run.deterministic`, under which two runs produce the same bits.
+"""Settings that `run.deterministic` fixes, so that two runs produce the same bits.
 
-Not covered: nondeterministic reward functions, another processor, another torch version.
+The results can still differ with nondeterministic reward functions, another processor or another torch version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIXED: dict[str, Any] = {
 
 
 def with_fixed_values(config: AnySection) -> AnySection:
-    """Return the configuration with the values in `FIXED`, and with fixed numbers for the `auto` settings.
+    """Return the configuration with the values in `FIXED`, and with the numbers in `UNMEASURED` for `auto` settings.
 
     Raises:
         ValueError: a key in `FIXED` was set to another value; the message names key, value and what to do.

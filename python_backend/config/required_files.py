@@ -1,4 +1,4 @@
-"""Checks that the files which a configuration uses exist, before anything slow starts."""
+"""Checks that the files named in a configuration exist and are usable, before anything slow starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAYS_OUT = {
 
 
 def check_files(config: RunConfig, *, server: bool = False, actor: bool = False) -> None:
-    """Check the checkpoints, prompts and reward functions that the server, the actor, or both read.
+    """Check the checkpoints, prompts and reward functions that the server (`server`), the actor (`actor`) or both read.
 
     Raises:
-        ConfigError: has one line per missing or unusable file, with key, value and what to do.
+        ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
     """
     problems = _of_actor(config) if actor else {}
     if server:
@@ -39,11 +39,11 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def check_critic(config: RunConfig) -> None:
-    """Check that the sidecar has a critic to train, from a published version or a checkpoint. Raises ConfigError."""
+    """Check that the sidecar has a critic to train, a published version or a checkpoint. Raises ConfigError if not."""
     if not config.actor.algorithm.uses_critic:
         raise ConfigError(
             f"actor.algorithm.name: {config.actor.algorithm.name} has no critic, so there is nothing to train; do not "
-            "start the sidecar, or set it to ppo"
+            "start the sidecar, or set actor.algorithm.name to ppo"
         )
     has_version = (config.run.weights_dir / "CURRENT").exists()
     problem = None if has_version else _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
@@ -54,8 +54,9 @@ def check_critic(config: RunConfig) -> None:
 def tokenizer_folder(config: RunConfig) -> Path:
     """Return the folder of the tokenizer that decodes tokens for reward functions.
 
-    With a reward model it is the reward model's, otherwise the policy's. If the policy's folder has none, because
-    another trainer owns the policy, it is the critic's, which shares the vocabulary, or that of `reward.checkpoint`.
+    If the reward model is served, this is its checkpoint. Otherwise it is the policy's checkpoint, or, if that has no
+    tokenizer because another trainer owns the policy, the critic's (which has the same vocabulary) or
+    `reward.checkpoint`.
     """
     if config.uses_reward_model:
         return config.reward.checkpoint
@@ -89,7 +90,7 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
     }
     if problems["actor.policy.checkpoint"] is None and not _has_tokenizer(actor.policy.checkpoint):
         problems["actor.policy.checkpoint"] = (
-            f"{actor.policy.checkpoint} has no tokenizer; save the policy's into it with "
+            f"{actor.policy.checkpoint} has no tokenizer; save the policy's tokenizer into it with "
             "tokenizer.save_pretrained(folder)"
         )
     if actor.validation.prompts is not None and actor.validation.size:
@@ -113,13 +114,13 @@ def _of_reward(folder: Path, *, whole_run: bool) -> str | None:
     if whole_run and not _has_tokenizer(folder):
         return (
             f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
-            "save the reward model's into it with tokenizer.save_pretrained(folder)"
+            "save the reward model's tokenizer into it with tokenizer.save_pretrained(folder)"
         )
     return None
 
 
 def _of_function(file: Path, name: str) -> str | None:
-    """Return what is wrong with a reward function, judged from the symbol table without running the file; or None."""
+    """Return the problem with a reward function, or None; reads the file's symbol table without running the file."""
     if not file.is_file():
         return f"{file} does not exist; give the path of a Python file{_start_of(file)}"
     try:

@@ -1,4 +1,4 @@
-"""The YAML's `rewards`: a weighted sum of the reward checkpoint and Python functions."""
+"""The YAML's `rewards`: a weighted sum of the scores of the reward checkpoint and of Python functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class RewardTerm(Section):
-    """One reward of the sum: the term `model` is the checkpoint of the `reward` section, any other term a function."""
+    """One term of the sum: `model` is the checkpoint of the `reward` section, any other name is a Python function."""
 
     weight: float = 1.0
-    """Factor of the score; with 0 the score is only logged, but a sample on which it fails still has no reward."""
+    """Factor of the score. With 0 the score is only logged, but a sample for which it fails still has no reward."""
     function: str | None = None
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
     timeout_s: Seconds = 2.0
@@ -38,7 +38,7 @@ Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]
 
 
 def check_terms(terms: dict[str, RewardTerm]) -> None:
-    """Raise ValueError if a term's name is invalid, `model` sets more than a weight, or another has no function."""
+    """Raise ValueError if a name is invalid, `model` sets more than a weight, or another term has no function."""
     for name, term in terms.items():
         if not TERM_NAME.fullmatch(name):
             raise ValueError(

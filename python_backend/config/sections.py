@@ -41,7 +41,7 @@ class RunSection(Section):
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
     """Make the run reproducible to the bit on a CPU, even if processes are killed and restarted. Each row is scored in
-    its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), `auto` takes fixed
+    its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), `auto` means fixed
     values instead of measured ones, and a row without a score stops the run. `python_backend/config/deterministic.py`
     has the full list."""
 
@@ -54,7 +54,7 @@ class RunSection(Section):
 
     @property
     def identity(self) -> str:
-        """`run_id`, or the folder's name with the characters replaced that a run id cannot contain."""
+        """`run_id`, or the name of `dir` with `-` for every character that a run id cannot contain."""
         return self.run_id or re.sub(r"[^A-Za-z0-9._-]", "-", self.dir.resolve().name).lstrip("._-")[:64] or "run"
 
     @property
@@ -100,7 +100,7 @@ class ServerSection(Section):
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
     training_key_env: str | None = None
-    """Environment variable with the key that critic_train and critic_save require; default: no key is required."""
+    """Name of the environment variable with the key that critic_train and critic_save require; default: no key."""
 
     @property
     def http_url(self) -> str:
@@ -140,7 +140,7 @@ class ModelSection(Section):
     token_budget: Count | Auto = "auto"
     """Maximum tokens in one forward pass, padding included; a longer row runs alone."""
     forward_overhead_tokens: CountOrZero | Auto = "auto"
-    """Fixed cost of a forward pass, in tokens: rows share a pass while that saves more than their padding costs."""
+    """Fixed cost of a forward pass, in tokens. A row joins a pass only if that adds no more padding than this."""
     micro_batch_rows: Count = 64
     """Maximum rows in one forward pass."""
     strip_sequence_length_to_multiple: Count = 1
@@ -150,17 +150,18 @@ class ModelSection(Section):
     preferred_batch_size: Count | list[Count] = []
     """Batch sizes that Triton's dynamic batcher prefers; not an upper bound."""
     max_batch_size: Count = 8192
-    """Maximum rows of one request, and of the requests that Triton merges; a larger request is rejected."""
+    """Maximum rows of one request, and of one batch that Triton merges; a larger request is rejected."""
     max_queue_size: CountOrZero = 0
-    """Maximum requests in Triton's queue; further ones get a 503. 0: no limit."""
+    """Maximum requests in Triton's queue; further requests get a 503. 0: no limit."""
     queue_timeout_s: Annotated[float, Field(ge=0)] = 0.0
-    """Longest wait for the first forward pass, then a 503. A request's own `timeout` takes precedence. 0: no limit."""
+    """How long a request may wait for its first forward pass before it gets a 503. A request's own `timeout` takes
+    precedence. 0: no limit."""
     max_length: Count | None = None
     """Maximum sequence length in tokens; default: the checkpoint's limit, or 32768 if it has none."""
     max_sentence_bytes: Count = 1_000_000
     """Maximum size of a sentence, and of a row's metadata, in UTF-8 bytes; larger ones are rejected, not truncated."""
     max_request_tokens: Count = 4_000_000
-    """Maximum tokens of one request, padding included; a larger one is rejected. It also bounds a critic's response."""
+    """Maximum tokens of one request, padding included; a larger one is rejected. It also limits a critic's response."""
     max_request_bytes: Count = 4_000_000
     """Maximum bytes of the sentences and metadata of one request; a larger one is rejected."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -205,8 +206,9 @@ class RewardSection(ModelSection):
     """Constants of `(score - mean) / std`: `checkpoint` (`reward_standardization` in its config.json, if any), `off`,
     or {mean, std}."""
     pooling: Literal["auto", "last", "mean"] = "auto"
-    """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`, which is `last`, but for `sentences` the
-    last token that is not the padding token, as in transformers. Encoders with a pooled head support only `auto`."""
+    """Pooling of a linear head: `last` (index length-1), `mean`, or `auto`. `auto` is `last`, except for `sentences`:
+    for them it takes the last token that is not the padding token, as transformers does. Encoders with a pooled head
+    support only `auto`."""
     attribute_weights: list[float] | None = None
     """Weights of the A labels in the merged sum; default: 1/A each."""
     merge_attributes: bool = True
@@ -222,11 +224,11 @@ class CriticSection(ModelSection):
     checkpoint: Path = Path("checkpoints/critic")
     """Token classification checkpoint with one label, or any other checkpoint to take the body from."""
     attribute_weights: list[float] | None = None
-    """If the head of `checkpoint` has A > 1 outputs: their weights in the value; default: 1/A each."""
+    """Weights of the outputs in the value, if the head of `checkpoint` has A > 1 outputs; default: 1/A each."""
     standardization: Literal["checkpoint", "off"] | Standardization = "checkpoint"
     """Standardisation of the values, as in `reward.standardization`. Stored in version 0; later versions inherit it."""
     reload: Literal["swap", "triton"] = "swap"
-    """How instances take up a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
+    """How instances switch to a published version: `swap`, in place in milliseconds; `triton`, by Triton's load API."""
 
 
 class ReferenceSection(ModelSection):
@@ -243,9 +245,9 @@ class PublishSection(Section):
     """When and how weights versions are written."""
 
     every: Count = 1
-    """Publish after every n-th critic_train. Scores are then up to n-1 updates stale, whatever `max_staleness` is."""
+    """Publish after every n-th critic_train. Scores may then lag by n-1 updates, even if `max_staleness` is lower."""
     keep: Count = 3
-    """Newest versions to keep, in addition to version 0 and those in service."""
+    """How many of the newest versions to keep, in addition to version 0 and the versions being served."""
 
 
 class OptimizerSection(Section):
@@ -260,7 +262,7 @@ class OptimizerSection(Section):
     constant_steps: CountOrZero = 0
     """Optimizer steps at `min_lr` after the cosine."""
     max_steps: Count | None = None
-    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: those of the whole run."""
+    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: as many as the run takes."""
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     """AdamW's betas."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -269,8 +271,11 @@ class OptimizerSection(Section):
     """Maximum gradient norm."""
 
     def learning_rate(self, step: int, *, total_steps: int = 0) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 0; without `max_steps` there are
-        `total_steps`."""
+        """Return the learning rate of optimizer step `step`, counted from 0.
+
+        Args:
+            total_steps: length of the schedule if `max_steps` is None.
+        """
         return scheduled_lr(
             step, lr=self.lr, min_lr=self.lr if self.min_lr is None else self.min_lr, warmup_steps=self.warmup_steps,
             constant_steps=self.constant_steps, max_steps=self.max_steps or total_steps,
@@ -293,7 +298,11 @@ class CriticOptimizerSection(OptimizerSection):
 
 
 def check_optimizer(key: str, optimizer: OptimizerSection, *, total_steps: int = 0) -> None:
-    """Raise ValueError if the schedule of the section `key` contradicts itself; `total_steps`: of the whole run."""
+    """Raise ValueError if the schedule of the section `key` contradicts itself.
+
+    Args:
+        total_steps: length of the schedule if `max_steps` is None.
+    """
     lr, min_lr, longest = optimizer.lr, optimizer.min_lr, optimizer.max_steps or total_steps
     warmup, constant = optimizer.warmup_steps, optimizer.constant_steps
     if min_lr is not None and min_lr > lr:
@@ -301,7 +310,7 @@ def check_optimizer(key: str, optimizer: OptimizerSection, *, total_steps: int =
     if warmup + constant > longest:
         raise ValueError(
             f"{key}.warmup_steps ({warmup}) + {key}.constant_steps ({constant}) is more than {key}.max_steps "
-            f"({longest}{'' if optimizer.max_steps else ', those of the whole run'})"
+            f"({longest}{'' if optimizer.max_steps else ', the whole run'})"
         )
 
 
@@ -326,11 +335,12 @@ class TrainerSection(Section):
     checkpoint_every: Count = 20
     """Steps between checkpoints, in addition to those that critic_save requests."""
     keep_checkpoints: Count = 3
-    """Newest requested checkpoints to keep if critic_save does not send the list of those still needed."""
+    """How many of the newest requested checkpoints to keep if critic_save does not list those still needed."""
     keep_entries: CountOrZero = 200
     """Maximum trained steps kept in the journal after the last critic_save; a rewind can return to any of them."""
     keep_set_aside: Count = 3
-    """Newest folders to keep of journal entries that a rewind removed, and of damaged entries and checkpoints."""
+    """How many folders of journal entries (removed by a rewind, or damaged) to keep, and how many damaged checkpoints;
+    the newest of each."""
     reload_on_save: Literal["triton", "none"] = "triton"
     """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress."""
     servers: list[Address] = []

@@ -20,19 +20,22 @@ CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require
 def control_key(weights_dir: Path) -> str:
     """Return the key from the environment variable or from the file beside `weights_dir`, which is created if missing.
 
-    Raises OSError if the file cannot be read or written; only its owner has access.
+    Only the owner of the file has access to it. Raises OSError if it cannot be read or written.
     """
     return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
 
 
 def key_in(path: Path) -> str:
-    """Return the key in a file with mode 0600; the first caller creates it. Raises OSError."""
+    """Return the key in the file `path`; if the file is missing, create it with a new key and mode 0600.
+
+    Raises OSError if the file cannot be read or written.
+    """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        # link(2) is atomic: of several processes that start together, all read the key of the one that links first.
+        # link(2) is atomic: if several processes start together, all use the key of the first one to link its file.
         with contextlib.suppress(FileExistsError):
             os.link(fresh, path)
         fresh.unlink()

@@ -60,14 +60,15 @@ def staged_file(
     first: Callable[[], bytes] | None = None,
     durable: bool = True,
 ) -> Iterator[Path]:
-    """Write `parts` to a temporary file in `folder` and yield its path; the block can link or rename it.
+    """Write `parts` to a temporary file in `folder` and yield its path; the `with` block can link or rename the file.
 
     The temporary file is deleted when the block ends. Until then it is locked (flock), so that `sweep_files` can tell
     the file of a live writer from one that a crash left behind.
 
     Args:
-        first: called after `parts` are synced. Its result replaces the first part and must have the same length.
-        durable: fsync the content.
+        first: called after `parts` are synced. The bytes that it returns replace the first part, so they must have the
+            same length.
+        durable: whether to fsync the content.
     """
     path, descriptor = _locked_temporary(folder)
     try:
@@ -108,7 +109,10 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def staged_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in `parent`. The block fills and renames it; a folder that was not renamed is deleted."""
+    """Yield a new temporary folder in `parent`, which the `with` block fills and renames.
+
+    A folder that the block does not rename is deleted when the block ends.
+    """
     make_folder(parent)
     staging = parent / f".staging-{uuid.uuid4().hex}"
     staging.mkdir()
@@ -119,7 +123,7 @@ def staged_folder(parent: Path) -> Iterator[Path]:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a temporary folder, sync it, and rename it to `folder`, replacing an existing folder.
+    """Fill a temporary folder by calling `fill`, sync it, and rename it to `folder`, replacing an existing folder.
 
     A crash between the two renames leaves the old content under a `.removed-` name.
     """
@@ -146,8 +150,8 @@ def remove_folder(folder: Path) -> None:
 def sweep(root: Path) -> None:
     """Delete what a crash left in `root`: folders of unfinished writes and removals, and temporary files.
 
-    Folders carry no lock, so only the single writer of folders in `root` may call this. Temporary files of live writers
-    are kept.
+    Folders are not locked, so only the process that writes the folders in `root` may call this. Temporary files are
+    locked by their writers: those of live writers are kept.
     """
     for pattern in (".staging-*", ".removed-*"):
         for folder in root.glob(pattern):
@@ -180,7 +184,7 @@ def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
 
 
 def sweep_files(folder: Path) -> None:
-    """Delete temporary files that a killed writer left in `folder`; files of live writers are locked and stay."""
+    """Delete temporary files that killed writers left in `folder`; keep those of live writers, which are locked."""
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The sidecar's heartbeat file, and a watch that measures its silence independently of wall clocks."""
+"""The sidecar's heartbeat file, and a watch that measures the time since its last change without wall clocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Heartbeat:
     micro_batch: int
     state: str
     time: float  # unix seconds
-    trouble: str | None = None  # what blocks it, such as a full disk or a process that holds a lock
+    trouble: str | None = None  # what blocks the sidecar, such as a full disk or a process that holds a lock
 
 
 def read_heartbeat(root: Path) -> Heartbeat | None:
@@ -40,15 +40,15 @@ def write_heartbeat(root: Path, heartbeat: Heartbeat) -> None:
 
 
 class HeartbeatWatch:
-    """Measures the silence of a sidecar with the local monotonic clock.
+    """Measures the time since a sidecar's heartbeat last changed, with the local monotonic clock.
 
-    Wall-clock changes on either machine do not affect it: `Heartbeat.time` is compared for equality only.
+    Wall-clock changes on either machine do not affect the result: `Heartbeat.time` is compared for equality only.
     """
 
     def __init__(self, read: Callable[[], Heartbeat | None]) -> None:
         self._read = read
         self.last: Heartbeat | None = None
-        """The most recent heartbeat."""
+        """The heartbeat that was read last; None if there was none."""
         self._since = time.monotonic()
         self._look_at = 0.0
 

@@ -1,6 +1,6 @@
 """The training journal: accepted critic_train and critic_save requests, in order, until the sidecar has processed them.
 
-Imports numpy and safetensors but not torch, because tritonserver's processes use it without torch.
+Imports numpy and safetensors but not torch, because processes of tritonserver use this module without torch.
 
     <root>/<run_id>/entries/<step>.train | <step>.save.<n> | <step>.rewind.<n>
     <root>/<run_id>/results/<entry>.json          outcome, written once the resulting weights are served
@@ -8,7 +8,7 @@ Imports numpy and safetensors but not torch, because tritonserver's processes us
     <root>/<run_id>/ACCEPT                        flock held while an entry is linked
     <root>/{LOCK, EPOCH, heartbeat.json}
 
-States of an entry: accepted (link(2) of a synced file) -> trained -> published -> served -> answered (result) ->
+States of an entry: accepted (link(2) of a synced file) -> trained -> published -> served -> result recorded ->
 covered by a checkpoint -> removed; docs/live-critic.md describes each of them. Steps start at 1 and have no gaps.
 """
 
@@ -33,8 +33,8 @@ from python_backend.store.ownership import Sender, owners_after, refuse_supersed
 from python_backend.wire.contract import STEP_AHEAD, StepConflict
 from python_backend.wire.training_payload import TrainPayload
 
-KEPT_RESULTS = 1000  # steps whose result outlives the entry, so that a late repeat of a request gets its answer
-ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer has been stopped
+KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, to respond to late repeats of requests
+ACCEPT_PATIENCE_S = 10.0  # the lock is held for milliseconds; a process that holds it longer is suspended
 
 
 class JournalLocked(RlhfError):
@@ -61,8 +61,8 @@ class Journal(JournalState):
         exception propagates.
 
         Raises:
-            StepConflict: wrong run, different content under a known step, a gap, a rewind in progress, or another actor
-                has rewound the run since.
+            StepConflict: `run_id` names another run; `step` was accepted with other content; `step` would leave a gap;
+                a rewind is in progress; or the run was rewound after the request was sent.
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
@@ -70,7 +70,7 @@ class Journal(JournalState):
         try:
             return self._accept(file, step, sender)
         finally:
-            file.close()  # the exception of a failed check replaces a StepConflict
+            file.close()  # if the check failed, its exception replaces a StepConflict
 
     def _accept(self, file: TrainingFile, step: int | None, sender: Sender | None) -> Entry:
         known = self._known_step(file, step)
@@ -89,7 +89,10 @@ class Journal(JournalState):
         return entry
 
     def _known_step(self, file: TrainingFile, step: int | None) -> Entry | None:
-        """Return the existing entry of a repeated step, or None for the next step. Raises StepConflict."""
+        """Return the existing entry if `step` was accepted with the same content before; None if it is the next step.
+
+        Raises StepConflict for all other steps, and for the next step while a rewind is in progress.
+        """
         last = self.last_step()
         if step is not None and step <= last:
             return self._known(step, file.digest, last)
@@ -115,8 +118,8 @@ class Journal(JournalState):
         `step` that the caller still needs. A repeated request for a step whose save is pending returns the same entry:
         each save costs a reload, and a caller that retries after a timeout must not lengthen the queue.
 
-        Raises StepConflict if `step` is beyond the next one, a rewind is in progress, or another actor has rewound the
-        run since.
+        Raises StepConflict if `run_id` names another run, `step` is beyond the next one, a rewind is in progress, or
+        the run was rewound after the request was sent.
         """
         self._check_run(run_id)
         wanted = None if keep_steps is None else list(keep_steps)
@@ -133,25 +136,25 @@ class Journal(JournalState):
     def _pending_save(self, step: int, keep_steps: list[int] | None) -> Entry | None:
         asked = (entry for entry in self.entries() if (entry.kind, entry.step) == ("save", step))
         for entry in asked:
-            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # FileNotFoundError: it was finished meanwhile
+            with contextlib.suppress(DamagedEntry, FileNotFoundError):  # FileNotFoundError: finished meanwhile
                 if self.result(entry) is None and self.keep_steps(entry) == keep_steps:
                     return entry
         return None
 
     def accept_rewind(self, *, run_id: str | None, target: int, sender: Sender | None = None) -> Entry:
-        """Request a rewind that makes step `target` the last one. A repeat while it is pending returns the same entry.
+        """Request a rewind, after which `target` is the last step. A repeated request returns the pending entry.
 
-        A delayed duplicate may also arrive after the rewind is done and `sender` has trained further. It returns the
-        old entry and changes nothing.
+        A delayed duplicate may also arrive when the rewind is done and `sender` has trained further. It returns the old
+        entry and changes nothing.
 
-        Raises StepConflict if `target` is beyond the last step, a rewind to another step is in progress, or another
-        actor has rewound the run since.
+        Raises StepConflict if `run_id` names another run, `target` is beyond the last step, a rewind to another step is
+        in progress, or the run was rewound after the request was sent.
         """
         self._check_run(run_id)
         with self._accepting():
             owners = self.owners()
             refuse_superseded(sender, owners, self.run_id)
-            # Same session and same count as the newest rewind: a duplicate of it, since a new request counts one more.
+            # Same session and same count as the newest rewind: its duplicate, as a new request increments the count.
             if sender is not None and owners[:1] == [str(sender)]:
                 newest = max(self._known_rewinds())
                 if newest.target == target and not self._has_failed(newest):
@@ -173,7 +176,10 @@ class Journal(JournalState):
 
     @contextlib.contextmanager
     def lock(self, *, patience_s: float = 2.0) -> Iterator[int]:
-        """Hold the journal's exclusive lock; yield the new epoch, one above the last. Raises JournalLocked."""
+        """Hold the journal's exclusive lock and yield the new epoch, which is one above the last.
+
+        Raises JournalLocked if another sidecar holds the lock for all of `patience_s`.
+        """
         durable.make_folder(self.root)
         with contextlib.ExitStack() as held:
             try:  # waits `patience_s`, because `is_followed` in a server takes the lock for an instant
@@ -188,15 +194,17 @@ class Journal(JournalState):
             yield epoch
 
     def finish(self, entry: Entry, result: Result) -> None:
-        """Write the entry's result durably; the server that waits for it then answers the caller."""
+        """Write the entry's result durably; the server that is waiting for it then responds to the caller."""
         durable.make_folder(self._results)
         durable.write_json(self._result_path(entry), asdict(result))
 
     def forget_covered(self, step: int, *, base: int | None = None) -> None:
-        """Remove answered entries up to `step`, which has a checkpoint, and results older than `KEPT_RESULTS` steps.
+        """Remove entries up to `step` that have a result, and results at least `KEPT_RESULTS` steps older than `step`.
 
-        With `base`, the step of an older checkpoint, training entries after it are kept: replaying them from that
-        checkpoint reaches every step up to `step`.
+        Args:
+            step: the step of a checkpoint.
+            base: the step of an older checkpoint. Training entries after it are kept, so that every step up to `step`
+                can be restored by replaying them from that checkpoint.
         """
         for entry in self.entries():
             leads_on = base is not None and entry.kind == "train" and entry.step > base
@@ -209,7 +217,7 @@ class Journal(JournalState):
     def set_aside_after(self, rewind: Entry) -> list[str]:
         """Move every entry and result after `rewind.target` to a new folder below set_aside/; return their names.
 
-        The newest are moved first, so that the entries left by a crash halfway have no gap.
+        The newest are moved first, so that a crash halfway leaves no gap between the remaining entries.
         """
         moved = []
         aside = self._next_aside()
@@ -244,7 +252,7 @@ class Journal(JournalState):
             durable.remove_folder(self._set_aside / str(number))
 
     def sweep(self) -> None:
-        """Delete the temporary files of killed writers, mostly payloads, and unfinished removals in set_aside/."""
+        """Delete temporary files of killed writers (mostly payloads); finish interrupted removals in set_aside/."""
         durable.sweep(self._set_aside)
         for folder in (self.root, self._entries, self._results):
             durable.sweep_files(folder)
@@ -280,7 +288,7 @@ class Journal(JournalState):
     def _known(self, step: int, digest: str, last: int) -> Entry:
         entry = Entry(step, 0, "train")
         known = self._digest(entry)
-        if known in (digest, DAMAGED):  # the sidecar's answer reports the damage
+        if known in (digest, DAMAGED):  # the sidecar's result reports the damage
             return entry
         was = "was trained too long ago to compare" if known is None else "was already sent with other content"
         raise StepConflict(
@@ -308,7 +316,7 @@ class Journal(JournalState):
 
     @contextlib.contextmanager
     def _accepting(self) -> Iterator[None]:
-        """Serialise writers: what is checked inside the block still holds when the entry is linked."""
+        """Serialise writers: what the `with` block checks still holds when it links the entry."""
         folder = self.root / self.run_id
         durable.make_folder(folder)
         with durable.exclusive_lock(folder / "ACCEPT", patience_s=ACCEPT_PATIENCE_S):

@@ -32,7 +32,7 @@ class DamagedEntry(RlhfError):
 class Entry:
     """One accepted request. Entries are processed in ascending order of their fields."""
 
-    step: int  # train: its own; save: the step to checkpoint; rewind: the last step accepted before it
+    step: int  # train: the step to train; save: the step to checkpoint; rewind: the last step accepted before it
     rank: int  # 0 train, then 1, 2, … in order of acceptance
     kind: Kind
     target: int = -1  # rewind only: the step to go back to
@@ -46,7 +46,7 @@ class Entry:
 
     @classmethod
     def parse(cls, name: str) -> Entry:
-        """Return the entry for a file name. Raises ValueError if the name is not one that `name` can return."""
+        """Return the entry whose file is called `name`. Raises ValueError if `name` is not the name of an entry."""
         found = NAME.fullmatch(name)
         if found:
             step, kind, rank, target = found.groups()
@@ -58,7 +58,7 @@ class Entry:
 
 
 def entries_in(folder: Path, suffix: str = "", kind: Kind | None = None) -> set[Entry]:
-    """Return the entries (of `kind`) that have a file `<name><suffix>` in `folder`; other files are ignored."""
+    """Return the entries (of all kinds, or of `kind`) that have a file `<entry><suffix>` in `folder`."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
@@ -80,11 +80,14 @@ class Result:
     loss_mean: float | None = None
     digest: str | None = None
     error: str | None = None
-    owners: list[str] | None = None  # rewind only: the owners of the run after it, newest first
+    owners: list[str] | None = None  # rewind only: the owners of the run after the rewind, newest first
 
 
 def read_training_file(path: Path) -> tuple[TrainPayload, str]:
-    """Return a training entry's payload and digest. Raises DamagedEntry if they do not match."""
+    """Return a training entry's payload and digest.
+
+    Raises DamagedEntry if the file is unreadable or its content does not match the digest.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
@@ -95,12 +98,17 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
     except (SafetensorError, LookupError, TypeError, ValueError) as error:
         raise DamagedEntry(f"{path} is damaged: {error}") from error
     if payload.digest() != digest:
-        raise DamagedEntry(f"{path} is damaged: its content has digest {payload.digest()[:12]}…, not {digest[:12]}…")
+        raise DamagedEntry(
+            f"{path} is damaged: its content has digest {payload.digest()[:12]}…, its header says {digest[:12]}…"
+        )
     return payload, digest
 
 
 def digest_in(path: Path) -> str | None:
-    """Return the digest in a training file's metadata; None if its header is damaged. Raises FileNotFoundError."""
+    """Return the digest in a training file's metadata; None if its header is damaged.
+
+    Raises FileNotFoundError if the file is missing.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
             return (file.metadata() or {}).get(DIGEST)

@@ -37,7 +37,7 @@ class TrainingFile:
         self._checked.result()
 
     def close(self) -> None:
-        """Wait until no thread reads the caller's arrays any more, then do the same as `check`."""
+        """Wait until no thread reads the caller's arrays any more, then re-raise the check's exception, if any."""
         wait(self._digests.values())
         self.check()
 
@@ -51,7 +51,7 @@ class TrainingFile:
         return [header(self._arrays, {DIGEST: UNKNOWN_DIGEST}), *(array.data for array in self._arrays.values())]
 
     def header(self) -> bytes:
-        """Return the final header, as long as the placeholder in `parts`. Raises what `check` raises."""
+        """Return the final header, which is as long as the placeholder in `parts`. Re-raises the check's exception."""
         self.check()
         return header(self._arrays, {DIGEST: self.digest})
 

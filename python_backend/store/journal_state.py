@@ -38,18 +38,24 @@ class JournalState:
         return sorted(entries_in(self._entries))
 
     def changed_at(self) -> int | None:
-        """Return the mtime of entries/ in ns, which changes when entries come or go; None before the first entry."""
+        """Return the mtime of entries/ in ns, which changes with every new or removed entry; None before the first."""
         try:
             return self._entries.stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
     def load(self, entry: Entry) -> tuple[TrainPayload, str]:
-        """Return a training entry's payload and digest. Raises DamagedEntry if they do not match."""
+        """Return a training entry's payload and digest.
+
+        Raises DamagedEntry if the file is unreadable or its content does not match the digest.
+        """
         return read_training_file(self._entries / entry.name)
 
     def keep_steps(self, entry: Entry) -> list[int] | None:
-        """Return the checkpoints that a save entry asks to keep, or None if it has no list. Raises DamagedEntry."""
+        """Return the steps whose checkpoints a save entry requests to keep; None if it has no such list.
+
+        Raises DamagedEntry if the file is not JSON.
+        """
         path = self._entries / entry.name
         try:
             return json.loads(path.read_bytes()).get("keep_steps")
@@ -57,12 +63,12 @@ class JournalState:
             raise DamagedEntry(f"{path} is damaged: {error}") from error
 
     def owners(self, rewind: Entry | None = None) -> list[str]:
-        """Return the owners of the run after `rewind` (default: the newest rewind), newest first."""
+        """Return the owners of the run (`<session>/<n>`) as of `rewind` (default: the newest rewind), newest first."""
         newest = rewind or max(self._known_rewinds(), default=None)
         if newest is None:
             return []
         result = read_json(self._result_path(newest))
-        with contextlib.suppress(FileNotFoundError, ValueError):  # finished meanwhile; damaged
+        with contextlib.suppress(FileNotFoundError, ValueError):  # the entry was finished meanwhile, or is damaged
             result = result or json.loads((self._entries / newest.name).read_bytes())
         return (result or {}).get("owners") or []
 
@@ -71,7 +77,7 @@ class JournalState:
         return self._result_path(entry).exists()
 
     def answered(self) -> set[Entry]:
-        """Return the entries that have a result, including removed ones."""
+        """Return the entries that have a result, including entries that were removed."""
         return entries_in(self._results, RESULT_SUFFIX)
 
     def results(self) -> list[Result]:
@@ -85,12 +91,12 @@ class JournalState:
         if data is None and not (self._entries / entry.name).exists():
             data = read_json(self._result_path(entry))  # finished and removed between the two calls
             if data is None:
-                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: set aside by a rewind")
+                return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: removed by a rewind")
         return None if data is None else Result(**data)
 
     def last_step(self) -> int:
         """Return the last accepted step; 0 before the first."""
-        known = self._known_entries()  # rewinds count too: the results of earlier steps may be gone
+        known = self._known_entries()  # rewinds count, too: the results of the steps before them may have been removed
         return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
     def heartbeat(self) -> Heartbeat | None:
@@ -113,7 +119,7 @@ class JournalState:
         return next((entry for entry in rewinds if self.result(entry) is None), None)
 
     def _digest(self, entry: Entry) -> str | None:
-        """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it is too old to be known."""
+        """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it was removed long ago."""
         data = read_json(self._result_path(entry))
         if data is None:
             try:
@@ -123,7 +129,7 @@ class JournalState:
         return None if data is None else data["digest"] or DAMAGED
 
     def _rewound(self, step: int) -> str:
-        """Return the clause of an error message that names the rewind after which `step` no longer fits; or ""."""
+        """Return a clause for an error message, naming the rewind that made `step` invalid; "" if there was none."""
         for entry in sorted(self._known_rewinds(), reverse=True):
             if entry.target < step <= entry.step + 1 and entry.target < entry.step:
                 return (

@@ -39,7 +39,7 @@ def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool
 
 
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON object per line: all lines or none, because the next append would continue a partial line.
+    """Append one JSON object per line. Writes all lines or none, because the next append would continue a partial line.
 
     Raises OSError if the disk is full.
     """
@@ -48,11 +48,11 @@ def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         start = file.tell()
         if file.write(data) != len(data):
             file.truncate(start)
-            raise OSError(errno.ENOSPC, "no space for the whole line", str(path))
+            raise OSError(errno.ENOSPC, "no space for all lines", str(path))
 
 
 def drop_steps_from(first_step: int, path: Path) -> None:
-    """Remove the lines with `step` >= `first_step`, which a resumed run repeats. Creates a missing file."""
+    """Remove the lines with `step` >= `first_step`, which a resumed run writes again. Creates a missing file."""
     replace_file(path, (raw for line, raw in _parsed_lines(path) if line["step"] < first_step))
 
 
@@ -100,7 +100,7 @@ def _parsed_lines(path: Path, *, required: bool = False) -> Iterator[tuple[dict[
     """Yield each object with its raw line, newline included."""
     if not path.is_file():
         if required:
-            raise FileNotFoundError(f"{path} is missing: did the run get as far as writing it?")
+            raise FileNotFoundError(f"{path} is missing: has the run written it already?")
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):

@@ -1,8 +1,8 @@
-"""Run ownership: the actor that rewound a run last owns it, and requests of earlier owners are rejected.
+"""Run ownership: the last actor to rewind a run owns it, and requests of earlier owners are rejected.
 
-A client identifies itself in a header as `<session>/<n>`, where n counts the rewinds that it has requested: a request
-that was sent before the client's own last rewind, and arrives after it, is rejected too. Requests without the header
-are not checked.
+A client identifies itself in a header as `<session>/<n>`, where n is the number of rewinds that it has requested. A
+request that was sent before the client's own last rewind and arrives after it is therefore rejected, too. Requests
+without the header are not checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from python_backend.store.durable import is_number
 from python_backend.wire.contract import StepConflict
 
-KEPT_OWNERS = 8  # bounds the rewind entry; requests of owners further back are no longer recognised
+KEPT_OWNERS = 8  # limits the size of the rewind entry; requests of still earlier owners are not recognised
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def owners_after(sender: Sender | None, owners: Sequence[str]) -> list[str]:
 
 
 def refuse_superseded(sender: Sender | None, owners: Sequence[str], run_id: str) -> None:
-    """Raise StepConflict if `sender` is an earlier owner, or the owner before its own last rewind."""
+    """Raise StepConflict if `sender` is an earlier owner, or the owner but sent the request before its last rewind."""
     if sender is None or not owners:
         return
     newest, *before = (Sender.parse(owner) for owner in owners)

@@ -1,4 +1,4 @@
-"""Folders whose state.json has the sha256 of every file and of its own content, so that damage is detected."""
+"""Folders whose state.json holds the sha256 of every other file and of its own content, to detect damage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def sealed(state: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the content of state.json, `files` and `sha256` included. Raises DamagedCheckpoint."""
+    """Return the content of state.json, including `files` and `sha256`.
+
+    Raises DamagedCheckpoint if it is unreadable or does not match its own sha256.
+    """
     path = folder / STATE_FILE
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())
@@ -44,7 +47,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def verify_folder(folder: Path) -> dict[str, Any]:
-    """Verify the sha256 of each file and return the content of state.json. Raises DamagedCheckpoint."""
+    """Verify the sha256 of each file and return the content of state.json. Raises DamagedCheckpoint if one differs."""
     state = read_state(folder)
     for name, expected in state["files"].items():
         path = folder / name

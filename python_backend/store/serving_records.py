@@ -16,8 +16,8 @@ from pathlib import Path
 
 from python_backend.store.durable import make_folder, read_json, write_json
 
-REMOTE_SILENCE_S = 15.0  # an instance that is stopped, or whose process is not visible here, counts as dead after this
-STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
+REMOTE_SILENCE_S = 15.0  # an instance that is suspended, or whose process is not visible here, is dead after this
+STOPPED = ("T", "t")  # process states: suspended by a signal, by a debugger
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class ServingRecord:
     place: str  # `this_place` of the instance: the scope in which `pid` is valid
     pid: int
     born: int  # process start in clock ticks since boot; detects reused process ids
-    version: int | None  # being served; None until the first is loaded
+    version: int | None  # the version that it serves; None until the first one is loaded
     time: float  # unix seconds of the last change
     previous: int | None = None
-    swap_ms: float | None = None  # from seeing CURRENT move to serving it
+    swap_ms: float | None = None  # from noticing a new CURRENT to serving it
     loading: int | None = None  # version whose files it is reading
-    rejected: int | None = None  # version that it refused to serve
+    rejected: int | None = None  # last version that it refused to serve
     error: str | None = None  # why it was rejected
 
     @classmethod
@@ -75,7 +75,7 @@ class ServingRecords:
             self.put(record)
 
     def withdraw(self, record: ServingRecord) -> None:
-        """Remove the record: the instance has stopped serving."""
+        """Remove the record of an instance that stops serving."""
         (self._folder / record.file_name).unlink(missing_ok=True)
 
     def alive(self) -> list[ServingRecord]:
@@ -83,7 +83,7 @@ class ServingRecords:
         return [record for record, path in self._all() if self._is_alive(record, path)]
 
     def died(self) -> list[ServingRecord]:
-        """Return the records left by processes of this place that were killed or crashed."""
+        """Return the records of dead instances whose process belongs to `this_place`."""
         return [
             record for record, path in self._all() if record.place == this_place() and not self._is_alive(record, path)
         ]
@@ -127,7 +127,7 @@ class ServingRecords:
                 data = read_json(path)
                 if data is not None:
                     found.append((ServingRecord(**data), path))
-            except (ValueError, TypeError):  # of another release, or truncated by a crash: its owner writes it again
+            except (ValueError, TypeError):  # another release's, or truncated by a crash: its instance writes it again
                 continue
         return found
 

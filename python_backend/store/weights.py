@@ -83,7 +83,7 @@ class WeightsStore:
         self.manifest(version)
         current = self.current()
         if not back and current is not None and version < current:
-            raise WeightsError(f"version {version} is not above version {current}, which is served")
+            raise WeightsError(f"version {version} is below version {current}, which is served")
         durable.replace_file(self._current, f"{version}\n".encode())
 
     def announce(self, version: int) -> None:
@@ -129,9 +129,9 @@ class WeightsStore:
 
         Args:
             write: writes model.safetensors and config.json into the given folder.
-            reuse: return the newest version instead of adding one if it has the same run, step and content, as it has
-                when a step is replayed after a crash. An older version is never reused: numbers must increase when
-                steps are trained again after a rewind.
+            reuse: if the newest version has the same run, step and content, return it instead of adding one. This
+                happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
+                when steps are trained again after a rewind.
 
         Raises:
             OSError: the write failed; nothing is left behind.
@@ -153,11 +153,14 @@ class WeightsStore:
             return manifest
 
     def next_version(self) -> int:
-        """Return the number of the next version; numbers of incomplete folders are not reused."""
+        """Return the number of the next version; it is above all existing ones, incomplete folders included."""
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int) -> Manifest:
-        """Check the sha256, names, dtypes and shapes of the weights file against the manifest. Raises WeightsError."""
+        """Compare the weights file with the manifest: sha256, names, dtypes and shapes; return the manifest.
+
+        Raises WeightsError if they differ or a file is unreadable.
+        """
         manifest = self.manifest(version)
         path = self.folder(version) / WEIGHTS_FILE
         try:
@@ -181,7 +184,7 @@ class WeightsStore:
     def prune(self, *, keep: int) -> list[int]:
         """Delete old versions; return their numbers.
 
-        Keeps version 0, CURRENT, the newest `keep`, and every version that a live instance serves or loads.
+        Keeps version 0, CURRENT, the newest `keep`, and every version that a live instance serves or is loading.
         """
         with self._writing():
             records = self.records.alive()
@@ -195,9 +198,9 @@ class WeightsStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the writer lock, which excludes the sidecar and a manual rollback from writing at the same time.
+        """Hold the writer lock, so that the sidecar and a manual rollback cannot write at the same time.
 
-        Raises TimeoutError (an OSError) if the other writer holds it for `WRITER_PATIENCE_S`: it may have been stopped.
+        Raises TimeoutError (an OSError) if another writer holds it for `WRITER_PATIENCE_S`.
         """
         durable.make_folder(self.root)
         with durable.exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):

@@ -305,7 +305,7 @@ def test_whoever_waits_for_what_a_rewind_took_out_is_told(journal: Journal):
     (journal.root / "run" / "entries" / late.name).touch()
     assert journal.result(late) is None
     journal.set_aside_after(rewind)
-    assert "set aside by a rewind" in (journal.result(late).error or "")
+    assert "removed by a rewind" in (journal.result(late).error or "")
 
 
 # ---- the sidecar's lock ----

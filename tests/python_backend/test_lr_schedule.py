@@ -45,7 +45,7 @@ def test_the_policy_s_cosine_ends_with_the_run():
         ),
         (
             {"warmup_steps": 5000},
-            r"warmup_steps \(5000\) \+ .*\(0\) is more than .*max_steps \(400, those of the whole run\)",
+            r"warmup_steps \(5000\) \+ .*\(0\) is more than .*max_steps \(400, the whole run\)",
         ),
         (
             {"warmup_steps": 6, "constant_steps": 5, "max_steps": 10},

@@ -168,10 +168,10 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, load: Callable[[Path], A
     with refused(tmp_path, "is not a Hugging Face checkpoint: it has no config.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with refused(tmp_path, "has no model.safetensors: no weights"):
+    with refused(tmp_path, "has no model.safetensors: it contains no weights"):
         load(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with refused(tmp_path, "only pickled weights (pytorch_model.bin)", "save it again"):
+    with refused(tmp_path, "only pickled weights (pytorch_model.bin)", "save the model again"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with refused(tmp_path, "cannot be loaded"):

@@ -52,7 +52,7 @@ def test_versions_count_upwards_and_say_what_they_are(store: WeightsStore):
     store.set_current(1)
     assert store.current() == 1
     store.set_current(1)  # a replay
-    with pytest.raises(WeightsError, match="version 0 is not above version 1, which is served"):
+    with pytest.raises(WeightsError, match="version 0 is below version 1, which is served"):
         store.set_current(0)
     store.set_current(0, back=True)
     store.set_current(1)

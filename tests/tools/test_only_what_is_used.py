@@ -159,7 +159,7 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").touch()
     told = missing({"actor": {"checkpoint": str(tmp_path), "validation_prompts": "held-out.jsonl"}}, actor=True)
-    assert f"actor.policy.checkpoint: {tmp_path} has no model.safetensors: only pickled weights" in told
+    assert f"actor.policy.checkpoint: {tmp_path} has no model.safetensors: it contains only pickled weights" in told
     assert "actor.validation.prompts: held-out.jsonl does not exist; give a file of prompts" in told
     assert "reference.checkpoint: none" in missing(
         {"actor": {**no_critic, "kl_reference": "triton"}, "reference": {"checkpoint": "none"}}, server=True
@@ -172,7 +172,9 @@ def test_a_policy_without_a_tokenizer_is_named(tmp_path: Path, checkpoints: Chec
     prompts = tmp_path / "prompts.jsonl"
     prompts.touch()
     config = RunConfig.model_validate({"actor": {"policy": {"checkpoint": tmp_path}, "prompts": {"path": prompts}}})
-    with pytest.raises(ConfigError, match=r"actor\.policy\.checkpoint: .* has no tokenizer; save the policy's into it"):
+    with pytest.raises(
+        ConfigError, match=r"actor\.policy\.checkpoint: .* has no tokenizer; save the policy's tokenizer"
+    ):
         check_files(config, actor=True)
     (tmp_path / "tokenizer.model").touch()
     check_files(config, actor=True)

@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "the disk refuses" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "disk error, retrying" in record.getMessage()]
 
 
 # ---- the disk itself ----

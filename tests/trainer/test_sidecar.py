@@ -280,7 +280,7 @@ def test_weights_that_are_not_finite_are_never_served(rig: Rig, bad: float):
 
 def test_the_canary_finds_weights_that_are_not_the_trained_ones(rig: Rig):
     rig.train(1, 2)
-    with pytest.raises(VersionRejected, match="version 1: the canary's values differ by"):
+    with pytest.raises(VersionRejected, match="version 1: the values for the canary row differ by"):
         publisher(rig).verify(1, load_critic(rig.store.folder(2)))
 
 

@@ -51,7 +51,7 @@ def test_a_damaged_entry_is_its_callers_error_alone(
     lost = file_of(rig, 2).read_bytes()
     rig.start()
     results = [rig.answer(entry) for entry in entries]
-    assert "step 2 was not trained, training goes on with the next step: " in (results[0].error or "")
+    assert "step 2 was not trained; training continues with the next step: " in (results[0].error or "")
     assert f"{file_of(rig, 2)} is damaged" in (results[0].error or "")
     assert [(result.weights_version, result.error) for result in results[1:]] == [(2, None)]
     assert not torch.equal(rig.weights(), straight.weights(3))
@@ -82,7 +82,7 @@ def test_damage_to_what_was_answered_stops_the_sidecar(rig: Rig, straight: Rig):
     error = rig.start().ended()
     assert isinstance(error, CheckpointError)
     assert f"{file_of(rig, 2)} is damaged" in str(error)
-    assert "step 2 was trained and answered before" in str(error)
+    assert "step 2 has already been trained and acknowledged" in str(error)
     assert rig.store.current() == 3
     file_of(rig, 2).write_bytes(intact)
     assert rig.start().train(4)[0].weights_version == 4

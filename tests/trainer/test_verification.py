@@ -119,7 +119,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.bias"].add_(0.01)),
-        "version 1: the canary's values differ by 0.01",
+        "version 1: the values for the canary row differ by 0.01",
     ),
 }
 
@@ -180,6 +180,6 @@ def test_a_number_that_is_not_above_the_last_is_refused(store: WeightsStore, cri
     with torch.no_grad():
         critic.model.classifier.bias -= 0.25  # what version 0 holds
     publisher = Publisher(Stale(store.root), run_id="run", epoch=1, servers=[], reload="swap", timeout_s=1, keep=9)
-    with pytest.raises(VersionRejected, match="version 0 is not above version 1, which is served"):
+    with pytest.raises(VersionRejected, match="version 0 is below version 1, which is served"):
         publisher.publish(critic, step=0, beat=lambda _: None)
     assert (store.current(), publisher.rejected) == (1, 1)
