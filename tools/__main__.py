@@ -7,15 +7,15 @@ import importlib.util
 import sys
 
 COMMANDS = {
-    "run": ("tools.run", "a whole run: server, critic sidecar where the algorithm has a critic, actor, report"),
-    "serve": ("tools.serve", "the server only, until Ctrl-C"),
-    "render": ("tools.render_configs", "the model repository, rendered from the YAML; --check only compares"),
+    "run": ("tools.run", "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report"),
+    "serve": ("tools.serve", "run the server only, until Ctrl-C"),
+    "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
     "import": ("tools.import_checkpoint", "inspect reward and critic checkpoints, and write their YAML sections"),
-    "weights": ("tools.weights", "the critic's versions: list, verify, rollback, ready"),
-    "prepare": ("tools.demo.prepare", "the demo's checkpoints and prompts"),
-    "chaos": ("chaos.command", "the crash test: kill processes at every point, then check every guarantee"),
-    "fuzz": ("chaos.fuzz.command", "the fuzz test: bad requests to every model while a client scores valid rows"),
-    "bench": ("benchmarks.command", "the measurements behind the README's numbers"),
+    "weights": ("tools.weights", "manage the critic's weights versions: list, verify, rollback, ready"),
+    "prepare": ("tools.demo.prepare", "prepare the demo's checkpoints and prompts"),
+    "chaos": ("chaos.command", "run the crash test: kill processes at every point, then check every guarantee"),
+    "fuzz": ("chaos.fuzz.command", "run the fuzz test: bad requests to every model while a client scores valid rows"),
+    "bench": ("benchmarks.command", "run the measurements behind the README's numbers"),
 }
 
 

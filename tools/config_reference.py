@@ -1,6 +1,6 @@
 """Generates `docs/configuration.md` from the configuration's sections: each key with type, default and docstring.
 
-`--check` compares instead of writing, and fails if the page is out of date.
+`--check` writes nothing, and fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INTRODUCTION = """\
 
 One YAML file configures a run, and every process reads it. Each section covers one concern. A key that is left out
 takes its default; an unknown key is an error that names the nearest valid one. `section.key=value` on the command line
-overrides the file, with a value in YAML:
+overrides the file; the value is parsed as YAML:
 
     .venv/bin/python -m tools run --config my.yaml actor.steps=200 'actor.generation.stop_strings=["\\n"]'
 
@@ -36,8 +36,10 @@ Schema = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page, or with `--check` compare it; return 1 if it is out of date."""
-    parser = argparse.ArgumentParser(prog="python tools/config_reference.py", description="Write the key reference.")
+    """Write the page and return 0; with `--check`, write nothing and return 1 if the page is out of date."""
+    parser = argparse.ArgumentParser(
+        prog="python tools/config_reference.py", description="Write docs/configuration.md."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
     arguments = parser.parse_args(argv)
     text = render(RunConfig.model_json_schema())
@@ -54,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render(schema: Schema) -> str:
-    """Return the page for the JSON schema of the whole configuration."""
+    """Return the page in Markdown; `schema` is the JSON schema of the whole configuration."""
     definitions = schema["$defs"]
     parts = [INTRODUCTION]
     common = _common_keys(schema, definitions)
     for name, field in schema["properties"].items():
         if name == SHARED[0]:
-            parts.append(f"## Settings of every served model\n\nIn {_listed(SHARED)}.\n\n{_table(common, [])}")
+            parts.append(f"## Settings of every served model\n\nKeys of {_listed(SHARED)}.\n\n{_table(common, [])}")
         parts += _section(name, field, definitions, without=common if name in SHARED else {}, level=2)
     return "\n".join(parts)
 
@@ -134,7 +136,7 @@ def _is_map(field: Schema) -> bool:
 
 
 def _definition(field: Schema, definitions: Schema) -> Schema:
-    """Return the section that a field holds: itself, one of its alternatives, or the values of its map."""
+    """Return the schema of the section in a field, a union or the values of a map; {} if there is no section."""
     for kind in [field, *field.get("anyOf", [])]:
         reference = kind.get("$ref") or kind.get("additionalProperties", {}).get("$ref")
         if reference:

@@ -1,4 +1,4 @@
-"""`python -m tools import`: inspects checkpoints, tries them out, and writes the YAML sections that serve them.
+"""`python -m tools import`: inspects checkpoints, scores a trial row, and writes the YAML sections that serve them.
 
 Only the trial imports torch. Pickled weights are refused without being opened.
 """
@@ -27,7 +27,7 @@ HEADS = {"sequence": "sequence classification", "token": "token classification",
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Inspect the checkpoints and write the YAML; return 1 if one cannot be used, 2 for wrong arguments."""
+    """Inspect the checkpoints and write the YAML; return 1 if one cannot be used, exit with 2 for wrong arguments."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
@@ -53,9 +53,9 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
 
     Args:
         reward: the reward model's checkpoint folder.
-        critic: the critic's checkpoint folder, or `from-reward`.
+        critic: the critic's checkpoint folder, or `from-reward` for the reward model's folder.
         try_out: also load each model and score one row.
-        say: receives the report, line by line.
+        say: receives the lines of the report.
 
     Raises:
         CheckpointError: a folder cannot be used; the message names it and says what to do.
@@ -82,7 +82,7 @@ def import_checkpoints(reward: Path | None, critic: Path | None, *, try_out: boo
 
 
 def suggested_dtype(info: CheckpointInfo) -> str:
-    """Return `bfloat16` if most weights in the files are, so that they are served without a copy; else `float32`."""
+    """Return `bfloat16` if most weights in the files have that dtype and so need no conversion, else `float32`."""
     return HALF.get(next(iter(info.dtypes), ""), "float32")
 
 
@@ -114,7 +114,7 @@ def _weights_hint(info: CheckpointInfo) -> str:
     assert info.head is not None
     names = ", ".join(info.labels) if len(info.labels) == info.head.num_labels else f"{info.head.num_labels} labels"
     ones = json.dumps([1.0] * info.head.num_labels)
-    return f"  # attribute_weights: {ones}  # default 1/A each; of: {json.dumps(names, ensure_ascii=False)}\n"
+    return f"  # attribute_weights: {ones}  # default: 1/A each; attributes: {json.dumps(names, ensure_ascii=False)}\n"
 
 
 def _report(role: str, info: CheckpointInfo, say: Callable[[str], None]) -> None:
@@ -139,14 +139,14 @@ def _head_line(info: CheckpointInfo) -> str:
     head = info.head
     if head is None:
         return "none"
-    pooling = "linear, on each token" if head.is_plain else "own pooling"
+    pooling = "linear, on each token" if head.is_plain else "the model's own pooling"
     bias = "with" if head.has_bias else "without"
     return f"{HEADS[head.kind]} `{head.prefix}`: {head.num_labels} output(s), {bias} bias, {pooling}"
 
 
 def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], None]) -> None:
     _report("reward", info, say)
-    reward_head(info)  # raises CheckpointError if it has none
+    reward_head(info)  # raises CheckpointError if the checkpoint has no reward head
     if not try_out:
         return
     from python_backend.models.modeling import load_reward, quiet_transformers
@@ -155,13 +155,13 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
     model = load_reward(info.folder, dtype=suggested_dtype(info))
     (score,) = model.score([_trial_row(model.limits.vocab_size)])
     _expect_finite(info, score)
-    say(f"  {'trial':<13} loads; tokens 1 to {TRIAL_TOKENS} score {', '.join(f'{x:.4f}' for x in score)}")
+    say(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {', '.join(f'{x:.4f}' for x in score)}")
     if info.tokenizer is not None:
         say(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(_tokens_of(info.folder, TRIAL_TEXT))}")
 
 
 def _tokens_of(folder: Path, text: str) -> list[str]:
-    """Return the tokens, special ones included, that the reward model receives for a text. Raises CheckpointError."""
+    """Return the tokens, special tokens included, that the reward model receives for a text. Raises CheckpointError."""
     from python_backend.checkpoints.tokenization import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -188,7 +188,7 @@ def _expect_finite(info: CheckpointInfo, outputs: Any) -> None:
     import numpy as np
 
     if not np.isfinite(outputs).all():
-        raise CheckpointError(f"{info.folder} outputs {outputs.tolist()}: its weights are not finite; copy it again")
+        raise CheckpointError(f"{info.folder} outputs {outputs.tolist()}: its weights are damaged; copy it again")
 
 
 def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Callable[[str], None]) -> None:
@@ -198,11 +198,11 @@ def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Cal
         return
     one, other = (fingerprint(load_tokenizer(info.folder)) for info in (reward, critic))
     if one == other:
-        say("tokenizers: the same vocabulary")
+        say("tokenizers: reward and critic have the same vocabulary")
     else:
         say(
-            "tokenizers: they DIFFER. The critic must use the actor's; the actor then sends the reward model text "
-            "(`sentences`) instead of token ids"
+            "tokenizers: reward and critic DIFFER. The critic must have the actor's tokenizer; the actor then sends "
+            "text (`sentences`) instead of token ids to the reward model"
         )
 
 
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--reward", type=Path, metavar="PATH", help="checkpoint folder of the reward model")
     parser.add_argument(
-        "--critic", type=Path, metavar="PATH|from-reward", help="checkpoint folder of the critic, or of its body"
+        "--critic", type=Path, metavar="PATH|from-reward", help="checkpoint folder of the critic or its body"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
     parser.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")

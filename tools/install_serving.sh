@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs what runs inside tritonserver into one Python: this package and its `serving` extra, in the pinned versions.
-# Usage: [PYTHON=python3] tools/install_serving.sh. It must be the Python of the server's stub: in an NGC image python3.
+# Installs this package and its `serving` extra, in the pinned versions, into the Python that runs inside tritonserver.
+# Usage: [PYTHON=python3] tools/install_serving.sh. PYTHON must match the server's stub: in an NGC image it is python3.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 
-"$python" -m pip --version >/dev/null || { echo "error: $python has no pip: set PYTHON to one that has" >&2; exit 1; }
+"$python" -m pip --version >/dev/null || { echo "error: $python has no pip: set PYTHON to one that has pip" >&2; exit 1; }
 # setuptools builds inside the source tree, and would also install what an older build/ contains.
 trap 'rm -rf -- "$root/build"' EXIT
 rm -rf -- "$root/build"

@@ -1,6 +1,6 @@
 """Renders the model repository from templates and the YAML, and validates it with Triton's protobuf messages.
 
-`--check` reports files that differ from their rendering, and writes nothing.
+`--check` writes nothing, and reports the files that are out of date.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ FUNCTION_MODULE = "python_backend.serving.function_reward"
 
 @dataclass(frozen=True)
 class Drift:
-    """A file of the repository that differs from its rendering."""
+    """A file of the repository that is out of date, or a folder that should not be there."""
 
     path: Path
     diff: str
 
 
 def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str, str]:
-    """Return `{model: config.pbtxt}`, validated with Triton's protobuf messages and the rules of `render.rules`.
+    """Return `{model: text of config.pbtxt}`, validated with Triton's protobuf messages and `render.rules`.
 
     Args:
-        resolve_paths: write absolute paths (a run's own repository) instead of those in the YAML (the committed one).
+        resolve_paths: True writes absolute paths, for a run's own repository; False keeps the paths of the YAML, for
+            the committed repository.
 
     Raises:
-        ConfigError: a rendering breaks a rule; the message names model, field and value.
+        ConfigError: a rendered file breaks a rule; the message names model, field and value.
     """
     place = Path.absolute if resolve_paths else Path
     render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
@@ -74,7 +75,7 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
 def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Path]:
     """Write the repository into `out` and return the files written; files that are up to date are not touched.
 
-    Rendered models that the YAML no longer has are removed, and so are version folders that were not rendered: the
+    Also removes models that were rendered from an earlier YAML, and version folders that were not rendered, because the
     server would load them.
     """
     written = []
@@ -90,7 +91,7 @@ def render_repository(config: RunConfig, out: Path, *, resolve_paths: bool = Tru
 
 
 def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True) -> list[Drift]:
-    """Return the differences between `out` and what would be rendered."""
+    """Return the differences between `out` and what `render_repository` would write; [] if `out` is up to date."""
     drifts = []
     files = _files(config, out, resolve_paths)
     for path, text in files.items():
@@ -98,11 +99,11 @@ def check_repository(config: RunConfig, out: Path, *, resolve_paths: bool = True
         if found != text:
             lines = difflib.unified_diff(found.splitlines(), text.splitlines(), "on disk", "rendered", lineterm="", n=1)
             drifts.append(Drift(path, "\n".join(lines)))
-    return drifts + [Drift(folder, "-a model or version that the YAML does not have") for folder in _stale(out, files)]
+    return drifts + [Drift(folder, "-a model or version that is not in the YAML") for folder in _stale(out, files)]
 
 
 def parse_config(model: str, text: str) -> Any:
-    """Return the ModelConfig message of a config.pbtxt. Raises ConfigError if Triton could not read it."""
+    """Return the text of a config.pbtxt as a ModelConfig message. Raises ConfigError if Triton could not parse it."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 
@@ -125,7 +126,7 @@ def _files(config: RunConfig, out: Path, resolve_paths: bool) -> dict[Path, str]
 
 
 def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
-    """Render reward_model and, if the YAML has `rewards`, the models that it consists of."""
+    """Render reward_model and, if the YAML has `rewards`, the models that it combines."""
 
     def checkpoint(name: str) -> str:
         section = config.reward
@@ -146,7 +147,7 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
 
 def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
-    """Render the critic, its training path, and the ensemble of critic and reward."""
+    """Render the critic, the models that receive its training data, and the ensemble of critic and reward."""
     weights = str(place(config.run.weights_dir))
     journal = {
         "journal": str(place(config.run.journal_dir)),
@@ -172,23 +173,23 @@ def _critic_infer(config: RunConfig, render: Render) -> str:
     rewards = config.rewards or {}
     return render(
         "ensemble.pbtxt.j2", name=contract.CRITIC_INFER, has_values=True, num_rewards=_num_rewards(config),
-        purpose="Critic and reward in one round trip; asked for `values` alone, Triton runs the critic alone.",
+        purpose="Critic and reward in one round trip; a request for `values` alone runs only the critic.",
         num_components=len(rewards), steps=critic_infer_steps(rewards), parameters={},
         max_batch_size=min(config.reward.max_batch_size, config.critic.max_batch_size),
     )  # fmt: skip
 
 
 def _reference(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
-    """Render the frozen policy, from which the actor requests reference log-probs."""
+    """Render the frozen policy that computes the reference log-probs."""
     parameters = {**_scoring_parameters(config.reference, place), **reference_parameters(config)}
     return {contract.REFERENCE: _render_scoring(contract.REFERENCE, config.reference, render, parameters)}
 
 
 def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
-    """Return the folders in `out` to remove: models rendered earlier, and other versions of the models in `files`.
+    """Return the folders in `out` to remove: models rendered earlier, and unrendered versions of the models in `files`.
 
-    A user's own models stay. Triton reads every name that begins with a digit as a version, and a name of 20 digits
-    makes the server exit at each load.
+    Models that the user added are kept. To Triton, every folder whose name begins with a digit is a version, and a name
+    of 20 digits makes the server exit at each load.
     """
     models = [
         path.parent
@@ -202,7 +203,7 @@ def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
 
 
 def _num_rewards(config: RunConfig) -> int:
-    """Return the number of rewards of a row: the checkpoint's number of labels if they are not merged, else 1."""
+    """Return the number of rewards per row: the checkpoint's number of labels if they are not merged, else 1."""
     section = config.reward
     if section.merge_attributes or not config.uses_reward_model or not (section.checkpoint / "config.json").is_file():
         return 1
@@ -213,7 +214,8 @@ def _num_rewards(config: RunConfig) -> int:
     num_labels = 1 if head is None else head.num_labels
     if num_labels > 1 and config.rewards is not None:
         raise ConfigError(
-            f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row"
+            f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row; "
+            "set it to true"
         )
     return num_labels
 
@@ -256,7 +258,7 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
 
 def _tokenizer_fingerprint(folder: Path) -> str:
     known = ("config.json", "tokenizer.json", "tokenizer_config.json")
-    if not any((folder / name).is_file() for name in known):  # the committed rendering has no checkpoint
+    if not any((folder / name).is_file() for name in known):  # the committed repository has no checkpoint
         return ""
     from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
 
@@ -276,7 +278,7 @@ def _training_key_hash(variable: str | None) -> str:
         return ""
     key = os.environ.get(variable)
     if not key:
-        raise ConfigError(f"server.training_key_env names {variable}, but that environment variable is not set")
+        raise ConfigError(f"server.training_key_env names {variable}, but that environment variable is not set; set it")
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -293,7 +295,7 @@ def _render(template: str, **values: Any) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Render or check the repository; return 1 if a checked file is not up to date, 2 for an invalid configuration."""
     parser = run_parser("render_configs", "Render the model repository.", default=DEFAULT_CONFIG)
-    parser.add_argument("--out", type=Path, help="default: model_repository, or the run's own with --config")
+    parser.add_argument("--out", type=Path, help="folder; default: model_repository, or with --config that of the run")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")
     args = parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """`python -m tools run`: the whole system in one terminal: prepare -> render -> serve -> sidecar -> PPO -> report.
 
-Ctrl-C and SIGTERM stop actor (with a checkpoint), sidecar and server, in that order; if a process dies, the run stops
-and names it.
+Ctrl-C and SIGTERM stop the actor (which first writes a checkpoint), the sidecar and the server, in that order. If a
+process dies, the run stops and the error message names the process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tools.server.ports import PORT_KEYS, with_free_ports
 from tools.server.supervisor import Supervisor
 
 POLL_S = 0.25
-CHECKED_ROWS = 1000  # of each prompt file, before the start
-ACTOR_EXIT_S = 5.0  # on top of actor.stop_grace_s, within which the actor writes a checkpoint
+CHECKED_ROWS = 1000  # rows of each prompt file that are checked before the start
+ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE",
@@ -46,7 +46,7 @@ LIBRARY_ENV = {
 
 
 class Run:
-    """The processes of one run, and what is measured from outside: memory and failed requests."""
+    """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     def __init__(self, path: Path, config: RunConfig, overrides: Sequence[str], display: RunDisplay) -> None:
         self._path = path
@@ -61,7 +61,7 @@ class Run:
         self.config = config
 
     def execute(self) -> None:
-        """Run everything from the preparation to the report. Raises ConfigError, ServerStartError, ChildDied."""
+        """Run everything, from demo preparation to the report. Raises ConfigError, ServerStartError, ChildDied."""
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
@@ -80,7 +80,7 @@ class Run:
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
             earlier = journal.heartbeat()
             self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
-            while journal.heartbeat() == earlier:  # until then the server refuses the actor's requests
+            while journal.heartbeat() == earlier:  # before the sidecar's first heartbeat, training requests are refused
                 self._look()
         self._display.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
@@ -97,13 +97,13 @@ class Run:
 
     @property
     def parts(self) -> str:
-        """Names of the processes that `stop` stops, for a message."""
+        """Names of the processes that `stop` would stop now, as text for a message."""
         parts = {"actor": self._actor, "sidecar": self._sidecar, "server": self._supervisor}
         *first, last = [name for name, part in parts.items() if part is not None] or ["before anything was started"]
         return f"{', '.join(first)} and {last}" if first else last
 
     def stop(self) -> None:
-        """Stop the processes that still run: actor, sidecar, server."""
+        """Stop the processes that are still running, in this order: actor, sidecar, server."""
         if self._actor is not None:
             self._actor.stop(signal.SIGINT, self.config.actor.stop_grace_s + ACTOR_EXIT_S)
             self._relay_messages(self._actor)
@@ -131,7 +131,7 @@ class Run:
 
     def _relay(self, text: str) -> None:
         for line in text.splitlines():
-            if line.strip() and line[0] not in '{} "':  # not the JSON at the end, which prepared.json has too
+            if line.strip() and line[0] not in '{} "':  # skip the JSON at the end, which is also in prepared.json
                 self._display.log(f"  | {line}")
 
     def _fix_ports(self) -> None:
@@ -143,7 +143,7 @@ class Run:
         self.config = load_config(self._path, self._overrides)
 
     def _look(self) -> None:
-        """Poll once: restart the server if needed, relay messages, raise ChildDied if a child has ended."""
+        """Restart the server if needed, relay messages. Raises ChildDied if the actor failed or the sidecar ended."""
         assert self._supervisor is not None
         self._look_outside()
         self._supervisor.look()
@@ -166,7 +166,7 @@ class Run:
 
     def _server_failures(self) -> int:
         assert self._supervisor is not None
-        # A server that does not answer is being restarted, and then counts from 0.
+        # If the server does not answer, it is being restarted, and its counters will start from 0 again.
         return count_failures(get_page(self._supervisor.server.section.metrics_url, "/metrics"))
 
     def _report(self, failures: int) -> None:
@@ -188,13 +188,13 @@ class Run:
 
 
 def count_failures(metrics: str) -> int:
-    """Return the sum of `nv_inference_request_failure` over models and reasons."""
+    """Return the sum of `nv_inference_request_failure` over all models and reasons in a page of Triton's metrics."""
     counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)
     return int(sum(map(float, counts)))
 
 
 def tree_rss_bytes() -> int:
-    """Return the resident memory of this process and its descendants; shared pages count in each."""
+    """Return the resident memory of this process and its descendants; shared pages count once per process."""
     total = 0
     me = psutil.Process()
     for process in [me, *me.children(recursive=True)]:
@@ -206,7 +206,7 @@ def tree_rss_bytes() -> int:
 
 
 def set_aside(run_dir: Path) -> None:
-    """Rename an earlier run to `<dir>.previous`, replacing the one there."""
+    """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted."""
     if run_dir.exists():
         previous = run_dir.with_name(f"{run_dir.name}.previous")
         shutil.rmtree(previous, ignore_errors=True)
@@ -214,8 +214,8 @@ def set_aside(run_dir: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the system; return 0 when done, 1 with the reason after an error, 130 after Ctrl-C."""
-    parser = run_parser("python -m tools run", "The whole system in one terminal.")
+    """Run the system; return 0 when done, 1 after an error (printed to stderr), 130 after Ctrl-C."""
+    parser = run_parser("python -m tools run", "Run the whole system in one terminal.")
     parser.add_argument(
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_prompts(config: RunConfig) -> None:
-    """Read the first rows of the prompt files, before anything slow starts. Raises ConfigError."""
+    """Check the first rows of the prompt files before anything slow starts. Raises ConfigError if one is invalid."""
     actor = config.actor
     paths = {"actor.prompts.path": actor.prompts.path, "actor.validation.prompts": actor.validation.prompts}
     for key, path in paths.items():
@@ -247,19 +247,26 @@ def check_prompts(config: RunConfig) -> None:
 
 
 def check_templates(config: RunConfig, prompts: str) -> None:
-    """Check that the models that read the conversations in `prompts` have a chat template. Raises ConfigError."""
+    """Check that the models that must render conversations have a chat template.
+
+    Args:
+        prompts: configuration key of a prompt file that contains conversations; for the error message.
+
+    Raises:
+        ConfigError: the policy has none, or the reward model has none and another tokenizer than the policy.
+    """
     policy, reward = config.actor.policy.checkpoint, config.reward.checkpoint
     if not has_chat_template(policy):
         raise ConfigError(
-            f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save one "
-            "there as chat_template.jinja, or give prompts as texts"
+            f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save a "
+            "template there as chat_template.jinja, or give the prompts as plain texts"
         )
     if config.uses_reward_model and not has_chat_template(reward) and not _same_tokenizer(policy, reward):
         raise ConfigError(
-            f"reward.checkpoint: {reward} has no chat template, but {prompts} contains conversations, which a reward "
-            "model with a tokenizer other than the policy's renders itself; save the template that it was trained with "
-            "there as chat_template.jinja (`{{ messages[-1]['content'] }}` scores the reply only), or give prompts as "
-            "texts"
+            f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
+            "because its tokenizer differs from the policy's; save the template that the reward model was trained with "
+            "there as chat_template.jinja (`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts "
+            "as plain texts"
         )
 
 
@@ -277,7 +284,7 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
             try:
                 run.execute()
             except BaseException as error:
-                if isinstance(error, RlhfError):  # repeated in full at the end; stopping may take a minute
+                if isinstance(error, RlhfError):  # repeated in full at the end, but stopping may take a minute
                     display.log(f"error: {str(error).partition(chr(10))[0]}")
                 display.phase(f"stopping {run.parts}")
                 run.stop()
@@ -295,7 +302,7 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
 def _what_resumes(run_dir: Path) -> str:
     steps = numbers_in(run_dir / "checkpoints" / "actor")
     if steps:
-        return f"resumes from the newest checkpoint, of step {max(steps)}"
+        return f"resumes from the newest checkpoint (step {max(steps)})"
     return "begins at step 1: there is no checkpoint yet"
 
 

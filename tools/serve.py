@@ -1,4 +1,4 @@
-"""`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until a signal.
+"""`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until SIGINT or SIGTERM.
 
 Other commands and tests start their servers with `start_server`.
 """
@@ -32,7 +32,7 @@ MADE_FOR_ACTOR = {
     "actor.prompts.path": "prompts.jsonl",
     "actor.validation.prompts": "validation.jsonl",
 }
-SAFE_VERSION = (2, 69)  # of the 26.05 container; older releases have published vulnerabilities
+SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
 class ServeStopped(BaseException):
@@ -40,9 +40,9 @@ class ServeStopped(BaseException):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; return 0 then, 1 if the server cannot start."""
-    parser = run_parser("python -m tools serve", "Serve the models.")
-    parser.add_argument("--tritonserver", type=Path, help="the executable; default: the wheel's, then PATH")
+    """Serve until SIGINT or SIGTERM, then return 0; return 1 if the server cannot start."""
+    parser = run_parser("python -m tools serve", "Render the model repository and serve it.")
+    parser.add_argument("--tritonserver", type=Path, help="the executable; default: the one in the wheel, else on PATH")
     arguments = parser.parse_args(argv)
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
@@ -78,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
-    """Return arguments of `python -m` that prepare the demo, and overrides for its files; none without a demo."""
+    """Return the arguments of `python -m` that prepare the demo, and the overrides that select the prepared files.
+
+    Both lists are empty if the configuration has no demo.
+    """
     if config.demo is None:
         return [], []
     if config.demo.recipe == "reasoning":
@@ -102,10 +105,10 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Have the trainer write version 0 of the critic's weights if a critic is served and there is none.
+    """Run the trainer to write version 0 of the critic's weights if a critic is served and has no version yet.
 
     Args:
-        config: the configuration that `path` and `overrides` give.
+        config: the configuration loaded from `path` with `overrides`.
 
     Raises:
         ServerStartError: the trainer failed; its output says why.
@@ -120,25 +123,26 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
 
 def _run_module(what: str, arguments: Sequence[str]) -> None:
     _say(what)
-    # In a session of its own: Ctrl-C reaches this process alone, where the exception makes `run` kill the child.
+    # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
     command = [sys.executable, "-u", "-m", *arguments]
     code = subprocess.run(command, check=False, start_new_session=True).returncode
     if code != 0:
         raise ServerStartError(
-            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; the reason is above"
+            f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; its output above says why"
         )
 
 
 def with_fixed_ports(config: RunConfig) -> RunConfig:
-    """Return the configuration with ports of 0 replaced by free ones, so that a restarted server keeps its ports."""
+    """Return the configuration with a free port for each port of 0, so that a restarted server keeps its ports."""
     return config.model_copy(update={"server": with_free_ports(config.server)})
 
 
 def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
-    """Render the run's repository and start a server on it: see `serve_rendered`.
+    """Render the run's model repository, start a server on it and return the server; see `serve_rendered`.
 
     Raises:
         ConfigError: the repository cannot be rendered.
+        ServerStartError: the server cannot start; nothing is left running.
     """
     from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
 
@@ -147,10 +151,10 @@ def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> Tr
 
 
 def serve_rendered(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
-    """Start a server on the run's repository and wait until every model has answered.
+    """Start a server on the rendered repository and return it once every model has answered a request.
 
-    The caller stops the server. Its `section` has the real ports where the configuration had 0. `log` receives
-    the progress and the readable lines of the server's log; the full log is in `run.logs_dir`.
+    The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
+    receives progress messages and the readable lines of the server's log; the full log is in `run.logs_dir`.
 
     Raises:
         ServerStartError: the server cannot start; nothing is left running.
@@ -169,7 +173,7 @@ def serve_rendered(config: RunConfig, *, log: Callable[[str], None] = print) -> 
         server.start()
         server.wait_ready(config.run.dir / "server.json")
         _warn_if_exposed(server, log)
-    except BaseException:  # signals included: the caller has no server to stop yet
+    except BaseException:  # also after a signal, since the caller has no server to stop yet
         server.stop()
         raise
     at = server.section
@@ -181,12 +185,17 @@ def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
     host = server.section.host
     if host in LOOPBACK:
         return
-    log(f"warning: server.host is {host}: anyone who can reach it can score, and train unless a key is set")
+    log(
+        f"warning: server.host is {host}: every client that can reach it can send scoring requests and, unless "
+        "server.training_key_env is set, training requests"
+    )
     with server.control() as control:
         version = control.server_version()
     if version < SAFE_VERSION:
         release = ".".join(map(str, version))
-        log(f"warning: tritonserver {release} has known vulnerabilities; beyond loopback use 2.69 (26.05) or later")
+        log(
+            f"warning: tritonserver {release} has known vulnerabilities; beyond loopback, use 2.69 (NGC 26.05) or later"
+        )
 
 
 def _say(line: str) -> None:
@@ -195,7 +204,7 @@ def _say(line: str) -> None:
 
 def _stop_once(number: int, frame: FrameType | None) -> None:
     for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, signal.SIG_IGN)  # already stopping, within a bounded time
+        signal.signal(again, signal.SIG_IGN)  # the server is already stopping, which takes a bounded time
     raise ServeStopped
 
 

@@ -15,11 +15,11 @@ from python_backend.errors import REPORTED, RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
 
-PATIENCE_S = 60.0  # for all instances to serve a rollback
+PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
 
 
 class NotServed(RlhfError):
-    """CURRENT names a version that not every instance serves."""
+    """Some instance does not serve the version that CURRENT names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         store = WeightsStore(config.run.weights_dir)
         if store.current() is None and not store.versions():
-            raise WeightsError(f"the weights store {store.root} is empty")
+            raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
         match args.action:
             case "list":
                 show(store)
@@ -45,26 +45,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools weights", description="The critic's weights versions.")
+    parser = argparse.ArgumentParser(prog="python -m tools weights", description="Manage the critic's versions.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     for name, what in (
-        ("list", "every version, its parent, and who serves it"),
+        ("list", "list every version with its parent and the instances that serve it"),
         ("verify", "verify each version: files, hash, finite values, a forward pass"),
-        ("rollback", "serve the bytes of an older version again, under a new number"),
-        ("ready", "exit code 0 if a server serves CURRENT: for readiness probes"),
+        ("rollback", "publish the weights of an older version again, as a new version"),
+        ("ready", "exit with 0 if the server serves CURRENT or a later version, else 1: for readiness probes"),
     ):
         action = add_run_arguments(actions.add_parser(name, help=what, description=what))
         if name == "verify":
-            action.add_argument("--version", type=int, action="append", help="only this one; may be repeated")
+            action.add_argument("--version", type=int, action="append", help="only this version; may be repeated")
         if name == "rollback":
-            action.add_argument("--to", type=int, help="version; default: the parent of CURRENT")
+            action.add_argument("--to", type=int, help="the older version; default: the parent of CURRENT")
         if name == "ready":
-            action.add_argument("--server", help="gRPC address; default: the one in the YAML")
+            action.add_argument("--server", help="host:port of the server's gRPC; default: as in the YAML")
     return parser
 
 
 def show(store: WeightsStore) -> None:
-    """Print a line for each version and one for each instance."""
+    """Print a line for each version, then a line for each instance that rejected a version."""
     current, records = store.current(), store.records.alive()
     print(f"{'version':>8}  {'step':>6}  {'from':>6}  {'MB':>8}  {'sha256':<12}  {'written':<19}  served by")
     for version in store.versions():
@@ -87,11 +87,11 @@ def show(store: WeightsStore) -> None:
         if record.rejected is not None:
             print(f"{record.name} rejected version {record.rejected}: {record.error}")
     if not records:
-        print("no instance is alive")
+        print("no serving instance is alive")
 
 
 def verify(store: WeightsStore, versions: Sequence[int]) -> int:
-    """Check all versions, even after a bad one; return 1 if any is bad."""
+    """Verify all `versions`, continuing after a bad one; return 1 if any is bad, else 0."""
     from python_backend.models.modeling import quiet_transformers  # deferred: they import torch
     from trainer.verification import VersionRejected, verify_alone
 
@@ -110,11 +110,11 @@ def verify(store: WeightsStore, versions: Sequence[int]) -> int:
 
 
 def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
-    """Publish the bytes of version `to` under a new number and wait until they are served.
+    """Publish the weights of version `to` as a new version and wait until every instance serves it.
 
     Raises:
-        WeightsError: there is no such version, or it is damaged.
-        NotServed: not every instance serves it in time; CURRENT names the new version nevertheless.
+        WeightsError: version `to` does not exist or is damaged.
+        NotServed: some instance does not serve the new version in time, although CURRENT names it.
     """
     from python_backend.models.modeling import load_critic, quiet_transformers
     from trainer.publish import Publisher
@@ -131,11 +131,11 @@ def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
         )  # fmt: skip
     except VersionRejected as error:
         raise WeightsError(str(error)) from error
-    print(f"version {reload.version} serves the bytes of version {target} (step {manifest.step})")
+    print(f"version {reload.version} is served, with the weights of version {target} (step {manifest.step})")
     if Journal(config.run.journal_dir, config.run.identity).is_followed():
         print(
-            "a sidecar follows this critic: its next update is published on top of this; to continue training from "
-            f"here, resume the actor from step {manifest.step}, which rewinds the critic"
+            "a sidecar is training this critic, and its next update will replace this version; to continue training "
+            f"from this version, resume the actor from step {manifest.step}, which rewinds the critic"
         )
 
 
@@ -154,7 +154,7 @@ def ready(store: WeightsStore, url: str) -> int:
 
 
 class _Patience:
-    """The publisher's heartbeat callback; raises NotServed if no instance is alive, or after PATIENCE_S."""
+    """Heartbeat callback of the publisher; raises NotServed if no instance is alive or PATIENCE_S have passed."""
 
     def __init__(self, store: WeightsStore) -> None:
         self._store = store
@@ -162,10 +162,11 @@ class _Patience:
 
     def __call__(self, state: str) -> None:
         if not self._store.records.alive():
-            raise NotServed(f"CURRENT is now {self._store.current()}, but no instance is alive to serve it")
+            raise NotServed(f"CURRENT is now {self._store.current()}, but no serving instance is alive")
         if time.monotonic() > self._deadline:
             raise NotServed(
-                f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` shows who serves what"
+                f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` "
+                "shows which version each instance serves"
             )
 
 

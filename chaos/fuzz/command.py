@@ -128,7 +128,7 @@ def run_stage(out: Path, stage: str, count: int, seed: int, *, kills: bool, log:
 def _restarts(outcome: StageOutcome, log: Callable[[str], None]) -> Callable[[str], None]:
     def note(line: str) -> None:
         log(f"  {line}")
-        if "starting it again" in line or "reloading the model" in line:
+        if "restarting the server" in line or "reloading the model" in line:
             outcome.restarts.append(line)
 
     return note

@@ -146,7 +146,7 @@ class Scripted:
 
     def raise_if_dead(self) -> None:
         if self.dead:
-            raise ServerStartError("tritonserver was killed by SIGKILL; its log, x, ends with:\nno more")
+            raise ServerStartError("tritonserver was killed by SIGKILL; its log is x\nthe log ends with:\nno more")
 
     def bound_log(self) -> None:
         pass
@@ -280,7 +280,7 @@ def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
     try:
         first = supervisor.server
         block.touch()
-        until(lambda: "although it has just been replaced" in str(supervisor._health.trouble))
+        until(lambda: "although it has just been reloaded" in str(supervisor._health.trouble))
         block.unlink()
         until(lambda: supervisor.look() or supervisor.server is not first)
         with supervisor.server.control() as control:

@@ -71,7 +71,7 @@ def test_a_killed_server_is_told_and_leaves_nothing(tmp_path: Path) -> None:
         os.kill(server.pid, signal.SIGKILL)
         while server.poll() is None:
             time.sleep(0.02)
-        with pytest.raises(ServerStartError, match=r"tritonserver was killed by SIGKILL; its log, "):
+        with pytest.raises(ServerStartError, match=r"tritonserver was killed by SIGKILL; its log is "):
             server.raise_if_dead()
         assert regions(os.getpid())
 

@@ -61,8 +61,8 @@ def test_rollback_serves_old_bytes_under_a_new_number(rig: Rig, tmp_path: Path, 
     assert main(["rollback", *config, "--to", "1"]) == 0
     told = capsys.readouterr().out
     print(told)
-    assert "version 4 serves the bytes of version 1 (step 1)" in told
-    assert "a sidecar follows this critic" in told
+    assert "version 4 is served, with the weights of version 1 (step 1)" in told
+    assert "a sidecar is training this critic" in told
     new = rig.store.manifest(4)
     assert (new.sha256, new.parent, new.step) == (old.sha256, 1, 1)
     assert (rig.store.current(), rig.instances[0].served[-1]) == (4, 4)
@@ -75,7 +75,7 @@ def test_rollback_serves_old_bytes_under_a_new_number(rig: Rig, tmp_path: Path, 
 def test_rollback_without_a_number_takes_the_parent(rig: Rig, tmp_path: Path, capsys: Output):
     rig.train(1, 2)
     assert main(["rollback", *config_of(rig, tmp_path)]) == 0
-    assert "serves the bytes of version 1 " in capsys.readouterr().out
+    assert "with the weights of version 1 " in capsys.readouterr().out
 
 
 def test_rollback_to_a_damaged_version_is_refused(rig: Rig, tmp_path: Path, capsys: Output):
@@ -94,7 +94,7 @@ def test_rollback_without_an_instance_moves_current_and_says_so(rig: Rig, tmp_pa
     rig.stop()
     rig.instances.pop().close()
     assert main(["rollback", *config_of(rig, tmp_path), "--to", "1"]) == 1
-    assert "CURRENT is now 3, but no instance is alive" in capsys.readouterr().err
+    assert "CURRENT is now 3, but no serving instance is alive" in capsys.readouterr().err
     assert rig.store.current() == 3
 
 

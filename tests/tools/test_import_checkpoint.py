@@ -36,16 +36,16 @@ def test_both_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr().out
     for part in (
         "BertForSequenceClassification (bert)",
-        "sequence classification `classifier`: 1 output(s), with bias, own pooling",
+        "sequence classification `classifier`: 1 output(s), with bias, the model's own pooling",
         "value head `v_head.summary`: 1 output(s), with bias, linear, on each token",
         "(score - 0.5) / 2",
         "fast (tokenizer.json)",
         "suggested: float32",
         "the value head is v_head.summary",
-        "tokenizers: they DIFFER",
+        "tokenizers: reward and critic DIFFER",
     ):
         assert part in said, part
-    assert re.search(r"trial +loads; tokens 1 to 8 score -?\d", said)
+    assert re.search(r"trial +loads; the row of tokens 1 to 8 scores -?\d", said)
     config = load_config(out)
     assert config.reward.checkpoint == tmp_path / "reward"
     assert config.critic.checkpoint == tmp_path / "critic"
@@ -84,7 +84,7 @@ def test_the_same_tokenizer_and_bfloat16(tmp_path: Path, capsys: pytest.CaptureF
         save_tokenizer(tmp_path / role, "a", "b")
     out = tmp_path / "my.yaml"
     assert main(["--reward", str(tmp_path / "reward"), "--critic", str(tmp_path / "critic"), "--out", str(out)]) == 0
-    assert "tokenizers: the same vocabulary" in capsys.readouterr().out
+    assert "tokenizers: reward and critic have the same vocabulary" in capsys.readouterr().out
     assert (load_config(out).reward.dtype, load_config(out).critic.dtype) == ("bfloat16", "bfloat16")
 
 
@@ -112,7 +112,7 @@ def test_weights_that_are_not_finite_are_found_by_trying(tmp_path: Path, capsys:
     tensors["score.weight"][0, 3] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
     assert main(["--reward", str(tmp_path)]) == 1
-    assert "its weights are not finite" in capsys.readouterr().err
+    assert "its weights are damaged" in capsys.readouterr().err
     assert main(["--reward", str(tmp_path), "--no-load"]) == 0
     assert "loads;" not in capsys.readouterr().out
 

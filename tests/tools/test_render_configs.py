@@ -157,10 +157,10 @@ def broken(model: str, old: str, new: str) -> dict:
         ("critic", 'name: "critic"', 'name: "kritic"', "critic/config.pbtxt: name is 'kritic'"),
         ("critic", 'name: "values" data_type: TYPE_FP32', 'name: "values" data_type: TYPE_FP16', "tensor values"),
         ("critic_infer", 'name: "rewards" data_type: TYPE_FP32 dims: [ 1 ]',
-         'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]', "tensor rewards does not fit reward_model"),
+         'name: "rewards" data_type: TYPE_FP32 dims: [ 2 ]', "reward_model has no tensor rewards of this type"),
         ("critic_infer", 'output_map { key: "response_values" value: "response_values" }', "",
          "critic_infer/config.pbtxt: no step produces output response_values"),
-        ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "tensor ids does not fit critic"),
+        ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "critic has no tensor ids of this"),
     ],
 )  # fmt: skip
 def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):

@@ -122,7 +122,7 @@ def test_numpy_2(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_python_without_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path) if name == "LIBDIR" else None)
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
-    with pytest.raises(ServerStartError, match=rf"has no libpython{PYTHON}\.so\.1\.0, .*: use one that has"):
+    with pytest.raises(ServerStartError, match=rf"has no libpython{PYTHON}\.so\.1\.0, .*: use a Python that has it"):
         find_tritonserver(None)
 
 
@@ -134,6 +134,6 @@ def test_no_stub_for_this_python(wheel: TritonHome, tmp_path: Path) -> None:
 
 def test_a_stub_of_another_python(wheel: TritonHome, tmp_path: Path) -> None:
     binary = copy_of(wheel, tmp_path, {PYTHON: OTHER})
-    sentence = rf"is built for Python {OTHER}, and this is Python {PYTHON}: run the command with"
+    sentence = rf"is built for Python {OTHER}, but this is Python {PYTHON}: run the command with"
     with pytest.raises(ServerStartError, match=sentence):
         find_tritonserver(binary)

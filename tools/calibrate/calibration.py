@@ -1,4 +1,4 @@
-"""Measures the settings of served models that are `auto`, and caches the results per model and machine."""
+"""Measures the fastest values of served models' settings that are `auto`; caches them per model and machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Settled:
 
 
 def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
-    """Measure every setting that is `auto` and return it as an override `section.key=value`; none if all are fixed.
+    """Measure every setting that is `auto`; return overrides `section.key=value`, [] if no setting is `auto`.
 
     Raises:
         ConfigError: a model cannot be loaded; the message says why.
@@ -55,10 +55,10 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
 
 
 def splits(cores: int, section: ModelSection) -> list[tuple[int, int]]:
-    """Return the pairs (workers, threads) to try.
+    """Return the pairs (workers, threads) to measure.
 
-    A fixed number is kept, and the other one follows from the cores. On a GPU, `auto` means the default: nothing is
-    tried.
+    A number that `section` sets is kept, and the other one follows from `cores`. On a GPU there is one pair, with the
+    default for each `auto`.
     """
     if section.device != "cpu":
         return [(section.settled("workers"), section.settled("threads"))]
@@ -71,7 +71,11 @@ def splits(cores: int, section: ModelSection) -> list[tuple[int, int]]:
 
 
 def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
-    """Return the fastest settings among the results by (workers, threads); of nearly equal budgets, the smallest."""
+    """Return the fastest settings, with the smallest token budget that is nearly as fast as the best.
+
+    Args:
+        results: output of `tools.calibrate.worker` by (workers, threads).
+    """
     best: Settled | None = None
     for (workers, threads), result in results.items():
         speeds = {int(budget): speed for budget, speed in result["speeds"].items()}
@@ -83,7 +87,7 @@ def choose(results: Mapping[tuple[int, int], Mapping[str, Any]]) -> Settled:
 
 
 def forward_overhead(checkpoint: Path) -> int:
-    """Measure the fixed cost of a reward checkpoint's forward pass, in tokens. Raises ConfigError."""
+    """Measure and return the fixed cost of a reward checkpoint's forward pass, in tokens. Raises ConfigError."""
     return _measure("reward", RewardSection(checkpoint=checkpoint), 1, 1, budgets=(256,))["overhead_tokens"]
 
 
@@ -94,7 +98,7 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
         return known
     pairs = splits(cores, section)
     log(
-        f"{role}: measuring the fastest settings, once for this model on this machine (a few minutes); to skip it, set "
+        f"{role}: measuring the fastest settings, once per model and machine (a few minutes); to skip this, set "
         f"{role}.{', '.join(UNMEASURED)}"
     )
     results = {}
@@ -102,13 +106,13 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
         started = time.monotonic()
         results[workers, threads] = _measure(role, section, workers, threads)
         log(
-            f"{role}: measured {workers} x {threads} threads, {len(results)} of {len(pairs)}, in "
+            f"{role}: measured {workers} workers x {threads} threads ({len(results)} of {len(pairs)}) in "
             f"{time.monotonic() - started:.0f} s"
         )
     settled = choose(results)
     log(
-        f"{role}: {settled.workers} x {settled.threads} threads, token budget {settled.token_budget}, forward overhead "
-        f"{settled.forward_overhead_tokens} tokens: {settled.tokens_per_s:,.0f} tokens/s"
+        f"{role}: {settled.workers} workers x {settled.threads} threads, token budget {settled.token_budget}, "
+        f"forward overhead {settled.forward_overhead_tokens} tokens: {settled.tokens_per_s:,.0f} tokens/s"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(settled), durable=False)
@@ -127,7 +131,7 @@ def _read(path: Path) -> Settled | None:
 def _measure(
     role: str, section: ModelSection, workers: int, threads: int, *, budgets: Sequence[int] = BUDGETS
 ) -> dict[str, Any]:
-    """Run `tools.calibrate.worker` in a process of its own and return its result. Raises ConfigError."""
+    """Run `tools.calibrate.worker` in its own process and return its result. Raises ConfigError."""
     spec = {
         "role": role, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
         "dtype": section.dtype, "workers": workers, "threads": threads, "max_length": section.max_length,
@@ -150,7 +154,7 @@ def _measure(
 
 
 def _identity(section: ModelSection, cores: int) -> str:
-    """Hash what the measurement depends on: the model, the fixed settings, the machine, the libraries."""
+    """Return a hash of what the measurement depends on: the model, the fixed settings, the machine, the libraries."""
     folder = section.checkpoint
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is not a Hugging Face checkpoint: it has no config.json")

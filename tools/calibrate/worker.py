@@ -25,7 +25,7 @@ from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 
 SHORT_TOKENS = 16
 PASS_S = 0.3  # target duration of one pass over the rows
-MIN_TOKENS, MAX_TOKENS = 1500, 40_000  # of a pass
+MIN_TOKENS, MAX_TOKENS = 1500, 40_000  # tokens in one pass over the rows
 ROUNDS = 3
 SLOW_S = 1.5  # a model whose pass takes longer is measured in one round
 MAX_ROWS = 64
@@ -39,7 +39,7 @@ Score = Callable[[list[np.ndarray]], object]
 
 
 class Measurement:
-    """One loaded model, and rows of log-normally distributed lengths to time it on."""
+    """Times one loaded model on rows whose lengths are log-normally distributed."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._threads, self._workers = int(spec["threads"]), int(spec["workers"])
@@ -53,7 +53,7 @@ class Measurement:
         self.overhead_tokens = self._overhead_tokens()
 
     def speeds(self, budgets: list[int]) -> dict[int, float]:
-        """Return tokens per second by token budget."""
+        """Return {token budget: tokens per second}."""
         # With a larger budget, the first micro-batches would take all rows and leave some workers idle.
         budgets = [budget for budget in budgets if budget <= self._tokens / self._workers] or budgets[:1]
         seconds: dict[int, list[float]] = {budget: [] for budget in budgets}
@@ -64,7 +64,7 @@ class Measurement:
         return {budget: self._tokens / statistics.median(times) for budget, times in seconds.items()}
 
     def _make_rows(self, longest: int) -> list[np.ndarray]:
-        """Make as many rows as the workers score in `PASS_S`."""
+        """Return as many rows as the workers score in `PASS_S` seconds, each of at most `longest` tokens."""
         generator = np.random.default_rng(0)
         lengths = np.clip(generator.lognormal(4.8, 0.8, 1024), 1, longest).astype(int)
         rows = [np.arange(length, dtype=np.int64) % 7 for length in lengths]
@@ -75,7 +75,7 @@ class Measurement:
         return rows[: int(np.searchsorted(np.cumsum(lengths), wanted)) + 1]
 
     def _overhead_tokens(self) -> int:
-        """Estimate a forward pass's fixed cost in tokens: a short row's time over the time per further token."""
+        """Return a forward pass's fixed cost in tokens: a short row's time / time per additional token - its length."""
         long = max(self._rows, key=len)
         short = long[:SHORT_TOKENS]
         short_s = min(_seconds(lambda: self._score([short])) for _ in range(10))

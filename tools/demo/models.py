@@ -1,6 +1,7 @@
 """Trains the demo's tokenizer, language model and reward model, and initialises its critic.
 
-Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. A `Recipe` has sizes and rates.
+Ordinary Hugging Face models in fp32 on the CPU; the same seed gives the same bits. A `Recipe` holds sizes and learning
+rates.
 """
 
 import copy
@@ -53,11 +54,11 @@ class Recipe:
     num_samples: int = 4096
     """Continuations of the language model among the reward model's training texts."""
     pair_margin: float = 0.05
-    """Pairs whose gold scores differ by no more are ties: most sentences are neutral."""
+    """Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral."""
     prompt_tokens: int = 6
     new_tokens: int = 24
     num_standardization: int = 512
-    """Samples of the initial policy from whose rewards the standardization constants are computed."""
+    """Samples of the initial policy whose rewards determine the standardization constants."""
     warmup_steps: int = 30
     num_threads: int = 2
 
@@ -201,7 +202,7 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 
 class PreparationProgress:
-    """Logs a line every few seconds: name, percent, loss, seconds so far and to go."""
+    """Logs a line every few seconds: name, percent, loss, elapsed and remaining seconds."""
 
     def __init__(self, name: str, total: int, log: Log, every_s: float = 3.0) -> None:
         self._name, self._total, self._log, self._every_s = name, total, log, every_s
@@ -209,7 +210,7 @@ class PreparationProgress:
         self._shown = self._start
 
     def show(self, loss: Tensor) -> None:
-        """Count one step, and log a line if one is due."""
+        """Count one step; log a line after the last step, or if `every_s` seconds have passed since the last line."""
         self._done += 1
         now = time.monotonic()
         if now - self._shown >= self._every_s or self._done == self._total:
@@ -246,7 +247,7 @@ def _single_output_config(language_model: LlamaForCausalLM) -> LlamaConfig:
 
 
 def _bucketed(rows: Rows, batch_size: int, generator: torch.Generator) -> Iterator[list[int]]:
-    """Yield one epoch of batches in random order; each has rows of similar length, to keep padding low."""
+    """Yield one epoch of batches of row indices in random order; a batch has rows of similar length."""
     order = torch.randperm(len(rows), generator=generator).tolist()
     window = 32 * batch_size
     batches: list[list[int]] = []
@@ -267,7 +268,7 @@ def _padded(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _next_token_losses(model: LlamaForCausalLM, rows: Rows) -> Tensor:
-    """Return the negative log-likelihoods of all tokens but each row's first, as one flat vector."""
+    """Return the negative log-likelihoods of all tokens except each row's first, as one flat vector."""
     tokens, lengths = _padded(rows)
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
     real = torch.arange(1, tokens.shape[1])[None, :] < lengths[:, None]

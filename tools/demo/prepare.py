@@ -1,6 +1,6 @@
 """`python -m tools prepare`: prepares the checkpoints and prompts of a demo, in a folder that is built once.
 
-This module has the recipe `sentences`: corpus -> tokenizer -> language model -> reward, critic and prompts.
+This module contains the recipe `sentences`: corpus -> tokenizer -> language model -> reward, critic and prompts.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _SOURCES = ("corpus.py", "gold.py", "models.py", "prepare.py", "random_models.py
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
     """Return the folder with `policy`, `reward`, `critic`, `prompts.jsonl` and `validation.jsonl`; build it if needed.
 
-    Accuracies and perplexity in the figures are those on held-out sentences. Raises PreparationError.
+    The accuracies and the perplexity in `figures` are measured on held-out sentences. Raises PreparationError.
     """
     fingerprint = {
         "seed": seed,
@@ -62,7 +62,7 @@ def import_torch() -> ModuleType:
     """Import torch with OpenMP threads that sleep while they wait; no effect if torch is already imported.
 
     Spinning threads, the default, made two threads on a shared machine seven times slower than one. The variable
-    is read once, at the import, and must not reach the processes that the caller starts later.
+    is read once, at the import; it must not reach the processes that the caller starts later.
     """
     chosen = os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -122,7 +122,7 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[s
 
 @dataclass(frozen=True)
 class _RewardTexts:
-    """Training texts of the reward model, shaped like PPO's rollouts: a prompt and at most `new_tokens` more."""
+    """Training texts of the reward model, shaped like PPO's rollouts: a prompt and at most `new_tokens` more tokens."""
 
     policy: "LlamaForCausalLM"
     tokenizer: "PreTrainedTokenizerFast"
@@ -148,7 +148,7 @@ def _limited(corpus: Corpus, max_sentences: int | None) -> Corpus:
 
 
 def _encode(tokenizer: "PreTrainedTokenizerFast", sentences: Sequence[str]) -> list[list[int]]:
-    """Token ids, EOS last."""
+    """Return the token ids of each sentence, with EOS at the end."""
     return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(sentences))["input_ids"]]
 
 
@@ -160,8 +160,8 @@ def _prompts(
 ) -> dict[str, list[int]]:
     """Return {text: token ids} of the sentences' first `num_tokens` tokens.
 
-    Left out are beginnings that reach the sentence's end, whose text is `known`, or whose text is tokenized
-    differently because they were cut inside a word.
+    Sentences that are hardly longer are left out, and so are beginnings whose text is in `known`, or whose text gives
+    other tokens because it was cut inside a word.
     """
     starts = [row[:num_tokens] for row in rows if len(row) > num_tokens + 2]
     texts = tokenizer.batch_decode(starts)
@@ -175,7 +175,7 @@ def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare a recipe and print its figures; return 1 with a message if something that it needs is missing."""
+    """Prepare a recipe and print its figures; return 0, or 1 after an error (printed to stderr)."""
     parser = argparse.ArgumentParser(prog="python -m tools prepare", description="Prepare checkpoints and prompts.")
     parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")

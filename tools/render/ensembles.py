@@ -25,7 +25,7 @@ class Step:
 
 
 def critic_infer_steps(rewards: Collection[str]) -> list[Step]:
-    """Return the steps of `critic_infer`: the critic, then the reward model or, with `rewards`, their mixture."""
+    """Return the steps of `critic_infer`: the critic, then the reward model or the models of the named `rewards`."""
     outputs = (contract.VALUES, contract.RESPONSE_VALUES, contract.WEIGHTS_VERSION, contract.AFTER_CRITIC)
     critic = Step(contract.CRITIC, _same(*SCORED, contract.PROMPT_LENGTHS), _same(*outputs))
     if rewards:
@@ -34,10 +34,10 @@ def critic_infer_steps(rewards: Collection[str]) -> list[Step]:
 
 
 def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None) -> list[Step]:
-    """Return a step for each reward, the checkpoint first, and one for their weighted sum.
+    """Return a step for each reward, the checkpoint first, and a last step for their weighted sum.
 
     Args:
-        after: further inputs of the first step, which make it wait for an earlier step's output.
+        after: additional inputs of the first step: outputs of an earlier step, for which it must wait.
     """
     steps, sums = [], dict[str, str]()
     for name in sorted(rewards, key=lambda name: name != MODEL_TERM):
@@ -53,7 +53,7 @@ def mixture_steps(rewards: Iterable[str], *, after: dict[str, str] | None = None
 
 
 def model_of(name: str) -> str:
-    """Return the model that computes the reward of this name."""
+    """Return the name of the model that computes the reward called `name`."""
     return contract.REWARD_CHECKPOINT if name == MODEL_TERM else contract.REWARD_FUNCTION_PREFIX + name
 
 

@@ -14,7 +14,7 @@ from python_backend.wire.contract import BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRIN
 def reference_parameters(config: RunConfig) -> dict[str, str]:
     """Return temperature and banned token ids of the actor's sampling, and the fingerprint of the reference's weights.
 
-    The parameter of a checkpoint that does not exist yet is empty, and the model does not load.
+    If a checkpoint does not exist yet, its parameter is empty, with which the model refuses to load.
 
     Raises:
         ConfigError: a checkpoint exists but cannot be read, or has no end-of-sequence token.

@@ -30,9 +30,9 @@ def render_rewards(
     """Return `{model: config.pbtxt}` of the reward models of a configuration whose `rewards` are set.
 
     Args:
-        place: converts a path to the form that the files use: absolute, or as in the YAML.
-        render: renders the template of a name with values.
-        checkpoint: returns config.pbtxt of the reward checkpoint, served under a name.
+        place: converts a path to the form to write: absolute, or as in the YAML.
+        render: renders the named template with the given values.
+        checkpoint: returns the config.pbtxt that serves the reward checkpoint under the given name.
         fingerprint: returns the fingerprint of the tokenizer in a checkpoint folder.
     """
     assert config.rewards

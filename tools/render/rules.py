@@ -13,7 +13,7 @@ def check_rules(configs: Mapping[str, Any]) -> None:
     """Check names, ragged inputs, batch sizes and the ensembles' wiring. Raises ConfigError."""
     for model, config in configs.items():
         if config.name != model:
-            raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}")
+            raise ConfigError(f"{model}/config.pbtxt: name is {config.name!r}, but must be {model!r}")
         if config.platform == "ensemble":
             _check_ensemble(configs, model)
         elif config.max_batch_size:
@@ -26,7 +26,7 @@ def _check_batching(model: str, config: Any) -> None:
             raise ConfigError(f"{model}/config.pbtxt: input {tensor.name} needs allow_ragged_batch: true, or requests "
                               "of different lengths never share a batch")  # fmt: skip
     if not config.HasField("dynamic_batching"):
-        raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing")
+        raise ConfigError(f"{model}/config.pbtxt: dynamic_batching is missing; add it to the template")
     too_large = [size for size in config.dynamic_batching.preferred_batch_size if size > config.max_batch_size]
     if too_large:
         raise ConfigError(
@@ -44,7 +44,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
         if part.platform == "ensemble":
             raise ConfigError(
                 f"{model}/config.pbtxt: step {step.model_name} is itself an ensemble: a request with a string as "
-                "sequence_id would kill tritonserver 2.51"
+                "sequence_id would crash tritonserver 2.51"
             )
         if before is not None and not before & set(step.input_map.values()):
             raise ConfigError(
@@ -61,7 +61,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
                 known = theirs.get(key)
                 # A tensor between two steps is not declared: it has the type of the step that first uses it.
                 if known is None or _type(ours.setdefault(value, known)) != _type(known):
-                    raise ConfigError(f"{model}/config.pbtxt: tensor {key} does not fit {step.model_name}")
+                    raise ConfigError(f"{model}/config.pbtxt: {step.model_name} has no tensor {key} of this type")
     missing = [tensor.name for tensor in whole.output if tensor.name not in given]
     if missing:
         raise ConfigError(f"{model}/config.pbtxt: no step produces output {missing[0]}; see tools/render/ensembles.py")

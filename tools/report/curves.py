@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.report.data import PHASES, SHOWN_S, RunRecord, formatted, load_run, number, phase_seconds, series
 
-Axes = Any  # matplotlib is imported late, and only where it draws
+Axes = Any  # matplotlib is imported only by the functions that draw
 Draw = Callable[[Axes, RunRecord], None]
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
     "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8A8F98",
@@ -84,7 +84,7 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_gold(axes: Axes, run: RunRecord) -> None:
-    """Draw gains as intervals against zero; the levels are in the title."""
+    """Draw each gain with its interval, and a line at zero; the title has the scores before and after."""
     rows = run.gains[::-1]
     for y, gain in enumerate(rows):
         colour = BLUE if gain.low > 0 else RED if gain.high < 0 else GREY
@@ -168,7 +168,7 @@ def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_distinct(axes: Axes, run: RunRecord) -> None:
-    """Draw the share of distinct bigrams, scaled to its maximum: with long or many responses it is a few per cent."""
+    """Draw the share of distinct bigrams, scaled to its maximum, which is a few per cent for long or many responses."""
     axes.set_ylim(0, 1.1 * max(_plot(axes, run, DISTINCT, color=GREEN, lw=1.6)) or 1.0)
     _finish(axes, "Distinct bigrams (share of all)", "step")
 
@@ -227,7 +227,7 @@ def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
 
 
 def svg(draw: Draw, run: RunRecord) -> str:
-    """Return one picture as an SVG text, the same bytes for the same run."""
+    """Return one picture as SVG text; the same run gives the same bytes."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -240,13 +240,13 @@ def svg(draw: Draw, run: RunRecord) -> str:
 
 
 CAPTIONS: dict[Draw, str] = {
-    draw_reward: "The reward that is optimised: mean per batch, and after the KL penalty where there is one.",
-    draw_gold: "The score PPO never saw, on held-out prompts, with 95 % intervals.",
-    draw_kl: "How far the policy moved from where it started.",
+    draw_reward: "The mean reward per batch, and the reward after the KL penalty if there is one.",
+    draw_gold: "The gold score, which PPO never saw, on held-out prompts, with 95 % intervals.",
+    draw_kl: "How far the policy has moved from the initial policy.",
     draw_explained_variance: "How much of the returns' variance the critic explains.",
     draw_step_time: "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
     draw_versions: "Which critic version is served, and when it was replaced.",
-    draw_reload_ms: "What a reload costs, from publishing to serving; old weights serve meanwhile.",
+    draw_reload_ms: "How long a reload takes, from publishing to serving; the old weights serve meanwhile.",
     draw_distinct: "Whether texts stay diverse: repetition shows here first.",
-    draw_ended: "Responses that ended before their length limit.",
+    draw_ended: "Share of responses that ended before their length limit.",
 }

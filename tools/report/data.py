@@ -18,9 +18,9 @@ from tools.report.summary import Pair, gold_gains, has_samples, read_pairs
 
 SETTINGS_FILE = "settings.json"
 ALL_WORDS = "all words"
-MOST_DRAWN = 2000  # steps, and critic updates: more cannot be told apart, and make a page of many megabytes
-MOST_TEXTS = 8  # from the beginning of a run, and as many from its end
-SHOWN_S = 0.005  # a shorter phase would be shown as 0.00
+MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
+MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
+SHOWN_S = 0.005  # phases that are shorter would be shown as 0.00
 # Timer -> label; "other" is the part of a step that no timer covers.
 PHASES = {
     "timers/generate": "generate",
@@ -55,7 +55,7 @@ class RolloutText:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What the report shows, as read from the run folder."""
+    """Data of the report, as read from the run folder."""
 
     name: str
     summary: dict[str, Any]
@@ -67,12 +67,12 @@ class RunRecord:
 
     @property
     def gold(self) -> bool:
-        """Whether the held-out texts have a score that the run never saw."""
+        """Whether the held-out texts have a gold score, which the run was not trained on."""
         return "gold_before" in self.summary
 
     @cached_property
     def gains(self) -> list[Gain]:
-        """The gold gain with the whole lexicon, and without the top word; empty without gold scores."""
+        """The gold gain with the whole lexicon and, if there is a top word, without it; [] without gold scores."""
         if not self.gold:
             return []
         gains = [_gain(ALL_WORDS, *gold_gains(self.pairs))]
@@ -83,7 +83,7 @@ class RunRecord:
 
 
 def load_run(run_dir: Path) -> RunRecord:
-    """Read a run's folder. Raises FileNotFoundError that names a missing file; samples.jsonl is optional."""
+    """Return the data in a run's folder. Raises FileNotFoundError if a file other than samples.jsonl is missing."""
     run_dir = Path(run_dir).resolve()
     path = run_dir / "summary.json"
     if not path.is_file():
@@ -104,7 +104,7 @@ def load_run(run_dir: Path) -> RunRecord:
 
 
 def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested objects as one, with keys joined by dots."""
+    """Return nested objects as one flat object, with keys joined by dots."""
     flat: dict[str, Any] = {}
     for key, value in sections.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -112,7 +112,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return metrics.jsonl in ascending order of steps, thinned; of a step repeated after a resume, the last line."""
+    """Return the rows of metrics.jsonl by ascending step, thinned; for a step repeated after a resume, the last row."""
     chosen = Thinned()
     for row in each_line(run_dir / "metrics.jsonl", required=True):
         while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
@@ -122,7 +122,7 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_texts(run_dir: Path) -> list[RolloutText]:
-    """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; none if the file is missing."""
+    """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; [] if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
     first = list(islice(rows, MOST_TEXTS))
     names = ("step", "prompt", "response", "reward")
@@ -130,7 +130,7 @@ def read_texts(run_dir: Path) -> list[RolloutText]:
 
 
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
-    """Return critic_metrics.jsonl in its order; updates and each kind of reload are thinned separately."""
+    """Return the rows of critic_metrics.jsonl by time; updates and each kind of reload are thinned separately."""
     chosen: dict[str | None, Thinned] = {}
     for row in each_line(run_dir / "critic_metrics.jsonl", required=True):
         chosen.setdefault(row.get("reload"), Thinned()).add(row)
@@ -146,7 +146,7 @@ class Thinned:
         self._seen = 0
 
     def add(self, row: dict[str, Any]) -> None:
-        """Process the next row."""
+        """Add the next row of the stream."""
         if self._seen % self._every == 0:
             self.rows.append(row)
         self._seen += 1
@@ -156,7 +156,7 @@ class Thinned:
 
 
 def reward_gain(run: RunRecord) -> Gain | None:
-    """Return the gain in reward over the pairs that have both scores; None without such a pair."""
+    """Return the gain in reward over the pairs that have both rewards; None if there is no such pair."""
     scored = [
         (pair.reward_before, pair.reward_after)
         for pair in run.pairs
@@ -166,14 +166,14 @@ def reward_gain(run: RunRecord) -> Gain | None:
 
 
 def phase_seconds(row: dict[str, Any]) -> dict[str, float]:
-    """Return a step's seconds by the labels in PHASES; what no timer covers is "other"."""
+    """Return {label in PHASES: seconds} of a step; "other" is the time that no timer covers."""
     seconds = {name: number(row.get(key)) or 0.0 for key, name in PHASES.items()}
     total = number(row.get("timers/step_time")) or 0.0
     return seconds | {"other": max(0.0, total - sum(seconds.values()))}
 
 
 def formatted(value: float, spec: str) -> str:
-    """Format like `format`, but without a minus sign if the result is 0."""
+    """Return `format(value, spec)`, but without a minus sign if the result is 0."""
     text = format(value, spec)
     return text if text.strip("+-0.,") else format(0.0, spec)
 

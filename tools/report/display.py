@@ -1,4 +1,4 @@
-"""Live display of a run in a terminal; one plain line per step elsewhere.
+"""Live display of a run in a terminal; where there is no terminal, prints plain lines.
 
 Follows metrics.jsonl and critic_metrics.jsonl; text printed meanwhile stays above the display.
 """
@@ -30,12 +30,12 @@ PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "r
 SPARKLINE_WIDTH = 24
 CURVE_POINTS = 1000  # even, since pairs are merged; far more than a sparkline shows
 NARROW_WIDTH = 66  # columns that the display needs beside the sparkline
-PLAIN_LINES = 100  # without a terminal, about this many steps are printed
+PLAIN_LINES = 100  # without a terminal, about this many lines are printed, one step each
 ETA_STEPS = 20  # steps whose intervals the estimate uses
 
 
 class RunDisplay:
-    """A context manager; call `refresh` a few times a second while it is open."""
+    """Context manager that displays a run; call `refresh` a few times a second while it is open."""
 
     def __init__(self, run_dir: Path, total_steps: int, *, console: Console | None = None) -> None:
         # Decided here, since rich would also obey FORCE_COLOR on a CI machine.
@@ -82,7 +82,7 @@ class RunDisplay:
                 self._live = None
 
     def phase(self, text: str) -> None:
-        """Show the current phase; in a terminal, log the previous one as done, with its seconds."""
+        """Show the phase that begins now; in a terminal, log the previous phase as done, with its seconds."""
         seconds = time.monotonic() - self._phase_start
         if self._is_live and self._phase:
             self.log(f"✓ {self._phase} ({seconds:.1f} s)")
@@ -91,21 +91,21 @@ class RunDisplay:
         self._phase, self._phase_start = text, time.monotonic()
 
     def log(self, text: str) -> None:
-        """Print a line that stays above the display."""
+        """Print a line, which stays above the display."""
         if self._is_live:
             self._console.print(Text(text), soft_wrap=True)
         else:
             print(text, file=self._console.file, flush=True)
 
     def refresh(self) -> None:
-        """Read what the actor and the sidecar have written since the last call."""
+        """Read the metrics that the actor and the sidecar have written since the last call; print lines if not live."""
         for row in self._read():
             step = row["step"]
             if not self._is_live and (step % self._every == 0 or step in (1, self._total)):
                 self.log(self._plain_line(row))
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        """Yield the new steps; the display is at a step while it is yielded."""
+        """Yield the rows of new steps; each is part of the displayed state before it is yielded."""
         # rich's thread may be drawing from these objects: they are replaced, never mutated.
         for row in self._critic_metrics.read_new():
             kind = row.get("reload")
@@ -130,7 +130,7 @@ class RunDisplay:
         return self._recent[-1] if self._recent else {}
 
     def _eta(self) -> str:
-        """Estimate from the median interval between steps since this start: with waits, without a resume's pause."""
+        """Return the time left, from the median interval between the latest steps; ignores pauses before a resume."""
         rows = self._recent
         if not rows:
             return "-"
@@ -145,7 +145,7 @@ class RunDisplay:
         return "  ".join([*parts, f"ETA {self._eta()}"])
 
     def _figures(self, row: dict[str, Any]) -> list[tuple[str, str]]:
-        """Return (name, text) of the figures in both displays, in their order."""
+        """Return (name, text) of the figures that the live display and the plain lines show, in order."""
         swap, triton = (self._reloads.get(kind, {}) for kind in ("swap", "triton"))
         newest = max((swap, triton), key=lambda reload: reload.get("time", 0.0))
         served = newest or {"weights_version": row.get("train_rollouts/weights_version")}
@@ -159,7 +159,7 @@ class RunDisplay:
             ("triton reload", _format(triton, "reload_ms", ",.0f", " ms")),
             ("failed requests", _format(row, "client/failed_requests", ".0f")),
         ]
-        return [(name, text) for name, text in figures if text]  # a run without a critic has no figures of it
+        return [(name, text) for name, text in figures if text]  # a run without a critic has no critic figures
 
     def _render(self) -> RenderableType:
         lines: list[RenderableType] = [self._head()]
@@ -206,7 +206,7 @@ class RunDisplay:
 
 
 class Curve:
-    """A series of any length, kept as a bounded number of means over equally many values."""
+    """A series of any length, reduced to fewer than CURVE_POINTS means, each over the same number of values."""
 
     def __init__(self) -> None:
         self.means: tuple[float, ...] = ()
@@ -225,7 +225,7 @@ class Curve:
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
-    """Return the values as at most `width` block characters, which show means if there are more values."""
+    """Return the values as at most `width` block characters; if there are more values, each character shows a mean."""
     count = min(width, len(values))
     cuts = [round(i * len(values) / count) for i in range(count + 1)] if count else []
     means = [statistics.fmean(values[a:b]) for a, b in pairwise(cuts)]
@@ -234,7 +234,7 @@ def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
 
 
 def _step_time(row: dict[str, Any]) -> list[RenderableType]:
-    """Return a bar divided by phase, and its legend; nothing for a step without timers."""
+    """Return a bar of the phases of a step, and its legend; [] for a step without timers."""
     seconds = {name: value for name, value in phase_seconds(row).items() if value >= SHOWN_S}
     total = sum(seconds.values())
     if not total:

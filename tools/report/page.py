@@ -35,7 +35,7 @@ NUM_TEXTS = 24
 def write_report(run_dir: Path) -> Path:
     """Write report.html into the folder of a finished run; return its path.
 
-    Gold scores and held-out texts are optional. Raises FileNotFoundError that names a missing file.
+    Gold scores and held-out texts are optional. Raises FileNotFoundError, which names the file, if another is missing.
     """
     run = load_run(run_dir)
     words = word_gains(run.pairs) if run.gold else []
@@ -86,7 +86,7 @@ def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[
 
 
 def verdict(what: str, gain: Gain) -> str:
-    """Return a sentence on the gain; an interval that includes 0 counts as no change."""
+    """Return a sentence that says how `what` changed; an interval that includes 0 counts as no change."""
     interval = f"95 % interval [{gain.low:.3f}, {gain.high:.3f}]"
     if gain.low > 0:
         return f"{what} rose by {gain.mean:.3f}, {interval}."
@@ -96,7 +96,7 @@ def verdict(what: str, gain: Gain) -> str:
 
 
 def highlight(text: str, marked: re.Pattern[str]) -> Markup:
-    """Return the escaped text with the matches of `marked` wrapped; it is split first, so no match cuts an entity."""
+    """Return `text` as HTML, matches of `marked` in <mark>; split before escaping, so that no match cuts an entity."""
     pieces = marked.split(text)
     return Markup("").join(
         Markup("<mark>{}</mark>").format(piece) if i % 2 else piece for i, piece in enumerate(pieces)
@@ -104,7 +104,7 @@ def highlight(text: str, marked: re.Pattern[str]) -> Markup:
 
 
 def word_pattern(words: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern whose one group is any of the words, whole, in any case; without words it matches nothing."""
+    """Return a pattern with one group that matches any of `words` as a whole word, in any case; [] matches nothing."""
     if not words:
         return re.compile(r"(?!)()")
     return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", re.IGNORECASE)
@@ -120,7 +120,7 @@ def _results(run: RunRecord) -> list[tuple[str, Gain]]:
 
 
 def _training_rewards(run: RunRecord) -> dict[str, Any] | None:
-    """Return mean rewards of the first and the last tenth of the steps; None for a run of one step."""
+    """Return the mean rewards of the first and of the last tenth of the steps; None for a run of one step."""
     _, rewards = series(run.steps, "train_rollouts/rewards")
     count = max(1, len(rewards) // 10)
     if len(rewards) < 2 * count:

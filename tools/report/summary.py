@@ -1,6 +1,6 @@
-"""Writes summary.json of a finished run, and reads the run's held-out texts in pairs.
+"""Writes summary.json of a finished run, and reads the held-out texts from before and after training as pairs.
 
-With `gold`, each text's gold score is added to samples.jsonl as well.
+With `gold`, also adds the gold score of each text to samples.jsonl.
 """
 
 import json
@@ -17,8 +17,8 @@ from python_backend.store.jsonl import each_line, write_jsonl
 from tools.demo.gold import gold_scorer, paired_ci95, words_that_gained
 
 OF_EVERY_ACTOR = ("steps", "failed_requests", "masked_samples", "seconds_per_step")
-SUMMARY_KEYS = {  # possible keys of summary.json, in its order, with their descriptions in the report
-    "steps": "Steps: one batch of rollouts and its update each.",
+SUMMARY_KEYS = {  # possible keys of summary.json, in the file's order, with their descriptions in the report
+    "steps": "Number of steps; each is one batch of rollouts and the update on it.",
     "reward_before": "Mean reward of the initial policy's texts on the held-out prompts.",
     "reward_after": "The same for the final policy, same prompts and sampling seeds.",
     "reward_gain_ci95": "95 % interval of the reward's gain: paired bootstrap over the prompts.",
@@ -33,7 +33,7 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in its order, with their desc
     "unique_before": "Share of different responses among the held-out responses before training.",
     "unique_after": "The same after training.",
     "ev_v0": "Share of the returns' variance that critic version 0 explains on the held-out rollouts.",
-    "ev_last": "The same for the last version, asked through the server, on the same rollouts.",
+    "ev_last": "The same for the last version, queried through the server, on the same rollouts.",
     "weights_version": "Version of the critic's weights that was served at the end.",
     "critic_updates": "Critic updates that were sent to the sidecar.",
     "failed_critic_updates": "Critic updates that failed in the sidecar; the run continued.",
@@ -41,12 +41,12 @@ SUMMARY_KEYS = {  # possible keys of summary.json, in its order, with their desc
     "reloads_triton": "New weights loaded through Triton's load call, in a fresh model instance.",
     "failed_requests": "Requests that failed, by the client's count.",
     "server_failures": "Requests that failed, by the server's own count (nv_inference_request_failure).",
-    "masked_samples": "Samples left out of training because they have no reward.",
+    "masked_samples": "Samples that were excluded from training because they have no reward.",
     "seconds_total": "Seconds of the whole command, preparation included.",
-    "seconds_per_step": "Seconds per step.",
+    "seconds_per_step": "Mean seconds per step.",
     "swap_ms_p50": "Median milliseconds from publishing to serving, by swap.",
     "triton_reload_ms_p50": "Median milliseconds of a Triton reload; the old weights serve meanwhile.",
-    "peak_rss_mb": "Largest memory of all processes together, in MB.",
+    "peak_rss_mb": "Peak memory of all processes together, in MB.",
 }
 
 
@@ -80,18 +80,18 @@ def write_summary(
 ) -> dict[str, Any]:
     """Write summary.json and return it: SUMMARY_KEYS, without those that the run did not measure.
 
-    The gold score is that of prompt + response, as in the reward model's training labels: a negation or a
-    booster at the end of the prompt acts on the response, and what the prompt adds is the same on both sides. For a
-    chat it is that of the reply, which is what the reward model reads.
+    The gold score is computed on prompt + response, like the reward model's training labels: a negation or a booster at
+    the end of the prompt affects the response, and what the prompt contributes is the same before and after. For a chat
+    it is computed on the reply, which is what the reward model reads.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is broken, or its texts do not pair.
+        ValueError: a file is damaged, or a text has no partner.
     """
     run_dir = Path(run_dir)
     actor = _actor_summary(run_dir / "actor_summary.json")
     figures = dict(actor)
-    # `reward_before` shows that the run validated; only a run that did not may lack samples.jsonl.
+    # `reward_before` shows that the run validated; only a run that did not validate may lack samples.jsonl.
     if gold or "reward_before" in actor or has_samples(run_dir):
         if gold:
             _add_gold(run_dir / "samples.jsonl")
@@ -111,13 +111,13 @@ def write_summary(
 
 
 def has_samples(run_dir: Path) -> bool:
-    """Return whether the run validated, which is whether samples.jsonl has lines."""
+    """Return whether samples.jsonl has lines, that is, whether the run validated."""
     path = run_dir / "samples.jsonl"
     return path.is_file() and path.stat().st_size > 0
 
 
 def read_pairs(run_dir: Path) -> list[Pair]:
-    """Return samples.jsonl as pairs in the file's order. Raises ValueError if the texts do not pair."""
+    """Return the pairs in samples.jsonl, in its order. Raises ValueError if a text is repeated or has no partner."""
     path = run_dir / "samples.jsonl"
     sides: dict[str, dict[str, dict[str, Any]]] = {"before": {}, "after": {}}
     for row in each_line(path, required=True):
@@ -138,18 +138,18 @@ def read_pairs(run_dir: Path) -> list[Pair]:
 
 
 def gold_gains(pairs: Sequence[Pair], extra_dropped: Sequence[str] = ()) -> tuple[list[float], list[float]]:
-    """Return the gold scores (before, after) of the pairs, with `extra_dropped` taken out of the lexicon."""
+    """Return the gold scores (before, after) of the pairs, with the words `extra_dropped` removed from the lexicon."""
     score = gold_scorer(extra_dropped=extra_dropped)
     return [score(pair.text_before) for pair in pairs], [score(pair.text_after) for pair in pairs]
 
 
 def word_gains(pairs: Sequence[Pair]) -> list[tuple[str, float]]:
-    """Return (word, gold gained per text), largest first."""
+    """Return (word, gain in gold score per text), largest gain first."""
     return words_that_gained([pair.text_before for pair in pairs], [pair.text_after for pair in pairs])
 
 
 def distinct2(texts: Sequence[str]) -> float | None:
-    """Return distinct bigrams over all bigrams of words; None if no text has two words."""
+    """Return the number of distinct word bigrams over that of all; None if no text has two words."""
     words = [text.split() for text in texts]
     bigrams = [pair for row in words for pair in pairwise(row)]
     return len(set(bigrams)) / len(bigrams) if bigrams else None
@@ -215,7 +215,7 @@ def _text_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 def _gold_figures(pairs: Sequence[Pair]) -> dict[str, Any]:
     before, after = gold_gains(pairs)
-    # Negations and boosters can gain too, but cannot be taken out of the lexicon: alone they score 0.
+    # Negations and boosters can gain too, but cannot be removed from the lexicon: alone they score 0.
     score = gold_scorer()
     top_word = next((word for word, _ in word_gains(pairs) if score(word)), None)
     without = gold_gains(pairs, [top_word] if top_word else [])

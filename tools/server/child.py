@@ -1,4 +1,4 @@
-"""A child process of `tools run`: its output in a log file, stopped by a signal, never orphaned."""
+"""Child processes of `tools run`: they write to log files, are stopped by a signal, and end when the parent dies."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _MESSAGE = re.compile(r"^[\d:]{8} (?:(?:WARNING|ERROR) |INFO (?=resuming ))(.*)"
 def start_bound(
     command: Sequence[str], log: IO[bytes], env: Mapping[str, str], *, inherits: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one, in a session of its own, so that Ctrl-C reaches this process alone.
+    """Start a process that receives SIGTERM when this process dies; in its own session, where Ctrl-C does not reach it.
 
     Call it from a thread that lives as long as the child should: the kernel signals the child when that *thread* ends.
-    `inherits`: further file descriptors to pass to the child.
+    `inherits`: additional file descriptors to pass to the child.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _STARTER, str(os.getpid()), *command],
@@ -43,11 +43,11 @@ def start_bound(
 
 
 class ChildDied(RlhfError):
-    """A process of the run has ended on its own; the message says which and how, and has the end of its log."""
+    """A process of the run ended unexpectedly; the message names the process and contains the end of its log."""
 
 
 class Child:
-    """A Python module that runs in a process of its own."""
+    """A Python module that runs in its own process."""
 
     def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
         """Start `python -m <arguments>`."""
@@ -69,7 +69,7 @@ class Child:
         set_aside_if_large(self.log_path, limit_bytes)
 
     def new_messages(self) -> list[str]:
-        """Return warnings, errors and "resuming" messages from whole lines logged since the last call."""
+        """Return the warnings, errors and "resuming ..." messages that were logged since the last call."""
         with self.log_path.open("rb") as log:
             if log.seek(0, os.SEEK_END) < self._reported_bytes:  # truncated by `bound_log`
                 self._reported_bytes = 0
@@ -79,18 +79,18 @@ class Child:
         return _MESSAGE.findall(text.decode(errors="replace"))
 
     def raise_if_failed(self) -> None:
-        """Raise ChildDied if it ended with anything but 0."""
+        """Raise ChildDied if the process ended with an exit code other than 0."""
         code = self.poll()
         if code not in (None, 0):
             raise ChildDied(self.obituary())
 
     def obituary(self) -> str:
-        """Return how it ended, with the last lines of its log."""
+        """Return how the process ended, with the last lines of its log."""
         how = how_ended(self.process.wait())
-        return f"the {self.name} {how}; its log, {self.log_path}, ends with:\n{tail(self.log_path)}"
+        return f"the {self.name} {how}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
 
     def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:
-        """Send `signum`, kill the process if it runs on for `timeout_s`, and return its exit code."""
+        """Send `signum`, kill the process if it is still running after `timeout_s`, and return its exit code."""
         if self.poll() is None and not self._stopping:
             self._stopping = True
             self.process.send_signal(signum)

@@ -1,8 +1,8 @@
-"""`python3 -m tools.server.container`: execs tritonserver on the image's model repository, locked down.
+"""`python3 -m tools.server.container`: execs tritonserver on the image's model repository, with restricted APIs.
 
-Imports the standard library only, since the image holds only what serves. The server gets a copy of the repository,
-because the training key is not known when the image is built. If `TRAINING_KEY` is not set, a key is generated once and
-kept in `runs/training.key`.
+Needs only the standard library, since the image contains only what serving needs. The server runs on a copy of the
+repository that contains the hash of the training key, which is not known when the image is built. If `TRAINING_KEY` is
+not set, a key is generated once and kept in `runs/training.key`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from python_backend.store.control_key import closing_arguments, control_key, key
 REPOSITORY = Path("model_repository")
 RUNS = Path("runs")
 KEY_VARIABLE = "TRAINING_KEY"
-EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10
+EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10 s
 LARGEST_BODY_BYTES = 256 << 20  # a training payload may exceed the server's own limit of 64 MB
 SERVER_ARGUMENTS = (
     "--model-control-mode=explicit",
@@ -38,7 +38,7 @@ _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
 
 
 def main() -> None:
-    """Replace this process with tritonserver; the environment sets the addresses that it binds."""
+    """Replace this process with tritonserver; TRITON_ADDRESS and TRITON_CONTROL_ADDRESS set the addresses to bind."""
     os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
     repository = Path(tempfile.mkdtemp(prefix="model_repository-"))
     copy_repository(REPOSITORY, repository, training_key(RUNS))
@@ -58,29 +58,29 @@ def training_key(runs: Path) -> str:
         return given
     path = runs / "training.key"
     if not path.exists():
-        print(f"{KEY_VARIABLE} is not set: training needs the key in {path}", flush=True)
+        print(f"{KEY_VARIABLE} is not set: training requests need the key in {path}", flush=True)
     return key_in(path)
 
 
 def copy_repository(source: Path, target: Path, key: str) -> None:
-    """Copy a rendered repository; models that train get the hash of `key` unless they were rendered with one."""
+    """Copy a rendered repository; add the hash of `key` to the training models that were rendered without one."""
     shutil.copytree(source, target, dirs_exist_ok=True, copy_function=shutil.copyfile)
     digest = hashlib.sha256(key.encode()).hexdigest()
     for path in target.glob("*/config.pbtxt"):
         path.write_text(_NO_KEY.sub(rf'\g<1>"{digest}"', path.read_text()))
-    # Bytecode written during a load would be a change, and Triton would load the model again.
+    # To Triton, bytecode that is written during a load is a change of the model, which it would then load again.
     compileall.compile_dir(target, quiet=2)
 
 
 def weights_dir(repository: Path) -> Path:
-    """Return the folder of the critic's weights; the default one if no critic is served."""
+    """Return the folder of the critic's weights that `repository` names; the default folder if no critic is served."""
     config = repository / "critic" / "config.pbtxt"
     found = _STORE.search(config.read_text()) if config.is_file() else None
     return Path(found[1]) if found else RUNS / "default" / "weights" / "critic"
 
 
 def tritonserver_command(repository: Path, *, key: str, address: str, control_address: str) -> list[str]:
-    """Return the command line. Model control requires `key`; its gRPC port is on `control_address` besides."""
+    """Return the command line. Model control requires `key` and works over gRPC, which listens on `control_address`."""
     return [
         "tritonserver",
         f"--model-repository={repository}",

@@ -1,7 +1,7 @@
-"""Health checks of a running tritonserver: reloads models that died or hang, and reports if the server itself hangs.
+"""Checks the health of a running tritonserver: reloads models that died or hang, reports if the server itself hangs.
 
 Triton does neither: it continues to report ready, and answers every request to a dead model with an error. A model
-that works on a long request does not count as hung: its forward counter increases, or its process uses the CPU.
+that works on a long request does not count as hung: its forward-pass counter increases, or its process uses the CPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SERVER_SILENT_S = 20.0  # no answer over HTTP, or none over gRPC: the server han
 STOPPED_S = 10.0  # no answer, and its process is stopped (SIGSTOP): the model hangs
 SILENT_S = 60.0  # no answer, no forward pass, and its process hardly uses the CPU: the model hangs
 COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process computes, perhaps on one very long row
-COMPUTING_CPU_SHARE = 0.2  # of one core since the model fell silent: above it the process computes
-LONGEST_PAUSE_S = 60.0  # between attempts to replace a model
+COMPUTING_CPU_SHARE = 0.2  # of one core, since the model stopped answering; above it, the process counts as computing
+LONGEST_PAUSE_S = 60.0  # between attempts to reload a model
 WAITING = "nv_inference_pending_request_count"
 PROGRESS = ("rlhf_forwards_total", "nv_inference_exec_count", "nv_inference_request_success")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
@@ -42,11 +42,11 @@ class _Watched:
     progress: tuple[float, ...] = ()
     silent_since: float | None = None
     cpu_s: float = 0.0
-    """CPU time of its processes when it fell silent."""
+    """CPU time of the model's processes when it stopped answering."""
     replacements: int = 0
-    """Consecutive replacements without an answer in between."""
+    """Consecutive reloads without an answer in between."""
     again_at: float = 0.0
-    """Time (monotonic) before which it is not replaced again."""
+    """Time (monotonic) before which the model is not reloaded again."""
 
 
 class ServerHealth:
@@ -54,7 +54,7 @@ class ServerHealth:
 
     def __init__(self, server: TritonServer, log: Callable[[str], None]) -> None:
         self.trouble: str | None = None
-        """Set when only a restart of the server helps; the checks end then."""
+        """Why the server must be restarted, else None; the checks end once it is set."""
         self._server = server
         self._log = log
         self._stopping = threading.Event()
@@ -69,7 +69,7 @@ class ServerHealth:
     def stop(self) -> None:
         """Stop the checks."""
         self._stopping.set()
-        if self._thread.is_alive():  # a signal may have come before it was started
+        if self._thread.is_alive():  # a signal may have arrived before the thread was started
             self._thread.join()
 
     def _watch(self) -> None:
@@ -86,7 +86,7 @@ class ServerHealth:
     def _server_answers(self, control: ControlPlane) -> bool:
         """Return whether the server answers over both protocols; set `trouble` after a long silence.
 
-        It is probed with requests that never queue behind others.
+        The probes are requests that never wait in a queue.
         """
         answers = {
             "HTTP": bool(get_page(self._server.section.http_url, "/v2/health/live")),
@@ -128,8 +128,8 @@ class ServerHealth:
     ) -> bool:
         """Return whether the model has answered since the last check, or answers a probe now. Raises ControlPlaneError.
 
-        For the models that train, save or mix rewards, only invalid requests are without side effects, and these would
-        count as failed. So the check is that their process runs, and that no requests are pending without progress.
+        Models that train, save or mix rewards are not probed: a valid request would have side effects, and an invalid
+        one would count as failed. For them, return whether their process runs and no request waits without progress.
         """
         if model in SCORING_OUTPUTS:
             successes = control.statistics(model).success_count
@@ -151,7 +151,7 @@ class ServerHealth:
         return moved or (model not in SCORING_OUTPUTS and not found.get(WAITING))
 
     def _replace(self, control: ControlPlane, model: str, watched: _Watched, reason: str) -> None:
-        """Reload the model; if the load gets no answer or does not help, set `trouble` to have the server restarted."""
+        """Reload the model; if the load gets no answer or does not help, set `trouble`, which restarts the server."""
         begin = time.monotonic()
         if begin < watched.again_at:
             return
@@ -161,14 +161,14 @@ class ServerHealth:
         try:
             timeout_s = self._server.section.load_timeout_s
             control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, timeout_s=timeout_s)
-        except LoadRefused as error:  # the model's own reason, which a new server would meet too
+        except LoadRefused as error:  # the model itself cannot load, and could not in a restarted server
             self._log(f"error: {error}\ntrying again in {pause_s:g} s")
         except ControlPlaneError as error:
-            self.trouble = f"{model} cannot be replaced: {error}"
+            self.trouble = f"{model} cannot be reloaded: {error}"
         else:
             self._log(f"{model} serves again after {time.monotonic() - begin:.1f} s")
             if watched.replacements > 1:
-                self.trouble = f"{reason}, although it has just been replaced"
+                self.trouble = f"{reason}, although it has just been reloaded"
         watched.again_at = time.monotonic() + pause_s
 
 
@@ -198,7 +198,7 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 def get_page(url: str, path: str) -> str:
-    """Return the body of a GET request, or the reason phrase for an empty body; empty if there is no answer."""
+    """Return the response body of a GET request, or the reason phrase if it is empty; "" if there is no response."""
     host, _, port = url.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=PROBE_TIMEOUT_S)
     try:

@@ -1,7 +1,7 @@
 """`python3 -m tools.server.healthcheck`: exit code 0 if the models of the image answer an inference request.
 
-Triton's own readiness stays true after a model's process has died. Imports the standard library only, like
-`tools.server.container`.
+Triton's own readiness stays true after a model's process has died. Like `tools.server.container`, needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(repository: Path = REPOSITORY, url: str | None = None) -> int:
-    """Probe each model that clients use; return 1 and print the reason if one does not answer."""
+    """Probe each model that clients use; return 0, or print the reason and return 1 if one does not answer."""
     address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
-    whole = CRITIC_INFER if (repository / CRITIC_INFER).is_dir() else REWARD_MODEL  # the former runs both models
+    whole = CRITIC_INFER if (repository / CRITIC_INFER).is_dir() else REWARD_MODEL  # critic_infer runs both models
     models = [model for model in (whole, REFERENCE) if (repository / model).is_dir()]
     try:
         for model in models:
@@ -35,7 +35,7 @@ def main(repository: Path = REPOSITORY, url: str | None = None) -> int:
 
 
 def infer(model_url: str) -> dict[str, Any]:
-    """Score one row of two tokens with id 0. Raises OSError (an HTTP error is one), ValueError, KeyError."""
+    """Score two tokens with id 0 and return the response. Raises OSError (HTTP errors too), ValueError, KeyError."""
     with LOCAL.open(model_url, timeout=TIMEOUT_S) as answer:
         types = {tensor["name"]: tensor["datatype"] for tensor in json.load(answer)["inputs"]}
     inputs = [

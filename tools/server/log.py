@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLLOW_INTERVAL_S = 0.1
 BYTES_PER_LINE = 400
-LOG_LIMIT_BYTES = 64 << 20  # of a process: weeks of messages, and little beside its checkpoints
+LOG_LIMIT_BYTES = 64 << 20  # per process: weeks of messages, but small compared with its checkpoints
 
 _TRITON_LINE = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([\w.]+):\d+\] ?(.*)")
 # Warnings of a server without a GPU, and lines of tables and tracebacks.
@@ -34,14 +34,14 @@ _STUB_FAILURES = (
     ),
     (
         re.compile(r"triton_python_backend_stub: (.*)|(Fatal Python error: .*)"),
-        "the python backend's stub cannot start: {}; it must be the one for this Python: reinstall "
+        "the python backend's stub cannot start: {}; it must match this Python version: reinstall "
         "nvidia-pytriton in this virtual environment",
     ),
 )
 
 
 def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
-    """Pass each readable line to `log`; return when `ended` and the file is read to its end."""
+    """Pass each readable line of the file to `log`; return once `ended()` is true and the whole file has been read."""
     with path.open("rb") as file:
         pending = b""
         while True:
@@ -60,7 +60,7 @@ def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
     """Rotate a log larger than `limit_bytes`: keep its newest part as `<name>.previous.log` and truncate the file.
 
     The writing process keeps its file descriptor, which it must have opened in append mode. What it writes between the
-    copy and the truncation is lost. After an error of the disk, the log is left as it is until the next call.
+    copy and the truncation is lost. After a disk error, the log is left as it is until the next call.
     """
     with contextlib.suppress(OSError):
         size = path.stat().st_size
@@ -78,7 +78,7 @@ def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
 
 
 def readable(line: bytes) -> str | None:
-    """Return a line of the log in readable form; None for a line that belongs in the full log only."""
+    """Return a line of the log in readable form; None if only the full log should contain it."""
     text = line.decode("utf-8", "backslashreplace").rstrip()
     if _NOISE.search(text):
         return None
@@ -93,18 +93,18 @@ def readable(line: bytes) -> str | None:
 
 
 def tail(path: Path, num_lines: int = 12) -> str:
-    """Return the last lines of the log, without tables."""
+    """Return the last `num_lines` lines of the log that are not part of a table."""
     start = max(0, path.stat().st_size - num_lines * BYTES_PER_LINE)
     with path.open("rb") as file:
         file.seek(start)
         lines = file.read().decode("utf-8", "backslashreplace").splitlines()
     if start:
-        del lines[0]  # cut in two
+        del lines[0]  # incomplete
     return "\n".join([line for line in lines if not _TABLE.search(line)][-num_lines:])
 
 
 def poll_failure(path: Path) -> str:
-    """Return why Triton could not read a configuration, from the log; empty if the log has no reason."""
+    """Return the reason in the log why Triton could not read a model's configuration; "" if there is none."""
     reasons = ["".join(groups) for groups in _POLL_FAILURE.findall(tail(path, 100))]
     return ": ".join(reversed(reasons[-2:]))  # the parser's reason comes before the file's name
 

@@ -31,7 +31,7 @@ from trainer.control_plane import ControlPlane
 
 SCORING_OUTPUTS = {
     REWARD_CHECKPOINT: (REWARDS,),
-    REWARD_MODEL: (REWARDS,),  # where it is an ensemble, this proves the mixture too
+    REWARD_MODEL: (REWARDS,),  # if it is an ensemble, this also probes the mixture
     REFERENCE: (LOGPROBS,),
     CRITIC: (VALUES, WEIGHTS_VERSION),
     CRITIC_INFER: (REWARDS, VALUES, WEIGHTS_VERSION),
@@ -47,14 +47,14 @@ def load_and_probe(
     check: Callable[[], None],
     log: Callable[[str], None],
 ) -> None:
-    """Return when each model of the repository has answered a request.
+    """Load the models that are not ready, and return once every model of the repository has answered a request.
 
-    The server has already tried to load all of them. One that failed is loaded again, because only the answer to a load
-    call has the reason.
+    The server has already tried to load every model. A model that failed to load is loaded again, because only the
+    response to a load call contains the reason.
 
     Args:
-        section: its `start_timeout_s` bounds the whole, its `load_timeout_s` each load.
-        check: called repeatedly during a load; raises to give up.
+        section: `start_timeout_s` limits the whole call, `load_timeout_s` each load.
+        check: called repeatedly during a load; raises an exception to abort.
         log: receives a line for each model.
 
     Raises:
@@ -89,7 +89,7 @@ def too_slow(section: ServerSection) -> str:
 
 
 def load_order(models: set[str]) -> list[set[str]]:
-    """Return the models in groups to load in parallel, in an order in which ensembles follow their models."""
+    """Return groups of models, in load order; a group can load in parallel, and ensembles come after their models."""
     parts = {model for model in models if _is_function(model) or model in (REWARD_CHECKPOINT, REWARD_MIXTURE)}
     first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
     order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
@@ -105,10 +105,10 @@ def compile_ahead(repository: Path) -> None:
     """Write each model's bytecode before Triton first looks at its folder.
 
     Stubs run in isolated mode and ignore PYTHONDONTWRITEBYTECODE. To Triton, a `__pycache__` that appears during the
-    first load is a change of the model: loading the ensemble would then load both its models once more.
+    first load is a change of the model: loading an ensemble would then load its models once more.
     """
     for model in repository.glob("*/[1-9]*/model.py"):
-        compileall.compile_file(model, quiet=2)  # if this cannot write, a stub cannot either
+        compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
 
 
 def _load_together(

@@ -1,4 +1,4 @@
-"""The server's three ports: chosen where the configuration says 0, checked before tritonserver starts."""
+"""Chooses a free port for each server port of 0, and checks the three ports before tritonserver starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
 
 
 def with_free_ports(section: ServerSection) -> ServerSection:
-    """Return the section with each port of 0 replaced by one that is free now."""
+    """Return the section with a free port for each port of 0. Raises ServerStartError if the host is not local."""
     family, address = _address(section.host)
     keys = [key for key in PORT_KEYS if getattr(section, key) == 0]
     sockets = [socket.socket(family) for _ in keys]
@@ -66,4 +66,4 @@ def _address(host: str) -> tuple[socket.AddressFamily, str]:
 
 
 def _cannot_bind(host: str, error: OSError) -> str:
-    return f"server.host {host} is not an address of this machine ({error.strerror}); 127.0.0.1 always is"
+    return f"server.host {host} is not an address of this machine ({error.strerror}); 127.0.0.1 always works"

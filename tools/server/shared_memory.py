@@ -1,7 +1,7 @@
 """Shared-memory regions of tritonserver's stubs: named after their server, removed once all its processes have ended.
 
-A lock on a file beside the regions shows whether they are in use. The server and its stubs inherit it, so the kernel
-holds it until the last of them has ended, however they end and in whatever process namespace they run.
+A lock on a file beside the regions shows whether they are in use. The server and its stubs inherit the lock, so the
+kernel keeps it until the last of these processes has ended, no matter how they end or in which process namespace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Regions:
         self._lock: int | None = None
 
     def lock(self) -> int:
-        """Mark the regions as in use; return the descriptor that the server must inherit."""
+        """Mark the regions as in use; return the file descriptor of the lock, which the server must inherit."""
         path = self._owner_file
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
@@ -46,12 +46,12 @@ class Regions:
 
 
 def remove_abandoned() -> list[str]:
-    """Remove this user's regions of servers that are gone; return the prefixes of their names."""
+    """Remove the regions that this user's ended servers left behind; return the prefixes of their names."""
     return [found["prefix"] for path in SHARED_MEMORY.glob(".rlhf-*-owner") if (found := _abandoned(path))]
 
 
 def _abandoned(path: Path) -> re.Match[str] | None:
-    """Remove the regions of this owner file unless they are in use or another user's."""
+    """Remove the regions of an owner file and return its name's match; None if they are in use or another user's."""
     found = _OWNER_FILE.fullmatch(path.name)
     with contextlib.suppress(OSError):  # a concurrent start has removed them, or they are not ours
         if found is None or path.lstat().st_uid != os.getuid():

@@ -9,22 +9,22 @@ from tools.server.health import ServerHealth
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
 
-STEADY_S = 10.0  # a server that ran for less counts as a failed start: restarts back off
-LONGEST_PAUSE_S = 60.0  # of the back-off
+STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
+LONGEST_PAUSE_S = 60.0  # upper limit of the back-off
 
 
 class Supervisor:
-    """Owns a server. Call `look` regularly, which restarts it when needed, and `stop` at the end."""
+    """Owns a server. Call `look` regularly, so that it restarts the server when needed, and `stop` at the end."""
 
     def __init__(self, start: Callable[[], TritonServer], *, log: Callable[[str], None]) -> None:
         """Start the server.
 
         Args:
-            start: returns a server whose models have answered; called from the thread that calls `look`.
+            start: starts a server and returns it once its models have answered; `look` calls it for each restart.
             log: receives a line for each event.
 
         Raises:
-            ServerStartError: the first start failed; later ones are retried with exponential back-off.
+            ServerStartError: the first start failed; failed restarts are retried with exponential back-off.
         """
         self._start = start
         self._log = log
@@ -63,7 +63,7 @@ class Supervisor:
         self._down_at = time.monotonic()
         self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
         self._start_at = self._down_at + self._pause_s()
-        self._log(f"{reason}\nstarting it again")
+        self._log(f"{reason}\nrestarting the server")
         self.server.kill()  # a hung server would only let SIGTERM time out
         self._health.stop()
         self.server.stop()
@@ -83,7 +83,7 @@ class Supervisor:
         self._watch()
 
     def _pause_s(self) -> float:
-        """0 before the first two starts, then 1, 2, 4 … seconds."""
+        """Return the pause before the next start: 0 s after at most one failed start, then 1, 2, 4 … s."""
         return min(LONGEST_PAUSE_S, 2.0 ** (self._short_lives - 2)) if self._short_lives > 1 else 0.0
 
     def _watch(self) -> None:

@@ -38,16 +38,16 @@ class TritonHome:
     stub: Path
     """The python backend's stub for the running Python."""
     library_path: tuple[Path, ...]
-    """Folders to put first in LD_LIBRARY_PATH: the server's own libraries, the running interpreter's libpython."""
+    """Folders to put first in LD_LIBRARY_PATH: they hold the server's libraries and the interpreter's libpython."""
     from_wheel: bool
-    """Whether it is the one in the wheel, an old release whose backend folder has to be laid out."""
+    """Whether the server is from the wheel: an old release, whose backend folder `lay_out_backends` must assemble."""
 
 
 def find_tritonserver(explicit: Path | None = None) -> TritonHome:
     """Return the server at `explicit`, else the one in the nvidia-pytriton wheel, else the one on PATH.
 
     Raises:
-        ServerStartError: there is none, or this Python cannot run models in it.
+        ServerStartError: no server was found, or its python backend does not work with this Python.
     """
     binary = _binary(explicit)
     root = binary.parent.parent
@@ -59,7 +59,7 @@ def find_tritonserver(explicit: Path | None = None) -> TritonHome:
     if not (backends / "python" / _BACKEND_FILES[0]).is_file():
         raise ServerStartError(
             f"{binary} has no python backend beside it (backends/python/{_BACKEND_FILES[0]}): "
-            "install nvidia-pytriton, or use the tritonserver of an NGC image that ends in -py3"
+            "install nvidia-pytriton, or use the tritonserver of an NGC image whose tag ends in -py3"
         )
     libraries = [_libpython_dir()]
     if from_wheel:
@@ -70,7 +70,7 @@ def find_tritonserver(explicit: Path | None = None) -> TritonHome:
 
 
 def lay_out_backends(home: TritonHome, into: Path) -> Path:
-    """Return the folder for `--backend-directory`: the system's own, or `into` with links to the wheel's files."""
+    """Return the folder for `--backend-directory`: the server's own, or `into` with links to the wheel's files."""
     if not home.from_wheel:
         return home.backend_source_dir
     folder = into.absolute() / "python"
@@ -84,7 +84,7 @@ def lay_out_backends(home: TritonHome, into: Path) -> Path:
 
 
 def server_environment(home: TritonHome) -> dict[str, str]:
-    """Return the environment of the server process: this one, changed so that its stubs use the running Python."""
+    """Return the environment for the server: a copy of this process's, changed so that stubs use the running Python."""
     environment = dict(os.environ)
     libraries = [*(str(folder) for folder in home.library_path), environment.get("LD_LIBRARY_PATH", "")]
     environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
@@ -114,7 +114,7 @@ def _binary(explicit: Path | None) -> Path:
     if on_path is None:
         raise ServerStartError(
             "no tritonserver found, neither in this Python's packages nor on PATH: "
-            "`pip install nvidia-pytriton`, or give the path of one with --tritonserver"
+            "run `pip install nvidia-pytriton`, or give the path of a tritonserver with --tritonserver"
         )
     return Path(on_path).resolve()
 
@@ -128,9 +128,9 @@ def _libpython_dir() -> Path:
         if (folder / name).exists():
             return folder
     raise ServerStartError(
-        f"this Python ({sys.executable}) has no {name}, which Triton's python backend embeds: use one that "
-        "has (uv's, conda's and the python Docker images' do; pyenv: PYTHON_CONFIGURE_OPTS=--enable-shared; "
-        f"Debian: `apt install libpython{_PYTHON}`)"
+        f"this Python ({sys.executable}) has no {name}, which Triton's python backend embeds: use a Python "
+        "that has it (those of uv, conda and the python Docker images do; with pyenv, build with "
+        f"PYTHON_CONFIGURE_OPTS=--enable-shared; on Debian, `apt install libpython{_PYTHON}`)"
     )
 
 
@@ -146,7 +146,7 @@ def _stub(path: Path) -> Path:
     if built_for and built_for[1].decode() != _PYTHON:
         other = built_for[1].decode()
         raise ServerStartError(
-            f"the python backend stub {path} is built for Python {other}, and this is Python {_PYTHON}: "
+            f"the python backend stub {path} is built for Python {other}, but this is Python {_PYTHON}: "
             f"run the command with Python {other}, or reinstall nvidia-pytriton"
         )
     return path
@@ -156,6 +156,6 @@ def _refuse_numpy_2() -> None:
     version = importlib.metadata.version("numpy")
     if int(version.split(".", 1)[0]) >= 2:
         raise ServerStartError(
-            f"NumPy {version} is installed, and with NumPy 2 the models of this tritonserver answer with "
-            'empty tensors: `pip install "numpy<2"`'
+            f"NumPy {version} is installed, but with NumPy 2 the models of this tritonserver return "
+            'empty tensors: run `pip install "numpy<2"`'
         )

@@ -30,7 +30,7 @@ POLL_INTERVAL_S = 0.1
 
 
 class TritonServer:
-    """A tritonserver that belongs to this process; a context manager starts it on entry, stops it on exit."""
+    """One tritonserver process; as a context manager, starts it on entry and stops it on exit."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class TritonServer:
         control_key: str,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`backends` is what `lay_out_backends` returned; `log` receives the progress and the readable log.
+        """`backends` is the folder from `lay_out_backends`; `log` receives progress and the readable lines of the log.
 
         `control_key` protects the endpoints that can run code in the server; loading a model requires it.
         """
@@ -74,7 +74,7 @@ class TritonServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches this process alone.
+        """Start the server process in its own session, so that Ctrl-C reaches only the calling process.
 
         Raises:
             ServerStartError: a port is taken, or the address cannot be bound.
@@ -105,7 +105,7 @@ class TritonServer:
         """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
         Args:
-            state_file: gets `{pid, http, grpc, metrics}` then; `stop` removes it.
+            state_file: JSON file for `{pid, http, grpc, metrics}`, written when all is ready; `stop` removes it.
 
         Raises:
             ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` has expired.
@@ -139,11 +139,11 @@ class TritonServer:
             write_json(state_file, state, durable=False)
 
     def control(self) -> ControlPlane:
-        """Return a connection with the key that loading models requires."""
+        """Return a control-plane client with the key that loading models requires."""
         return ControlPlane(self.section.grpc_url, self._control_key)
 
     def models(self) -> list[str]:
-        """Return the models of the repository that run in processes of their own: all but ensembles."""
+        """Return the names of the models that have their own processes: all models but ensembles."""
         return sorted(path.parents[1].name for path in self.repository.glob("*/[1-9]*/model.py"))
 
     def processes_of(self, model: str) -> list[psutil.Process]:
@@ -165,7 +165,7 @@ class TritonServer:
         if code is None:
             return
         raise ServerStartError(
-            f"tritonserver {how_ended(code)}; its log, {self.log_path}, ends with:\n{self.log_tail()}"
+            f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{self.log_tail()}"
         )
 
     def bound_log(self) -> None:
@@ -183,7 +183,7 @@ class TritonServer:
             self._process.wait()
 
     def stop(self) -> None:
-        """Stop the server; return when none of its processes runs and its shared memory is removed."""
+        """Stop the server; return once all its processes have ended and its shared memory is removed."""
         if self._process is None:
             return
         self._stopping = True
@@ -248,14 +248,14 @@ class TritonServer:
     def _raise_if_dying(self) -> None:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)  # a broken connection shows a moment before the exit code
+            self._process.wait(1.0)  # the connection breaks a moment before the exit code is available
         self.raise_if_dead()
 
 
 def _hide_argument(pid: int, secret: str) -> None:
-    """Overwrite a secret among the arguments of a process, which all users of the machine can list.
+    """Overwrite a secret in the arguments of a process with asterisks: all users of the machine can list arguments.
 
-    tritonserver accepts its keys only as arguments, and has copied them by the time its ports are open.
+    tritonserver accepts its keys only as arguments, and has copied them when its ports are open.
     """
     with contextlib.suppress(OSError):  # if the kernel forbids it, the key stays visible in the process list
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
