@@ -25,10 +25,7 @@ IDLE_S = 0.005
 
 
 def follow(config: RunConfig, stop: threading.Event) -> None:
-    """Lock the journal, make version 0, restore the critic, and follow the journal until `stop` is set.
-
-    Raises JournalLocked if another sidecar holds the lock.
-    """
+    """Restore the critic and follow the journal until `stop` is set. Raises JournalLocked if another sidecar does."""
     settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
     store, folder = WeightsStore(config.run.weights_dir), CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
@@ -98,7 +95,7 @@ class Sidecar:
             keep_steps = self.journal.keep_steps(entry)
         except DamagedEntry as damage:  # the caller gets the error
             return Result(entry.name, self.versions.current(), error=str(damage))
-        # If publishing is rejected, the checkpoint is on disk all the same, and the old version keeps serving.
+        # A rejected version leaves the checkpoint on disk and the old version serving.
         error = self.checkpoints.write_step(entry.step) or self.versions.publish_remainder()
         if error is None and keep_steps is not None:
             self.checkpoints.keep_only(keep_steps, step=entry.step)
