@@ -202,7 +202,7 @@ def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytes
     assert cache_layers(model) == 0
     written_by = generation(model, max_new_tokens=3)
     assert all(1 <= len(text) <= 3 for text in texts(written_by, make_prompts(3)))
-    assert "keeps more than keys and values" in caplog.text
+    assert "caches more than keys and values" in caplog.text
     assert not written_by._decodes
 
 
