@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from trainer.servers import CriticServers, Loaded
 from trainer.verification import VersionRejected, canary_row, verify_version
 
 logger = logging.getLogger(__name__)
+Working = Callable[[str], contextlib.AbstractContextManager[object]]
 RECOVERY_PAUSE_S = 5.0  # between two requests for a reload
 HEAL_EVERY_S = 1.0
 WAIT_POLL_S = 0.001
@@ -159,8 +161,12 @@ class Publisher:
             self._store.current() or 0, "triton", reload_ms=(time.monotonic() - start) * 1e3, served_by=versions
         )
 
-    def look(self) -> None:
-        """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died."""
+    def look(self, working: Working = contextlib.nullcontext) -> None:
+        """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died.
+
+        `working`: context manager for a reload, which may take as long as loading the critic; its argument says what
+        is done.
+        """
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + HEAL_EVERY_S
@@ -170,9 +176,9 @@ class Publisher:
                 logger.error("CURRENT named version %d, which %s refused: %s", current, record.name, record.error)
                 self._store.set_current(record.version, back=True)
                 break  # CURRENT has changed; look at the other records again next time
-        self.heal()
+        self.heal(working)
 
-    def heal(self) -> list[Loaded]:
+    def heal(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
         """Reload the critic if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
 
         Triton does not restart a model process that was killed. The supervisor in `tools serve` and `tools run` does so
@@ -188,7 +194,8 @@ class Publisher:
             return []
         logger.warning("%s died: reloading the critic through Triton", died[0].name)
         self._heal_at += RECOVERY_PAUSE_S
-        return self._outcomes()
+        with working("reloading the critic through Triton"):
+            return self._outcomes()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
         """Set CURRENT and wait until every live instance serves the version; return each instance's version.

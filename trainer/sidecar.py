@@ -60,7 +60,7 @@ class Sidecar:
             entry = self.pending.next(trained=self.critic.step)
             if entry is None:
                 self.progress.beat("idle")
-                self.versions.publisher.look()
+                self.versions.publisher.look(self.progress.working)
                 stop.wait(IDLE_S)
             elif entry.kind == "rewind":
                 self.pending.finish(entry, self.rewind(entry))

@@ -11,17 +11,19 @@ import pytest
 import torch
 from sidecar_rig import Rig
 
+import trainer.publish
 from python_backend.store import weights
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
+from trainer.publish import Publisher
 
 pytest_plugins = ["sidecar_fixtures"]
 PATIENCE_S = 10.0
 
 
-def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.005)
@@ -59,6 +61,19 @@ def test_a_sidecar_that_starts_shows_that_it_lives(
         seen = watch(rig, patch, owner, name)
         assert rig.start().train(3)[0].error is None
     assert seen[:loads] == [True] * loads
+    assert all(seen)
+
+
+def test_an_idle_sidecar_that_reloads_the_critic_shows_that_it_lives(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """A large critic takes longer to load than `trainer.heartbeat_timeout_s`."""
+    rig.train(1)
+    (record,) = rig.store.serving()
+    monkeypatch.setattr(trainer.publish, "HEAL_AFTER_S", 0.0)
+    monkeypatch.setattr(Publisher, "_load", lambda self: [])
+    with monkeypatch.context() as patch:
+        seen = watch(rig, patch, Publisher, "_outcomes")
+        patch.setattr(type(rig.store.records), "died", lambda self: [record])
+        until(lambda: bool(seen), timeout_s=PATIENCE_S + 5.0)
     assert all(seen)
 
 
