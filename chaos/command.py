@@ -81,7 +81,7 @@ def _say(line: str) -> None:
 
 
 def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
-    """Handle a signal: the first one ends the kills, the second one ends the test."""
+    """Handle a signal: stop killing processes at the first one, stop the test at the second."""
     if event.is_set():
         signal.default_int_handler(number, frame)
     event.set()

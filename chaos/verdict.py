@@ -175,7 +175,7 @@ def check_order(leftovers: Sequence[str], troubles: Sequence[str]) -> Verdict:
 
 
 def check_coverage(kills: Sequence[Mapping[str, object]], planned: Sequence[tuple[str, str]]) -> Verdict:
-    """Check that each victim and each kill point of the plan was hit; a kill counts if its kill point was seen."""
+    """Check that every process and every kill point of the plan was hit; a kill counts if its point was observed."""
     hits = [kill for kill in kills if kill["hit"]]
     wanted = [("victim", {victim for victim, _ in planned}), ("point", {point for _, point in planned})]
     found = [

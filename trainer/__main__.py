@@ -56,7 +56,7 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
 def _stay_out_of_the_way(settings: TrainerSection) -> None:
     """Limit threads and priority, so that the server's forward passes take precedence on shared cores.
 
-    Must run before the libraries are imported: they read these variables when they load.
+    Must run before the numerical libraries are imported, as they read the environment variables set here.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(settings.threads)

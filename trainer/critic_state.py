@@ -81,7 +81,7 @@ class CriticState:
     def restore_newest(self, *, at_most: int | None = None) -> CheckpointState | None:
         """Load the newest checkpoint up to `at_most`; the main loop replays the steps after it.
 
-        Returns the checkpoint's state; None if there is no checkpoint, and the critic starts from version 0. Raises
+        Returns the checkpoint's state, or None if there is none, in which case the critic starts from version 0. Raises
         CheckpointError as `_load_newest` does.
         """
         with self._progress.working("loading a checkpoint"):

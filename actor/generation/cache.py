@@ -65,7 +65,7 @@ class _SlotLayer(CacheLayerMixin):
         return (self.keys, self.values) if self.is_initialized else ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values after the window; return those of the window followed by the new ones."""
+        """Append the new keys and values to the cache; return those of the current window, followed by the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         first, last, begin, end = self.window

@@ -81,7 +81,7 @@ class MetricsLog:
         self.chart(metrics, step)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Send metrics to TensorBoard and the trackers, not to the file; counts become a TensorBoard histogram."""
+        """Send metrics to TensorBoard and the trackers, not to metrics.jsonl; counts become a TensorBoard histogram."""
         for name, value in metrics.items():
             if isinstance(value, dict):
                 self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)

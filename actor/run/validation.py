@@ -44,7 +44,7 @@ class Validator:
         self, prompts: list[Prompt], policy: Policy, scorer: Scorer, reference: Reference, *, greedy: bool,
         with_kl: bool, seed: int, in_thread: InThread,
     ) -> None:  # fmt: skip
-        """`seed`: of the run; every validation samples with the same seed."""
+        """`seed`: the seed of the run; every validation uses it, so that validations are comparable."""
         self.prompts = prompts
         self._greedy, self._with_kl = greedy, with_kl
         self._policy, self._scorer, self._reference = policy, scorer, reference

@@ -44,8 +44,8 @@ class Turns:
     async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
         """Wait until the request of `turn` may be sent to the server that `server()` returns.
 
-        If `turn` was not held up, all earlier requests must be on their first attempt at that server. Otherwise all of
-        them must have received their response.
+        A request that was not delayed waits until every earlier one has begun its first attempt at that server; a
+        delayed one waits until every earlier one has its response.
         """
         while not all(self._is_ahead(earlier, turn, server()) for earlier in self._line[: self._line.index(turn)]):
             turn.held_up = True

@@ -86,7 +86,7 @@ class RetryBudget:
         self._tokens = self._most
 
     def earn(self) -> None:
-        """Add the share of a token that one request earns."""
+        """Add to the budget the fraction of a retry that one request contributes."""
         self._tokens = min(self._most, self._tokens + self._per_request)
 
     def spend(self) -> bool:

@@ -22,7 +22,7 @@ LABEL_FROM = 0.06  # share of the width that a block needs for its label
 
 
 def draw_parts(parts: dict[str, Any], summary: dict[str, Any], path: Path) -> None:
-    """Draw a panel for each measured part that has one; write no file if there is no panel."""
+    """Draw one panel for each measured part that defines one; write no file if none does."""
     below: list[Callable[[Axes], None]] = []
     if "training" in parts:
         below.append(lambda axes: _draw_training(axes, parts["training"][0]["model"], summary["training"]))

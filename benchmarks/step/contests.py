@@ -34,7 +34,7 @@ MEASURED_ROWS = 32
 
 
 def measure_contests(settings: argparse.Namespace, record: Record) -> None:
-    """Measure all contests; also store the seconds per token that the services sleep in `waited`."""
+    """Measure all contests; store in `waited` how many seconds per token the services sleep."""
     size, longest, out = settings.rollout, settings.longest, record.out
     checkpoints = make_checkpoints(out / "checkpoints" / settings.model, settings.model, settings.rollout)
     waits = seconds_per_token(checkpoints, longest)

@@ -1,4 +1,4 @@
-"""Counted forward passes of the reward model; `read_counters` sums the counts over a contender's processes."""
+"""Counts the reward model's forward passes; `read_counters` adds up the counts of all processes of one contender."""
 
 from __future__ import annotations
 

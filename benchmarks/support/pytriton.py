@@ -49,7 +49,7 @@ def serve_reward(
 
 
 def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) -> None:
-    """Serve `critic_infer` and `critic_train` for the weights in the folder `critic`; `trainer`: trainer section."""
+    """Serve `critic_infer` and `critic_train`; `critic`: folder of the weights, `trainer`: the trainer's section."""
 
     def bind(triton: Triton) -> None:
         locked = LockedCritic(Path(critic), TrainerSection.model_validate(trainer))

@@ -78,7 +78,7 @@ def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
 
 
 def prompts_for(name: str, count: int) -> list[str]:
-    """Return `count` English prompts; for a model with random weights, each word becomes a word of its vocabulary."""
+    """Return `count` English prompts; for a model with random weights, replace each word with one of its vocabulary."""
     chosen = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
     return [_in_words(text) for text in chosen] if name in SIZES else chosen
 

@@ -56,7 +56,7 @@ class RewardModel:
         self._weights = weights
 
     def use_own_forward(self) -> None:
-        """Switch from the lean forward pass to the one of transformers, for comparisons."""
+        """Use transformers' own forward pass instead of the lean one, for comparisons."""
         if self._token_head is not None:
             self._token_head.lean = None
 

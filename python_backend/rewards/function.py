@@ -95,11 +95,11 @@ def score(function: Callable[[Sample], Any], sample: Sample) -> float:
     """
     value = function(sample)
     if isinstance(value, (str, bytes)) or value is None:
-        raise BadScore(f"returned {value!r:.80}, must be a number")
+        raise BadScore(f"the function returned {value!r:.80}, but it must return a number")
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise BadScore(f"returned {value!r:.80}, must be a number") from error
+        raise BadScore(f"the function returned {value!r:.80}, but it must return a number") from error
     if not math.isfinite(number):
         raise BadScore(f"returned {number}, must be finite")
     return number

@@ -91,8 +91,8 @@ def test_many_samples_each_get_their_own_score(pool: WorkerPool) -> None:
         ("memory", "MemoryError"),
         ("nan", "returned nan, must be finite"),
         ("infinity", "returned inf, must be finite"),
-        ("text", "returned '1.0', must be a number"),
-        ("none", "returned None, must be a number"),
+        ("text", "the function returned '1.0', but it must return a number"),
+        ("none", "the function returned None, but it must return a number"),
     ],
 )
 def test_what_goes_wrong_costs_its_own_sample(pool: WorkerPool, action: str, cause: str) -> None:

@@ -159,7 +159,7 @@ def test_missing_key_of_the_actor_is_named(run_dir: Path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (SAMPLES[:3], "2 texts before, 1 after; without a partner: b"),
+        (SAMPLES[:3], "2 texts before, 1 after; texts without a counterpart: b"),
         ([*SAMPLES, SAMPLES[0]], "'a' occurs twice with when='before'"),
         ([*SAMPLES[:3], sample("b", "after", " x", 0.0, prompt="Other")], "prompt 'b' differs"),
         ([SAMPLES[0] | {"when": "later"}], "'later', not 'before' or 'after'"),

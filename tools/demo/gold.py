@@ -35,9 +35,9 @@ def words_that_gained(
     """Return (word, gain per text) of each word whose gain is not 0, largest gain first.
 
     Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word)
-    to a text; its gain is the mean contribution over `after` minus that over `before`. Only words that VADER rates,
-    boosters and negations are tried, since other words affect only the distances between these. The score is not
-    linear, so the gains add up to the total gain only roughly.
+    to a text; its gain is the mean contribution over `after` minus that over `before`. Only three kinds of words are
+    tried: those in VADER's lexicon, boosters and negations; others only change the distances between these. The score
+    is not linear, so the gains add up to the total gain only roughly.
     """
     all_dropped = frozenset(dropped) | frozenset(extra_dropped)
     old, new = (_mean_contributions(texts, all_dropped) for texts in (before, after))

@@ -61,8 +61,8 @@ def _build(root: Path, seed: int, quick: bool, log: Log) -> dict[str, Any]:
 def import_torch() -> ModuleType:
     """Import torch with OpenMP threads that sleep while they wait; no effect if torch is already imported.
 
-    Spinning threads, the default, made two threads on a shared machine seven times slower than one. The variable
-    is read once, at the import; it must not reach the processes that the caller starts later.
+    Spinning threads, the default, made two threads on a shared machine seven times slower than one. The environment
+    variable is read once, at the import, and unset afterwards, so that later child processes do not inherit it.
     """
     chosen = os.environ.get("OMP_WAIT_POLICY")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

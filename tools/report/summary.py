@@ -131,7 +131,7 @@ def read_pairs(run_dir: Path) -> list[Pair]:
     unpaired = sorted(before.keys() ^ after.keys())
     if unpaired or not before:
         found = f"{len(before)} texts before, {len(after)} after"
-        raise ValueError(f"{path} has {found}; without a partner: {', '.join(unpaired[:5]) or 'none'}")
+        raise ValueError(f"{path} has {found}; texts without a counterpart: {', '.join(unpaired[:5]) or 'none'}")
     # If no response has a leading space, the decoder strips it; without one, prompt and response would run together.
     stripped = not any(row["response"][:1].isspace() for side in sides.values() for row in side.values())
     return [_pair(row, after[prompt_id], " " if stripped else "") for prompt_id, row in before.items()]
@@ -149,7 +149,7 @@ def word_gains(pairs: Sequence[Pair]) -> list[tuple[str, float]]:
 
 
 def distinct2(texts: Sequence[str]) -> float | None:
-    """Return the number of distinct word bigrams over that of all; None if no text has two words."""
+    """Return the ratio of distinct word bigrams to all word bigrams; None if no text has two words."""
     words = [text.split() for text in texts]
     bigrams = [pair for row in words for pair in pairwise(row)]
     return len(set(bigrams)) / len(bigrams) if bigrams else None
