@@ -27,7 +27,7 @@ from actor.scoring.ordering import Turn, Turns
 from actor.scoring.pool import ServerPool
 from actor.scoring.retry import (
     RETRY_RESERVE,
-    Course,
+    Attempts,
     Kind,
     OverBudget,
     RequestCounters,
@@ -123,9 +123,9 @@ class TritonClient:
                 self._tokens_dtype = np.dtype(np.int32)
             return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
-        course = Course(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
+        attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
         with self._calling():
-            return await self._until_answered(course, ask, self._settings.deadline_s, patient=False)
+            return await self._until_answered(attempts, ask, self._settings.deadline_s, patient=False)
 
     async def score(
         self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
@@ -234,12 +234,12 @@ class TritonClient:
 
         s = self._settings
         budget = self._training_budget if writes else self._scoring_budget
-        course = Course(model, s, budget, retries=self._train_retries if writes else s.retries)
+        attempts = Attempts(model, s, budget, retries=self._train_retries if writes else s.retries)
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:
             async with self._in_flight:
-                return await self._until_answered(course, ask, deadline_s, turn=turn)
+                return await self._until_answered(attempts, ask, deadline_s, turn=turn)
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -254,43 +254,43 @@ class TritonClient:
             self._callers.discard(caller)
 
     async def _until_answered(
-        self, course: Course, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *,
+        self, attempts: Attempts, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *,
         turn: Turn | None = None, patient: bool = True,
     ) -> T:  # fmt: skip
         self.counters.requests += 1
-        course.budget.earn()
+        attempts.budget.earn()
         try:
             while True:
                 if turn:
-                    await self._turns.come(turn, lambda: self._servers.writer(course.model))
-                async with self._servers.one(course.model, writes=turn is not None, patient=patient) as server:
+                    await self._turns.come(turn, lambda: self._servers.writer(attempts.model))
+                async with self._servers.one(attempts.model, writes=turn is not None, patient=patient) as server:
                     try:
                         with self._turns.under_way(turn, server.url):
                             answer = await server.connection.answer(ask, deadline_s)
-                        self._servers.answered(server, course.model)
+                        self._servers.answered(server, attempts.model)
                         return answer
                     except Trouble as trouble:
-                        is_lost = await self._servers.failed(server, course.model, trouble)
-                        pause_s = self._pause_s(course, trouble, server.url, is_lost=is_lost, patient=patient)
+                        is_lost = await self._servers.failed(server, attempts.model, trouble)
+                        pause_s = self._pause_s(attempts, trouble, server.url, is_lost=is_lost, patient=patient)
                 await asyncio.sleep(pause_s)
         except RequestFailed as error:
             self.counters.failed_requests += 1
             self.counters.over_budget += isinstance(error, OverBudget)
             raise
 
-    def _pause_s(self, course: Course, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
+    def _pause_s(self, attempts: Attempts, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
         """Return the pause in seconds before the next attempt; 0 if the attempt goes to or waits for another server.
 
         Raises RequestFailed if there is no next attempt.
         """
-        goes_elsewhere = is_lost and self._servers.can_take(course.model)
+        goes_elsewhere = is_lost and self._servers.can_take(attempts.model)
         waits = is_lost and patient and self._settings.max_outage_s > 0
         if goes_elsewhere or waits:
-            course.moves_on(trouble, url)
+            attempts.moves_on(trouble, url)
             self.counters.failovers += goes_elsewhere
             pause_s = 0.0
         else:
-            pause_s = course.pause_s(trouble, url)
+            pause_s = attempts.pause_s(trouble, url)
         self.counters.retries += 1
         return pause_s
 

@@ -97,7 +97,7 @@ class RetryBudget:
         return True
 
 
-class Course:
+class Attempts:
     """The attempts of one request.
 
     | failure | the server | the request |

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from actor.scoring.ordering import Turns
-from actor.scoring.retry import MAX_BACKOFF_S, Course, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
+from actor.scoring.retry import MAX_BACKOFF_S, Attempts, Kind, OverBudget, RequestFailed, RetryBudget, Trouble
 from python_backend.config import ClientSection
 
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
@@ -15,8 +15,8 @@ LOST = Trouble(Kind.LOST, "cannot be reached", "Connection reset by peer", hint=
 GONE = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
 
 
-def course(retries: int, *, budget: RetryBudget | None = None, **settings: float) -> Course:
-    return Course("critic", ClientSection(**settings), budget or RetryBudget(1.0, 100), retries=retries)  # type: ignore[arg-type]
+def attempts(retries: int, *, budget: RetryBudget | None = None, **settings: float) -> Attempts:
+    return Attempts("critic", ClientSection(**settings), budget or RetryBudget(1.0, 100), retries=retries)  # type: ignore[arg-type]
 
 
 # ---- the budget ----
@@ -59,7 +59,7 @@ def test_where_everything_fails_retries_are_a_fraction_of_the_requests():
 
 def test_a_busy_server_costs_retries_of_its_own_and_of_the_budget():
     budget = RetryBudget(0.0, 100)
-    one = course(2, budget=budget)
+    one = attempts(2, budget=budget)
     one.pause_s(BUSY, "here:1")
     one.pause_s(BUSY, "here:1")
     with pytest.raises(RequestFailed, match=r"^critic at here:1 refused after 3 attempts: no room$"):
@@ -68,7 +68,7 @@ def test_a_busy_server_costs_retries_of_its_own_and_of_the_budget():
 
 
 def test_the_budget_refuses_with_the_cause():
-    one = course(5, budget=RetryBudget(0.0, 1))
+    one = attempts(5, budget=RetryBudget(0.0, 1))
     one.pause_s(BUSY, "here:1")
     with pytest.raises(
         OverBudget, match=r"refused after 2 attempts: no room; not retried: .*retry_budget is exhausted"
@@ -77,22 +77,22 @@ def test_the_budget_refuses_with_the_cause():
 
 
 def test_pauses_double_up_to_a_limit_with_jitter():
-    one, longest = course(20, backoff_s=1.0), [1.0, 2.0, 4.0, MAX_BACKOFF_S, MAX_BACKOFF_S]
+    one, longest = attempts(20, backoff_s=1.0), [1.0, 2.0, 4.0, MAX_BACKOFF_S, MAX_BACKOFF_S]
     pauses = [one.pause_s(BUSY, "here:1") for _ in longest]
     assert all(most / 2 <= pause <= most for pause, most in zip(pauses, longest, strict=True))
-    firsts = {course(1, backoff_s=1.0).pause_s(BUSY, "here:1") for _ in range(20)}
+    firsts = {attempts(1, backoff_s=1.0).pause_s(BUSY, "here:1") for _ in range(20)}
     assert len(firsts) > 10, "those that failed together come back one by one"
 
 
 def test_a_lost_connection_costs_a_retry_but_nothing_of_the_budget():
-    one = course(1, budget=RetryBudget(0.0, 0))
+    one = attempts(1, budget=RetryBudget(0.0, 0))
     one.moves_on(LOST, "here:1")
     with pytest.raises(RequestFailed, match=r"here:1 cannot be reached after 2 attempts: Connection reset by peer; is"):
         one.moves_on(LOST, "here:1")
 
 
 def test_what_never_was_sent_costs_nothing():
-    one = course(0, budget=RetryBudget(0.0, 0))
+    one = attempts(0, budget=RetryBudget(0.0, 0))
     for _ in range(100):
         one.moves_on(GONE, "here:1")
 
@@ -100,7 +100,7 @@ def test_what_never_was_sent_costs_nothing():
 def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch: pytest.MonkeyPatch):
     now = 1000.0
     monkeypatch.setattr("actor.scoring.retry.time.monotonic", lambda: now)
-    one = course(5, max_outage_s=60)
+    one = attempts(5, max_outage_s=60)
     one.moves_on(GONE, "here:1")
     now += 50
     one.moves_on(LOST, "here:1")  # it was reached: the clock begins anew
@@ -114,7 +114,7 @@ def test_servers_that_are_ready_and_gone_when_asked_end_in_an_error(monkeypatch:
 
 def test_a_wrong_request_is_never_repeated():
     with pytest.raises(RequestFailed, match=r"^critic at here:1 refused: step: 9"):
-        course(5).pause_s(Trouble(Kind.WRONG, "refused", "step: 9"), "here:1")
+        attempts(5).pause_s(Trouble(Kind.WRONG, "refused", "step: 9"), "here:1")
 
 
 # ---- training requests keep their order ----

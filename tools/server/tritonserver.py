@@ -43,7 +43,7 @@ class TritonServer:
         control_key: str,
         log: Callable[[str], None] = print,
     ) -> None:
-        """`backends` is the folder from `lay_out_backends`; `log` gets progress and the readable lines of the server's log.
+        """`backends`: folder from `lay_out_backends`; `log` gets progress and the readable lines of the server's log.
 
         `control_key` protects the endpoints that can run code in the server; loading a model requires it.
         """
