@@ -67,7 +67,7 @@ def test_grpc_refuses_loads_without_the_key_and_says_where_it_is(server: TritonS
         assert control.active_parameters("critic") == {"weights_version": "0"}
         assert control.answers_inference(5.0)
         control.probe_scoring("critic", ("values",), 5.0)
-        with pytest.raises(ControlPlaneError, match="requires a key for model control.*; set TRITON_CONTROL_KEY"):
+        with pytest.raises(ControlPlaneError, match=r"requires a key for model control.*; set TRITON_CONTROL_KEY"):
             control.load("critic", parameters={"weights_version": "1"}, timeout_s=30)
     with ControlPlane(server.section.grpc_url, KEY) as control:
         control.load("critic", parameters={"weights_version": "1"}, timeout_s=30)
