@@ -84,7 +84,7 @@ def test_rows_are_asked_for_while_others_are_written(
         def hold(index: int, row: Rollout) -> None:
             finished(index, row)
             ended.append(index)
-            if len(ended) == rows_per_request:  # no further row is written before these have been asked for
+            if len(ended) == rows_per_request:  # no further row is written before these have been requested
                 assert asked.wait(PATIENCE_S / 3), "the reference waits for the end of generation"
 
         return generate(*args, finished=hold, **kwargs)

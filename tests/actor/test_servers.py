@@ -178,7 +178,7 @@ def test_an_outage_is_told_counted_and_over(caplog: pytest.LogCaptureFixture, mo
     async def play() -> None:
         async with Rig() as servers:
             await servers.lose_all()
-            assert servers.counters.outages == 0, "nobody has had to wait"
+            assert servers.counters.outages == 0, "no request has had to wait"
             waiting = [asyncio.create_task(servers.take()) for _ in range(20)]
             reminder = r"no healthy server for \d+ s: a:1: Connection refused; b:1"
             await until(lambda: re.search(reminder, caplog.text) is not None)

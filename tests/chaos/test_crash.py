@@ -57,7 +57,7 @@ async def write_steps(run: LiveRun) -> list[int]:
 
 
 def calm_digests(run: LiveRun, folder: Path) -> list[str]:
-    """sha256 of the weights after each step of a plain loop: no journal, no server, nobody killed."""
+    """sha256 of the weights after each step of a plain loop: no journal, no server, no kills."""
     critic = load_critic(run.store.folder(0))
     update = CriticUpdate(critic, run.config.trainer)
     digests = []
@@ -133,7 +133,7 @@ def test_a_killed_critic_stub_is_replaced(tmp_path: Path, checkpoints: Checkpoin
         second = ask(run.url, CRITIC_TRAIN, {**payload(2), **identity("test", 2)})
         assert int(second["weights_version"][0]) == int(first["weights_version"][0]) + 1
         version = int(second["weights_version"][0])
-        # Who is slow to start is asked for twice, by the supervisor and by the sidecar: two serve for a while then.
+        # If the new process starts slowly, supervisor and sidecar both request one, and two serve for a while.
         wait_for(
             lambda: [(r.pid != record.pid, r.version) for r in run.store.serving()] == [(True, version)],
             system.sidecar,

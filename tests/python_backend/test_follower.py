@@ -97,7 +97,7 @@ def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance:
 
 
 def test_who_died_is_forgotten_when_its_place_is_taken(store: WeightsStore):
-    """An instance that cannot start takes nobody's place, and whoever looks must still see that one is missing."""
+    """An instance that cannot start replaces none, so the missing one must still be visible."""
     gone = ServingRecord.of_this_process("critic_1", 0)
     store.records.put(dataclasses.replace(gone, born=gone.born - 1))
     damaged = publish(store, float("nan"))
@@ -168,7 +168,7 @@ def test_a_version_announced_before_it_was_whole_is_loaded_when_it_is_named(stor
 
 
 def test_current_that_moves_during_the_first_load_is_not_missed(store: WeightsStore):
-    """Triton mode: nobody swaps later, so a process that starts must end up at what CURRENT names."""
+    """Triton mode: no swap comes later, so a process that starts must end up at what CURRENT names."""
     instance = Instance(store, swaps=False)
     instance.while_loading = lambda number: store.set_current(add(store, 6.0)) if number == 0 else None
     instance.follower.start()

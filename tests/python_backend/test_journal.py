@@ -272,7 +272,7 @@ def test_nothing_new_is_accepted_during_a_rewind(journal: Journal):
     ):
         with conflict("a rewind of run 'run' to step 0 is in progress"):
             ask()
-    assert train(journal, 1) == first  # what is there already may be asked for
+    assert train(journal, 1) == first  # an entry that exists may be sent again
     journal.finish(rewind, Result(rewind.name, 0))
     assert train(journal, 2).step == 2
 

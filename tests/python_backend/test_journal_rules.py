@@ -78,7 +78,7 @@ def test_two_processes_cannot_follow_one_journal(journal: Journal):
         assert f"another sidecar follows the journal in {journal.root}" in second.communicate()[0]
         with pytest.raises(JournalLocked), journal.lock(patience_s=0):
             pass
-        first.kill()  # nobody tidies up after it
+        first.kill()  # without any cleanup
         first.communicate()
         with journal.lock(patience_s=0) as epoch:
             assert epoch == 2

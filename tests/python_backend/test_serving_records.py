@@ -32,7 +32,7 @@ def test_a_record_lives_as_long_as_its_process(records: ServingRecords):
     records.put(dataclasses.replace(mine, instance="critic_1", pid=child.pid, born=_process(child.pid)[1]))
     assert instances(records.alive()) == ["critic_0", "critic_1"]
     child.kill()
-    while "critic_1" in instances(records.alive()):  # until the kernel has ended it; nobody has reaped it yet
+    while "critic_1" in instances(records.alive()):  # until the kernel has ended it; it is not reaped yet
         time.sleep(0.01)
     assert instances(records.died()) == ["critic_1"]
     child.communicate()

@@ -167,7 +167,7 @@ def test_no_sidecar(live: System) -> None:
     assert "no sidecar follows the journal: start `python -m trainer`" in sentence
     assert f"the rewind after step {step} of run 'test' is in the journal and will be processed" in sentence
     live.start_sidecar()
-    wait_for(lambda: not live.run.journal.entries(), live.sidecar)  # what the new actor asked for, done at last
+    wait_for(lambda: not live.run.journal.entries(), live.sidecar)  # the requests of the new actor are done
     assert ask(live.run.url, CRITIC_TRAIN, {**arrays, **identity("test", 1)}, headers=KEY)["weights_version"][0] > 0
 
 

@@ -1,4 +1,4 @@
-"""Algorithms without a critic, on the real server: nobody asks the critic, and a resumed run goes on as it was."""
+"""Algorithms without a critic, on the real server: the critic gets no request, and a resumed run continues unchanged."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) 
 
 @pytest.mark.slow
 def test_a_version_that_kills_its_process_is_refused_by_the_next(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """Nobody is left to refuse it, so the fresh process that Triton is asked for does.
+    """No instance is left to refuse it, so the process that Triton starts on request does.
 
     On a server of its own: the supervisor asks for one, too, and again and again, so that two may serve for a while.
     """

@@ -71,7 +71,7 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
 
     pair.kill_second()
     version = train(pair, 3)
-    assert served(pair.run) == version, "a dead server holds nobody up"
+    assert served(pair.run) == version, "a dead server delays no other"
     outcomes = CriticServers(urls).versions()
     assert [outcome.version for outcome in outcomes] == [version, None]
     assert "cannot be reached" in str(outcomes[1].error)

@@ -136,7 +136,7 @@ def test_a_killed_server_is_started_again_on_its_ports(tmp_path: Path) -> None:
 
 
 class Scripted:
-    """A server that runs until it is told to be dead."""
+    """A server that runs until the test marks it as dead."""
 
     def __init__(self) -> None:
         self.dead = self.killed = self.stopped = False

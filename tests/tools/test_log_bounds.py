@@ -1,4 +1,4 @@
-"""Logs of processes that run for a month: cut under the writer's hands, the newest part kept, nobody trips over it."""
+"""Logs of processes that run for a month: cut while they are written, the newest part kept, readers undisturbed."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_picked_texts(num_pairs: int, sizes: list[int]):
     groups = pick_texts([*pairs, pair(None, -1)], gold=False)
     assert [len(group) for _, group in groups] == sizes
     gains = [gain for _, group in groups for _, gain in group]
-    assert len(set(gains)) == sum(sizes)  # nobody twice
+    assert len(set(gains)) == sum(sizes)  # none twice
     assert gains[0] == num_pairs - 1
     if len(groups) == 3:
         assert groups[2][1][0][1] == 0.0  # the largest loss comes first in its group

@@ -104,7 +104,7 @@ def test_publishing_every_second_step(make: Callable[..., Rig], straight: Rig):
 
 
 def test_a_rewind_that_agrees_serves_what_was_not_published_yet(make: Callable[..., Rig], straight: Rig):
-    """The resumed actor takes the version it is told for the weights of that step."""
+    """The resumed actor takes the version in the answer for the weights of that step."""
     rig = make(publish={"every": 2})
     rig.serve()
     rig.start().train(1, 2, 3)

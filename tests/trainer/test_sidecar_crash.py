@@ -87,7 +87,7 @@ def test_a_rewind_serves_the_old_weights_under_a_new_number(rig: Rig, straight: 
     if restart:
         rig.stop()
         rig.start()
-    if target == 1:  # its entry is covered by a checkpoint that was asked for, and gone
+    if target == 1:  # its entry is covered by a requested checkpoint, and gone
         result = rig.rewind(target)
         assert "cannot be reached" in (result.error or "")
         return

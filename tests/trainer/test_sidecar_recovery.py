@@ -1,4 +1,4 @@
-"""`trainer.sidecar` recovering: a heartbeat while it loads, results that were lost, refused rewinds asked for again."""
+"""`trainer.sidecar` recovering: a heartbeat while it loads, results that were lost, refused rewinds requested again."""
 
 from __future__ import annotations
 

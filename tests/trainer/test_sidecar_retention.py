@@ -35,7 +35,7 @@ def test_exactly_what_the_actor_needs_is_kept_and_the_newest(make: Callable[...,
         assert rig.checkpoints.steps() == kept
     rig.train(5)
     rig.stop()
-    assert rig.checkpoints.steps() == [2, 4, 5]  # the newest of all, which nobody asked for
+    assert rig.checkpoints.steps() == [2, 4, 5]  # the newest of all, which was not requested
     rig.start().train(6)
     assert rig.stop() is None
     assert rig.checkpoints.steps() == [2, 4, 6]  # a new process remembers
@@ -122,7 +122,7 @@ def test_a_save_that_comes_after_later_steps_is_done_all_the_same(
     assert rig.checkpoints.state(2).asked
     rig.train(4, 5)
     assert torch.equal(rig.weights(), straight.weights(5))
-    assert rig.instances[0].served == [0, 1, 2, 3, 4, 5]  # going back for it was seen by nobody
+    assert rig.instances[0].served == [0, 1, 2, 3, 4, 5]  # no instance saw the return to the earlier step
     rig.stop()
     assert rig.checkpoints.steps() == [2, 5]
     assert torch.equal(rig.start().weights(rig.rewind(2).weights_version), straight.weights(2))
