@@ -1,4 +1,4 @@
-"""`python -m tools fuzz`: the same seed sends the same requests, wrong answers are reported, and a short run is clean."""
+"""`python -m tools fuzz`: the same seed sends the same requests, errors are reported, and a short run is clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms without a critic, on the real server: the critic gets no request, and a resumed run continues unchanged."""
+"""Algorithms without a critic, on the real server: no requests to it, and resumed runs continue."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_settings_reach_the_files():
     policy = critic.dynamic_batching.default_queue_policy
     assert (policy.max_queue_size, policy.default_timeout_microseconds) == (31, 1_500_000)
     assert (policy.timeout_action, policy.allow_timeout_override) == (policy.REJECT, True)
-    # A policy that the configuration does not set costs much: with a default timeout, requests that cannot merge trickle.
+    # A policy that is not configured costs much: with a default timeout, requests that cannot merge trickle.
     assert not reward.dynamic_batching.HasField("default_queue_policy")
     assert list(reward.dynamic_batching.preferred_batch_size) == [4]
     assert list(reward.instance_group[0].gpus) == []
