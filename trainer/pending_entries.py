@@ -19,10 +19,8 @@ class PendingEntries:
     def __init__(self, journal: Journal, progress: SidecarProgress) -> None:
         self._journal = journal
         self._progress = progress
-        self._none_pending: tuple[int | None, float] = (
-            None,
-            0.0,
-        )  # journal mtime with nothing pending, when first seen
+        # The journal's mtime when nothing was pending, and when it was first seen.
+        self._none_pending: tuple[int | None, float] = (None, 0.0)
 
     def next(self, *, trained: int) -> Entry | None:
         """Return the next entry to process; None if there is none yet. All steps up to `trained` count as trained.
