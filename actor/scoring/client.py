@@ -1,6 +1,6 @@
-"""Client for all requests to the servers, over tritonclient's async HTTP, with a deadline per attempt.
+"""Client for all requests to the servers; each request may take several attempts, each with a deadline.
 
-The only module that imports tritonclient.http. `pool` selects the server, `retry` decides on retries.
+`pool` selects the server, `connection` makes an attempt, `retry` decides on retries.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import asyncio
 import functools
 import json
 import os
-import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,18 +16,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-import aiohttp
 import numpy as np
 from tritonclient.http import InferInput, InferRequestedOutput
-from tritonclient.http.aio import InferenceServerClient
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import np_to_triton_dtype
 
+from actor.scoring.connection import HTTPConnection, parameters_of
 from actor.scoring.ordering import Turn, Turns
 from actor.scoring.pool import ServerPool
 from actor.scoring.retry import (
     RETRY_RESERVE,
     Attempts,
-    Kind,
     OverBudget,
     RequestCounters,
     RequestFailed,
@@ -40,17 +37,9 @@ from python_backend.models.batching import padded_rows
 from python_backend.store.ownership import Sender
 from python_backend.wire import contract
 
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
-
 T = TypeVar("T")
-PROBE_TIMEOUT_S = 5.0
-MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
 # By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
-HINT = "; is `python -m tools serve` running there?"
 
 
 @dataclass(frozen=True)
@@ -91,9 +80,9 @@ class TritonClient:
         self._turns = Turns()
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._servers = ServerPool(
-            settings.servers or [url], functools.partial(HTTPConnection, settings=settings), settings, self.counters
-        )
+        self._parameters: dict[str, dict[str, str]] = {}  # by model, as the run was checked against
+        connect = functools.partial(HTTPConnection, settings=settings, expected=self._parameters)
+        self._servers = ServerPool(settings.servers or [url], connect, settings, self.counters)
 
     async def __aenter__(self) -> TritonClient:
         return self
@@ -111,7 +100,8 @@ class TritonClient:
     async def model_parameters(self, model: str) -> dict[str, str]:
         """Return the `parameters` of a model's configuration, and use its token data type in later requests.
 
-        This is the first request to a server, so it is retried at most once and does not wait out an outage.
+        This is the first request to a server, so it is retried at most once and does not wait out an outage. From now
+        on, a server that joins or comes back must agree with these parameters (`connection.SAME_ON_ALL_SERVERS`).
 
         Raises RequestFailed.
         """
@@ -121,7 +111,8 @@ class TritonClient:
             declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
             if declared.get(contract.TOKENS) == "TYPE_INT32":
                 self._tokens_dtype = np.dtype(np.int32)
-            return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
+            self._parameters[model] = parameters_of(config)
+            return self._parameters[model]
 
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
         with self._calling():
@@ -293,45 +284,6 @@ class TritonClient:
             pause_s = attempts.pause_s(trouble, url)
         self.counters.retries += 1
         return pause_s
-
-
-class HTTPConnection:
-    """A pool of connections to one server."""
-
-    def __init__(self, url: str, *, settings: ClientSection) -> None:
-        limit = settings.max_in_flight + MORE_CONNECTIONS
-        # No connection timeout here: `answer` sets the only deadline.
-        self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
-
-    async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
-        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline."""
-        try:
-            async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
-                return await ask(self)
-        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise _trouble(error, deadline_s) from error
-
-    async def is_ready(self, model: str) -> bool:
-        """Return whether the server reports the model as ready. Raises Trouble."""
-        return await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S)
-
-    async def close(self) -> None:
-        """Close all connections; requests in flight fail."""
-        await self.http.close()
-
-
-def _trouble(error: Exception, deadline_s: float) -> Trouble:
-    """Classify an error: 503, a dead model process, timeouts and connection errors are transient, the rest final."""
-    if isinstance(error, InferenceServerException):
-        message, status = str(error.message()), str(error.status() or "")
-        kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
-        # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
-        return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
-    if isinstance(error, asyncio.TimeoutError):
-        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
-    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
-    return Trouble(kind, "cannot be reached", cause, hint=HINT)
 
 
 def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:

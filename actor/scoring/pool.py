@@ -1,6 +1,7 @@
 """Least-loaded balancing over healthy servers; waits while none is healthy.
 
-A lost server receives no requests until it reports all models requested so far as ready.
+A lost server receives no requests until it reports all models requested so far as ready, and neither does one that
+joins. A server that leaves its DNS name gets no further requests, and is closed once those in flight are answered.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from actor.scoring.names import ServerNames
 from actor.scoring.outage import Outage
 from actor.scoring.retry import MAX_BACKOFF_S, Kind, RequestCounters, RequestFailed, Trouble, jittered
 from python_backend.config import ClientSection
-from python_backend.config.addresses import DNS_PREFIX, resolve
 
 logger = logging.getLogger(__name__)
+RESOLVE_EVERY_S = 10.0
 
 
 class Connection(Protocol):
     """Interface of a connection to one server."""
 
-    async def is_ready(self, model: str) -> bool:
-        """Return whether the server reports the model as ready. Raises Trouble if the probe fails."""
+    async def why_not_ready(self, model: str) -> str | None:
+        """Return why the model gets no requests there; None: it is ready. Raises Trouble if the probe fails."""
 
     async def close(self) -> None:
         """Close the connection; requests in flight fail."""
@@ -76,7 +78,8 @@ class ServerPool(Generic[C]):
         self.servers: list[Server[C]] = []
         self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
         self._looking_up = asyncio.Lock()
-        self._addresses, self._connect, self._settings, self._counters = addresses, connect, settings, counters
+        self._names = ServerNames(addresses)
+        self._connect, self._settings, self._counters = connect, settings, counters
         self._models: set[str] = set()  # requested so far; a server is ready if all of these are
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -134,8 +137,10 @@ class ServerPool(Generic[C]):
         if trouble.kind is Kind.DEAD:
             self._suspend(server, model, trouble)
             return True
-        if server.down is None and (trouble.kind is Kind.UNREACHABLE or await self._why_not_ready(server)):
-            self._set_aside(server, trouble.why or trouble.what)
+        if server in self._gone:
+            return True
+        if server.down is None and (trouble.kind.is_refusal or await self._why_not_ready(server)):
+            self._set_aside(server, trouble)
         return server.down is not None
 
     def can_take(self, model: str) -> bool:
@@ -180,20 +185,34 @@ class ServerPool(Generic[C]):
             self._writer = next((server for server in self.servers if server.takes(model)), None)
         return self._writer
 
+    # ---- joining and leaving ----
+
     async def _look_up(self) -> None:
-        """Resolve the addresses; add new servers, and drop those set aside that are no longer found."""
+        """Resolve the addresses. The first servers get requests at once, later ones when they are ready."""
         async with self._looking_up:
-            urls: dict[str, None] = {}
-            for address in self._addresses:
-                urls |= dict.fromkeys(await self._resolved(address))
-            before = list(self.servers)
+            urls = await self._names.urls()
+            before = self.servers
             known = {server.url for server in before}
-            self.servers += [Server(url, self._connect(url)) for url in urls if url not in known]
-            self._gone += [server for server in self.servers if server.down and server.url not in urls]
-            self.servers = [server for server in self.servers if server not in self._gone]
-            if self.servers != before:
+            joined = [Server(url, self._connect(url)) for url in urls if url not in known]
+            left = [server for server in before if server.url not in urls]
+            self.servers = [*(server for server in before if server not in left), *joined]
+            self._gone += left
+            for server in joined if before else []:
+                server.down = "has just joined"
+                self._spawn(self._bring_back(server))
+            for server in left:
+                logger.info("%s has left: it gets no further requests", server.url)
+            if not before and self._names.may_change:
+                self._spawn(self._follow_names())
+            if joined or left:
                 self._change()
         await self._close_gone()
+
+    async def _follow_names(self) -> None:
+        """Resolve the addresses again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(RESOLVE_EVERY_S)
+            await self._look_up()
 
     async def _close_gone(self) -> None:
         """Close the connections to dropped servers once they are idle."""
@@ -202,29 +221,20 @@ class ServerPool(Generic[C]):
         for server in idle:
             await server.connection.close()
 
-    async def _resolved(self, address: str) -> list[str]:
-        if not address.startswith(DNS_PREFIX):
-            return [address]
-        try:
-            return await asyncio.to_thread(resolve, address)
-        except (OSError, ValueError) as error:
-            if not self.servers:
-                raise RequestFailed(f"actor.client.servers: {address!r} cannot be resolved: {error}") from error
-            return [server.url for server in self.servers]  # keep the known servers if DNS fails
-
     # ---- losing and finding again ----
 
-    def _set_aside(self, server: Server[C], cause: str) -> None:
-        if server.down is not None:
+    def _set_aside(self, server: Server[C], trouble: Trouble) -> None:
+        if server.down is not None or server in self._gone:
             return
-        server.down = cause
+        server.down = trouble.why or trouble.what
         server.losses += 1
         if len(self.servers) > 1:
-            logger.warning("%s gets no requests until it is ready again: %s", server.url, cause)
+            level = logging.INFO if trouble.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
+            logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
         self._spawn(self._bring_back(server))
 
     async def _bring_back(self, server: Server[C]) -> None:
-        """Probe the server until all requested models are ready, then return it to service."""
+        """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
         while server in self.servers:
             await asyncio.sleep(self._pause_s(server.losses))
             await self._look_up()
@@ -234,7 +244,7 @@ class ServerPool(Generic[C]):
             if server.down is None:
                 server.suspended.clear()
                 if len(self.servers) > 1:
-                    logger.info("%s is ready again", server.url)
+                    logger.info("%s is ready%s", server.url, " again" if server.losses else " and joins")
                 break
             server.losses += 1
         self._change()
@@ -247,10 +257,10 @@ class ServerPool(Generic[C]):
 
     async def _probe(self, server: Server[C]) -> str | None:
         try:
-            missing = [model for model in sorted(self._models) if not await server.connection.is_ready(model)]
+            causes = [await server.connection.why_not_ready(model) for model in sorted(self._models)]
         except Trouble as trouble:
             return trouble.why or trouble.what
-        return f"{', '.join(missing)} not ready" if missing else None
+        return "; ".join(cause for cause in causes if cause) or None
 
     def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
         known = server.suspended.get(model)

@@ -48,6 +48,7 @@ class Kind(Enum):
     """Why an attempt failed."""
 
     UNREACHABLE = "no connection, so nothing was sent"
+    UNLOADED = "the server has unloaded the model, as it does before it stops; the request was not executed"
     LOST = "the connection broke, or no response came in time"
     DEAD = "the model's process has died"
     BUSY = "the server is busy: 503"
@@ -58,6 +59,11 @@ class Kind(Enum):
     def is_final(self) -> bool:
         """Whether the server would give the same response to a retry."""
         return self in (Kind.FAILED, Kind.WRONG)
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether nothing was executed, and the server would refuse every request for now."""
+        return self in (Kind.UNREACHABLE, Kind.UNLOADED)
 
 
 class Trouble(Exception):
@@ -102,7 +108,7 @@ class Attempts:
 
     | failure | the server | the request |
     |---|---|---|
-    | no connection | set aside | goes to another server, or waits for one; costs no retry |
+    | no connection, or the model was unloaded | set aside | goes to another server, or waits for one; no retry |
     | connection lost, model process dead | set aside | the same, but costs one own retry |
     | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one token of the budget |
     | anything else | stays | fails |
@@ -117,13 +123,13 @@ class Attempts:
 
     def moves_on(self, trouble: Trouble, url: str) -> None:
         """Record a retry without a pause, after the server was set aside. Raises RequestFailed if no retry is left."""
-        if trouble.kind is not Kind.UNREACHABLE:
+        if not trouble.kind.is_refusal:
             self._reached(trouble, url)
             self._unreached_since = None
         elif self._unreached_since is None:
             self._unreached_since = time.monotonic()
         elif time.monotonic() - self._unreached_since > self._settings.max_outage_s:
-            # Servers pass the probe but refuse this request's connections, so `max_outage_s` of the pool never applies.
+            # Servers pass the probe but refuse this request, so `max_outage_s` of the pool never applies.
             raise self._failure(trouble, url) from trouble.__cause__
         self.retried += 1
 

@@ -8,7 +8,7 @@ import re
 from contextlib import AsyncExitStack
 
 import pytest
-from scripted_servers import BUSY, DEAD, LOST, REFUSED, Rig, scene, until
+from scripted_servers import BUSY, DEAD, LOST, REFUSED, UNLOADED, Rig, scene, until
 
 from actor.scoring.retry import RequestFailed, Trouble
 
@@ -89,6 +89,25 @@ def test_who_refuses_gets_nothing_until_all_models_are_ready(caplog: pytest.LogC
     scene(play)
     assert "a:1 gets no requests until it is ready again: Connection refused" in caplog.text
     assert "a:1 is ready again" in caplog.text
+
+
+def test_a_server_that_drains_is_set_aside_without_a_probe_or_a_warning(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+
+    async def play() -> None:
+        async with Rig() as servers:
+            await servers.take()
+            connection = servers["a:1"].connection
+            connection.not_ready = {"m"}
+            assert await servers.fail("a:1", UNLOADED)
+            assert not connection.asked
+            assert {await servers.take() for _ in range(4)} == {"b:1"}
+            connection.not_ready.clear()  # its successor on the same address
+            await until(lambda: servers["a:1"].down is None)
+
+    scene(play)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert caplog.text.count("a:1 gets no requests until it is ready again") == 1
 
 
 @pytest.mark.parametrize("trouble", [LOST, BUSY])

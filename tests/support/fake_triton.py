@@ -24,12 +24,13 @@ class FakeTriton:
     """A fake server on a free port of loopback, which it keeps over restarts; an async context manager.
 
     A behaviour answers a request with `ok`, `busy` (503), `dead` (the error of a dead model process), `wrong` (400),
-    `failed` (500), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
+    `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
+        self.parameters = {"checkpoint": "here", "tokenizer_fingerprint": "ours"}
         self.asked: list[str] = []
         self.encodings: set[str | None] = set()  # Accept-Encoding headers of the requests
         self.connections: set[asyncio.Transport] = set()
@@ -97,6 +98,7 @@ class FakeTriton:
         errors = {
             "busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing"),
             "failed": (500, "the gradients are not finite"),
+            "unloaded": (404, "Request for unknown model: 'critic' has no available versions"),
         }  # fmt: skip
         if what in errors:
             return web.json_response({"error": errors[what][1]}, status=errors[what][0])
@@ -107,4 +109,5 @@ class FakeTriton:
         return web.Response(status=200 if self.ready(request.match_info["model"]) else 400)
 
     async def _config(self, request: web.Request) -> web.Response:
-        return web.json_response({"input": [], "parameters": {"checkpoint": {"string_value": "here"}}})
+        parameters = {key: {"string_value": value} for key, value in self.parameters.items()}
+        return web.json_response({"input": [], "parameters": parameters})

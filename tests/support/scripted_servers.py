@@ -13,6 +13,7 @@ from python_backend.config import ClientSection
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
 LOST = Trouble(Kind.LOST, "did not respond within 1 s")
 DEAD = Trouble(Kind.DEAD, "refused", "Stub process is not healthy.")
+UNLOADED = Trouble(Kind.UNLOADED, "refused", "Request for unknown model: 'm' has no available versions")
 BUSY = Trouble(Kind.BUSY, "refused", "no room")
 
 
@@ -27,12 +28,12 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def is_ready(self, model: str) -> bool:
+    async def why_not_ready(self, model: str) -> str | None:
         self.asked.append(model)
         await self.gate.wait()
         if self.refuses:
             raise REFUSED
-        return model not in self.not_ready
+        return f"{model} not ready" if model in self.not_ready else None
 
     async def close(self) -> None:
         self.closed = True

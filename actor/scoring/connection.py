@@ -1,0 +1,103 @@
+"""Connections to one server over tritonclient's async HTTP, with a deadline per attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+from tritonclient.http.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from actor.scoring.retry import Kind, Trouble
+from python_backend.config import ClientSection
+from python_backend.wire.contract import (
+    BANNED_TOKEN_IDS,
+    CHECKPOINT_FINGERPRINT,
+    REWARD_COMPONENTS,
+    REWARD_WEIGHTS,
+    TEMPERATURE,
+)
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from async_timeout import timeout
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+PROBE_TIMEOUT_S = 5.0
+MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
+HINT = "; is `python -m tools serve` running there?"
+SAME_ON_ALL_SERVERS = (
+    "tokenizer_fingerprint", "num_rewards", "dtype", REWARD_COMPONENTS, REWARD_WEIGHTS, TEMPERATURE,
+    BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT,
+)  # fmt: skip
+"""Model parameters that the actor checks when it starts, or that change what a score means."""
+
+
+class HTTPConnection:
+    """A pool of connections to one server."""
+
+    def __init__(self, url: str, *, settings: ClientSection, expected: Mapping[str, Mapping[str, str]]) -> None:
+        """`expected`: parameters by model; a server with others is not ready. Read at each probe."""
+        self._url, self._expected = url, expected
+        self._difference: str | None = None
+        limit = settings.max_in_flight + MORE_CONNECTIONS
+        # No connection timeout here: `answer` sets the only deadline.
+        self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
+
+    async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
+        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline."""
+        try:
+            async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
+                return await ask(self)
+        except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise _trouble(error, deadline_s) from error
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Return why the model is not ready, or serves something else than expected; None if it is. Raises Trouble."""
+        if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
+            return f"{model} not ready"
+        if model not in self._expected:
+            return None
+        config = await self.answer(lambda this: this.http.get_model_config(model), PROBE_TIMEOUT_S)
+        theirs, ours = parameters_of(config), self._expected[model]
+        different = [key for key in SAME_ON_ALL_SERVERS if theirs.get(key) != ours.get(key)]
+        if not different:
+            return None
+        key = different[0]
+        difference = f"{model} has {key} {theirs.get(key)}, but the run started with {ours.get(key)}"
+        if difference != self._difference:
+            self._difference = difference
+            logger.warning("%s gets no requests: %s; serve it with the configuration of the run", self._url, difference)
+        return difference
+
+    async def close(self) -> None:
+        """Close all connections; requests in flight fail."""
+        await self.http.close()
+
+
+def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the `parameters` of a model configuration as Triton returns it."""
+    return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
+
+
+def _trouble(error: Exception, deadline_s: float) -> Trouble:
+    """Classify an error: 503, a model that was unloaded or died, timeouts and connection errors are transient."""
+    if isinstance(error, InferenceServerException):
+        message, status = str(error.message()), str(error.status() or "")
+        kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
+        if "has no available versions" in message:  # 404; a model that was never there "is not found"
+            kind = Kind.UNLOADED
+        # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
+        return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
+    if isinstance(error, asyncio.TimeoutError):
+        return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
+    cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
+    return Trouble(kind, "cannot be reached", cause, hint=HINT)
