@@ -1,5 +1,6 @@
 """`python -m tools serve`: renders the repository, starts tritonserver on it, and serves until SIGINT or SIGTERM.
 
+It then drains the server, so that no request fails if the clients have another one; a second signal skips the wait.
 Other commands and tests start their servers with `start_server`.
 """
 
@@ -47,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
         overrides.append(f"server.tritonserver={arguments.tritonserver}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop_once)
+    stop = _StopSignals()
     supervisor = None
     try:
         config = load_config(arguments.config, overrides)
@@ -63,11 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ensure_first_version(config, arguments.config, overrides)
         config = with_fixed_ports(config)
         supervisor = Supervisor(lambda: start_server(config, log=_say), log=_say)
-        _say("serving; Ctrl-C stops it")
+        _say("serving; Ctrl-C drains and stops it")
         while True:
             supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
     except ServeStopped:
+        if supervisor is not None and config.server.drain_s > 0:
+            _say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
+            supervisor.drain(give_up=lambda: stop.count > 1)
         return 0
     except REPORTED as error:
         return report(error, 1)
@@ -202,10 +205,19 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _stop_once(number: int, frame: FrameType | None) -> None:
-    for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, signal.SIG_IGN)  # the server is already stopping, which takes a bounded time
-    raise ServeStopped
+class _StopSignals:
+    """Raises ServeStopped at the first SIGINT or SIGTERM; only counts further ones, because stopping takes a bounded time.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 1:
+            raise ServeStopped
 
 
 if __name__ == "__main__":

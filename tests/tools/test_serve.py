@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
+from tiny_serve import serve, wait_for, write_run
 
 from python_backend.config import RunConfig
-from python_backend.config.sections import UNMEASURED
 from python_backend.store.durable import read_json
 from tools.serve import demo_preparation
+from tools.server.health import get_page
 from trainer.control_plane import ControlPlane
-
-# `tools.serve` on a repository that is there already: rendering has its own tests, and needs checkpoints.
-SERVE = """
-import sys, tools.render_configs, tools.serve
-tools.render_configs.render_repository = lambda config, out: []
-tools.serve.check_files = lambda config, **_: None
-sys.exit(tools.serve.main(sys.argv[1:]))
-"""
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run whose repository is rendered and whose critic has a version."""
-    (tmp_path / "weights" / "critic").mkdir(parents=True)
-    (tmp_path / "weights" / "critic" / "CURRENT").write_text("0\n")
-    ports = "http_port: 0, grpc_port: 0, metrics_port: 0"
-    models = "".join(f"{role}: {json.dumps(UNMEASURED)}\n" for role in ("reward", "critic"))
-    (tmp_path / "run.yaml").write_text(f"{models}server: {{{ports}, exit_timeout_s: 1}}")
-    return tmp_path
-
-
-def serve(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SERVE, "--config", str(run_dir / "run.yaml"), f"run.dir={run_dir}"]
-    return subprocess.Popen(
-        [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    while not path.exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    return write_run(tmp_path)
 
 
 def wait_until_gone(parent_pid: int) -> None:
@@ -73,6 +54,78 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals) 
     assert server_processes(process.pid) == []
     assert regions(process.pid) == []
     assert not (run_dir / "server.json").exists()
+
+
+TWO_TOKENS = [
+    {"name": "tokens", "datatype": "INT64", "shape": [1, 2], "data": [0, 0]},
+    {"name": "sequence_lengths", "datatype": "INT64", "shape": [1, 1], "data": [2]},
+]
+
+
+def status(run_dir: Path, path: str, body: object = None) -> int:
+    """Send a request to the running server; return the status of its response."""
+    url = f"http://{json.loads((run_dir / 'server.json').read_text())['http']}/v2/models/{path}"
+    try:
+        with urllib.request.urlopen(url, body and json.dumps(body).encode(), timeout=60) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@contextlib.contextmanager
+def busy(run_dir: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], list[Future[int]]]]:
+    """Run `tools serve` with a model that computes one request and has another in its queue until `block` is removed.
+
+    Its name is none that the supervisor probes, so no other request is in its queue.
+    """
+    block, begun = run_dir / "block", run_dir / "begun"
+    block.touch()
+    waiting = f"open({str(begun)!r}, 'w')\n        while os.path.exists({str(block)!r}): time.sleep(0.02)"
+    write_scoring_model(run_dir / "model_repository", "blocking", on_request=waiting)
+    process = serve(run_dir, *overrides)
+    wait_for(run_dir / "server.json", process)
+    metrics_url = json.loads((run_dir / "server.json").read_text())["metrics"]
+    with ThreadPoolExecutor(2) as pool:
+        in_flight = [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
+        wait_for(begun, process)
+        in_flight += [pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})]
+        while not re.search(r'pending_request_count\{model="blocking".*\} 1', get_page(metrics_url, "/metrics")):
+            time.sleep(0.02)
+        try:
+            yield process, in_flight
+        finally:
+            block.unlink(missing_ok=True)
+            process.kill()
+
+
+def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path) -> None:
+    with busy(run_dir) as (process, in_flight):
+        process.send_signal(signal.SIGTERM)
+        while status(run_dir, "blocking/ready") == 200:
+            time.sleep(0.02)
+        assert status(run_dir, "blocking/infer", {"inputs": TWO_TOKENS}) == 404
+        assert process.poll() is None
+        assert not any(request.done() for request in in_flight)
+        (run_dir / "block").unlink()
+        assert [request.result() for request in in_flight] == [200, 200]
+        out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert re.search(r"drained for [\d.]+ s: all requests are answered", out)
+    assert out.endswith("stopped\n")
+
+
+@pytest.mark.parametrize("drain_s", [0, 0.5, 1000])
+def test_serve_waits_until_the_second_signal_or_as_long_as_configured(run_dir: Path, drain_s: float) -> None:
+    with busy(run_dir, f"server.drain_s={drain_s}") as (process, in_flight):
+        process.send_signal(signal.SIGTERM)
+        if drain_s == 1000:
+            while status(run_dir, "blocking/ready") == 200:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+        assert all(isinstance(request.exception(), OSError) for request in in_flight)
+    assert (process.returncode, err) == (0, "")
+    assert ("not all requests are answered" in out) == (drain_s > 0)
 
 
 def test_serve_can_be_stopped_while_a_model_loads(run_dir: Path) -> None:

@@ -47,6 +47,12 @@ class Supervisor:
         if time.monotonic() >= self._start_at:
             self._start_again()
 
+    def drain(self, give_up: Callable[[], bool]) -> None:
+        """Stop the health checks, and drain the server if it runs; see `TritonServer.drain`."""
+        self._health.stop()  # they would load again what is unloaded
+        if self._start_at is None:
+            self.server.drain(give_up)
+
     def stop(self) -> None:
         """Stop the health checks and the server."""
         self._health.stop()

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from python_backend.store.control_key import closing_arguments
 from python_backend.store.durable import write_json
 from tools.server.child import start_bound
 from tools.server.container import SERVER_ARGUMENTS
+from tools.server.drain import drain
 from tools.server.log import follow, poll_failure, set_aside_if_large, stub_failure, tail
 from tools.server.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.server.ports import check_ports, is_open, with_free_ports
@@ -175,6 +177,17 @@ class TritonServer:
     def log_tail(self, num_lines: int = 12) -> str:
         """Return the last lines of the log; invalid UTF-8 is escaped."""
         return tail(self.log_path, num_lines)
+
+    def drain(self, give_up: Callable[[], bool]) -> None:
+        """Refuse further requests and wait up to `drain_s` for those in flight; return early if `give_up()` is true."""
+        begin = time.monotonic()
+        try:
+            is_idle = drain(self.section.http_url, self._control_key, self.section.drain_s, give_up)
+        except (OSError, ValueError, HTTPException) as error:  # it is dead or hangs, so there is nothing to wait for
+            self._log(f"tritonserver cannot be drained: {error}")
+            return
+        done = "all requests are answered" if is_idle else "not all requests are answered"
+        self._log(f"drained for {time.monotonic() - begin:.1f} s: {done}")
 
     def kill(self) -> None:
         """Kill the server at once, without the grace period of `stop`; call `stop` afterwards to clean up."""

@@ -1,0 +1,44 @@
+"""`tools serve` as a process on a repository of tiny models, which is there already."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from python_backend.config.sections import UNMEASURED
+
+# Rendering has its own tests, and needs checkpoints.
+SERVE = """
+import sys, tools.render_configs, tools.serve
+tools.render_configs.render_repository = lambda config, out: []
+tools.serve.check_files = lambda config, **_: None
+sys.exit(tools.serve.main(sys.argv[1:]))
+"""
+
+
+def write_run(folder: Path) -> Path:
+    """Write the configuration of a run whose critic has a version; the repository is for the test to write."""
+    (folder / "weights" / "critic").mkdir(parents=True)
+    (folder / "weights" / "critic" / "CURRENT").write_text("0\n")
+    ports = "http_port: 0, grpc_port: 0, metrics_port: 0"
+    models = "".join(f"{role}: {json.dumps(UNMEASURED)}\n" for role in ("reward", "critic"))
+    (folder / "run.yaml").write_text(f"{models}server: {{{ports}, exit_timeout_s: 1}}")
+    return folder
+
+
+def serve(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start `tools serve` on the run in `run_dir`."""
+    command = [sys.executable, "-c", SERVE, "--config", str(run_dir / "run.yaml"), f"run.dir={run_dir}"]
+    return subprocess.Popen(
+        [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Return when the file exists; fail if the process ends first."""
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)

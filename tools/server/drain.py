@@ -1,0 +1,83 @@
+"""Drains a tritonserver before it is stopped; `python3 -m tools.server.drain` does so in the image.
+
+Unloading is Triton's way to drain a model: it is no longer ready, further requests get 404 ("has no available
+versions") without being executed, and its process ends once all requests in flight and in its queues are answered. On
+SIGTERM alone, tritonserver resets new connections but reports ready and takes requests on open ones until its exit
+timeout, which breaks off whatever is then in flight.
+
+Needs only the standard library, as the image's other commands do, and so uses HTTP: unlike a load, an unload does not
+stall it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from python_backend.store.control_key import HEADER, control_key
+from python_backend.wire.contract import CRITIC_INFER, REWARD_MODEL
+from tools.server.container import REPOSITORY, weights_dir
+from tools.server.healthcheck import LOCAL
+
+DRAIN_S = 20.0
+CALL_TIMEOUT_S = 10.0
+POLL_INTERVAL_S = 0.05
+ENSEMBLES_FIRST = (CRITIC_INFER, REWARD_MODEL)  # so that none is left without its models
+
+
+def main(repository: Path = REPOSITORY, url: str | None = None) -> int:
+    """Drain the image's server, for a `preStop` hook; return 0 if all requests were answered, else 1."""
+    address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
+    try:
+        is_idle = drain(url or f"{address}:8000", control_key(weights_dir(repository)), DRAIN_S)
+    except (OSError, ValueError) as error:
+        print(f"the server does not answer: {error}", file=sys.stderr)
+        return 1
+    return 0 if is_idle else 1
+
+
+def drain(url: str, key: str, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> bool:
+    """Unload all models of the server at `url` (`host:port`) and wait until their requests in flight are answered.
+
+    Args:
+        key: the key for model control.
+        give_up: checked while waiting; True ends the wait.
+
+    Returns:
+        Whether all requests were answered; False: they were not within `timeout_s`, or `give_up` returned True.
+
+    Raises:
+        OSError: the server cannot be reached, or refuses the key.
+        ValueError: the response is not Triton's.
+    """
+    deadline = time.monotonic() + timeout_s
+    while loaded := _loaded(url, key):
+        for model in sorted(loaded, key=lambda model: (model not in ENSEMBLES_FIRST, model)):
+            if loaded[model] == "READY":  # at first; later only if a publish has loaded it again
+                _post(url, key, f"models/{model}/unload")
+        if time.monotonic() > deadline or give_up():
+            return False
+        time.sleep(POLL_INTERVAL_S)
+    return True
+
+
+def _loaded(url: str, key: str) -> dict[str, str]:
+    """Return the state of each model that is loaded or still answers requests."""
+    states = {model["name"]: model.get("state", "UNAVAILABLE") for model in json.loads(_post(url, key, "index"))}
+    return {model: state for model, state in states.items() if state != "UNAVAILABLE"}
+
+
+def _post(url: str, key: str, path: str) -> Any:
+    request = urllib.request.Request(f"http://{url}/v2/repository/{path}", b"{}", {HEADER: key})
+    with LOCAL.open(request, timeout=CALL_TIMEOUT_S) as answer:
+        return answer.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
