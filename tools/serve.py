@@ -206,8 +206,7 @@ def _say(line: str) -> None:
 
 
 class _StopSignals:
-    """Raises ServeStopped at the first SIGINT or SIGTERM; only counts further ones, because stopping takes a bounded time.
-    """
+    """Raises ServeStopped at the first SIGINT or SIGTERM; only counts others, because stopping takes a bounded time."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -17,10 +17,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
-from tritonclient.http import InferInput, InferRequestedOutput
-from tritonclient.utils import np_to_triton_dtype
 
-from actor.scoring.connection import HTTPConnection, parameters_of
+from actor.scoring.connection import HTTPConnection, Message, parameters_of
 from actor.scoring.ordering import Turn, Turns
 from actor.scoring.pool import ServerPool
 from actor.scoring.retry import (
@@ -209,19 +207,12 @@ class TritonClient:
     async def _infer(
         self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], *, writes: bool = False
     ) -> dict[str, np.ndarray]:
-        inputs = []
-        for name, array in arrays.items():
-            if name == contract.TOKENS:
-                array = array.astype(self._tokens_dtype, copy=False)
-            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-            tensor.set_data_from_numpy(array)
-            inputs.append(tensor)
-        wanted = [InferRequestedOutput(name, binary_data=True) for name in outputs]
-        headers = {**self._headers, contract.SENDER_HEADER: str(self._sender)}
+        if contract.TOKENS in arrays:
+            arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
+        message = Message(model, arrays, outputs, {**self._headers, contract.SENDER_HEADER: str(self._sender)})
 
         async def ask(connection: HTTPConnection) -> dict[str, np.ndarray]:
-            answer = await connection.http.infer(model, inputs, outputs=wanted, headers=dict(headers))
-            return {name: answer.as_numpy(name) for name in outputs}
+            return await connection.infer(message)
 
         s = self._settings
         budget = self._training_budget if writes else self._scoring_budget

@@ -1,4 +1,7 @@
-"""Connections to one server over tritonclient's async HTTP, with a deadline per attempt."""
+"""Connections to one server over tritonclient's async HTTP, with a deadline per attempt.
+
+The only module that imports tritonclient.http.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
+from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from actor.scoring.retry import Kind, Trouble
 from python_backend.config import ClientSection
@@ -40,6 +45,20 @@ SAME_ON_ALL_SERVERS = (
 """Model parameters that the actor checks when it starts, or that change what a score means."""
 
 
+class Message:
+    """An inference request, encoded once for all its attempts."""
+
+    def __init__(
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], headers: Mapping[str, str]
+    ) -> None:
+        self.model, self.outputs, self.headers = model, outputs, headers
+        self.inputs = []
+        for name, array in arrays.items():
+            tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            self.inputs.append(tensor)
+
+
 class HTTPConnection:
     """A pool of connections to one server."""
 
@@ -58,6 +77,13 @@ class HTTPConnection:
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise _trouble(error, deadline_s) from error
+
+    async def infer(self, message: Message) -> dict[str, np.ndarray]:
+        """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
+        wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
+        # The client library changes the dictionary of headers.
+        answer = await self.http.infer(message.model, message.inputs, outputs=wanted, headers=dict(message.headers))
+        return {name: answer.as_numpy(name) for name in message.outputs}
 
     async def why_not_ready(self, model: str) -> str | None:
         """Return why the model is not ready, or serves something else than expected; None if it is. Raises Trouble."""

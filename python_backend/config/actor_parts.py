@@ -204,8 +204,8 @@ class ClientSection(Section):
 
     servers: tuple[Address, ...] = ()
     """HTTP addresses of all servers: `host:port`, or `dns:name:port` for every address of the name, which is resolved
-    again when a server fails; default: that of `server`. All servers serve all models and share one weights store and
-    one journal."""
+    again every 10 s and when a server fails; default: that of `server`. All servers serve all models and share one
+    weights store and one journal."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
     """How long to wait for a healthy server once the run has started; 0: do not wait, only retry as after a 503."""
     deadline_s: Seconds = 60.0

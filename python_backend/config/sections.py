@@ -98,8 +98,8 @@ class ServerSection(Section):
     exit_timeout_s: CountOrZero = 5
     """How long tritonserver waits for open connections when it shuts down."""
     drain_s: Annotated[float, Field(ge=0)] = 20.0
-    """How long `tools serve` waits for requests in flight when it is stopped, while it refuses further ones; 0: it stops
-    at once. A request that takes longer is repeated at another server."""
+    """How long `tools serve`, when it is stopped, waits for requests in flight while it refuses others; 0: it stops at
+    once. A client repeats a request that takes longer at another server."""
     tokens_dtype: Literal["INT64", "INT32"] = "INT64"
     """Data type of `tokens` on the wire. Triton rejects any other type, so all clients must send this one."""
     training_key_env: str | None = None

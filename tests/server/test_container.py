@@ -14,8 +14,10 @@ import pytest
 from tiny_models import tiny_server, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
+from python_backend.store.control_key import VARIABLE
 from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
 from tools.server.container import EXIT_TIMEOUT_S, copy_repository, training_key, tritonserver_command, weights_dir
+from tools.server.drain import main as drain
 from tools.server.healthcheck import main as healthcheck
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +41,31 @@ def test_it_runs_as_nobody_in_particular() -> None:
 
 
 def test_its_commands_exist_and_need_the_standard_library_alone() -> None:
-    for line in (instruction("CMD"), instruction("HEALTHCHECK").partition("CMD ")[2]):
+    lines = (
+        instruction("CMD"),
+        instruction("HEALTHCHECK").partition("CMD ")[2],
+        '["python3", "-m", "tools.server.drain"]',
+    )
+    for line in lines:
         (module,) = re.fullmatch(r'\["python3", "-m", "([\w.]+)"\]', line).groups()  # type: ignore[union-attr]
         script = f"import sys, {module}; print(*sys.modules)"
         loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
         assert not {"psutil", "tritonclient", "pydantic", "jinja2", "torch"} & set(loaded.stdout.split())
+
+
+def test_the_drain_command_unloads_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "repository"
+    write_repository(repository)
+    with tiny_server(tmp_path) as server, server.control() as control:
+        server.wait_ready()
+        monkeypatch.setenv(VARIABLE, "wrong")
+        assert drain(repository, server.section.http_url) == 1
+        assert control.is_ready("critic")
+        monkeypatch.setenv(VARIABLE, "tiny")
+        for _ in range(2):
+            assert drain(repository, server.section.http_url) == 0
+            assert not any(control.is_ready(model) for model in server.models())
+    assert drain(repository, server.section.http_url) == 1, "it does not run"
 
 
 def test_everything_that_is_not_needed_is_closed(tmp_path: Path) -> None:

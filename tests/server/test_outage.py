@@ -100,6 +100,26 @@ def num_answered(run: LiveRun, model: str) -> int:
     return int(stats["inference_stats"]["success"]["count"])
 
 
+def test_a_rolling_update_costs_no_request_and_trains_each_step_once(pair: Pair) -> None:
+    """Each server drains and is replaced on its address, the one that training goes to first."""
+    with Run(pair, pair.run, pair.other, steps=5000) as run:
+        run.wait_for_steps(2)
+        for server, drain in ((pair.run, pair.drain_first), (pair.other, pair.drain_second)):
+            assert "s: all requests are answered" in drain()
+            run.wait_for_words(f"{server.url} is ready again")
+        steps = len(run.metrics())
+        run.wait_for_steps(steps + 2)
+        run.actor.process.send_signal(signal.SIGINT)
+        assert run.ends() == 130
+        last = run.metrics()[-1]
+        counts = ("failed_requests", "over_budget", "failed_critic_updates", "outages")
+        assert [last[f"client/{name}"] for name in counts] == [0, 0, 0, 0]
+        trained = [line["step"] for line in pair.run.critic_metrics() if "loss_mean" in line]
+        assert trained == list(range(1, len(trained) + 1))
+        assert len(trained) >= steps
+        assert "WARNING" not in run.log
+
+
 def test_a_server_that_is_lost_costs_no_request(pair: Pair) -> None:
     """It is the one that training goes to."""
     servers = (pair.run, pair.other)

@@ -24,7 +24,8 @@ class FakeTriton:
     """A fake server on a free port of loopback, which it keeps over restarts; an async context manager.
 
     A behaviour answers a request with `ok`, `busy` (503), `dead` (the error of a dead model process), `wrong` (400),
-    `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is set).
+    `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is
+    set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:

@@ -38,6 +38,19 @@ class Pair:
         """Start the second server, which must not be running."""
         self.second = _start(self.other)
 
+    def drain_first(self) -> str:
+        """Stop the first server as a rolling update does, and start its successor; return what it logged."""
+        log = _drain(self.first.server)
+        self.start_first()
+        return log
+
+    def drain_second(self) -> str:
+        """Do the same with the second server, which must be running."""
+        assert self.second is not None
+        log = _drain(self.second)
+        self.start_second()
+        return log
+
     def kill_first(self) -> None:
         """Kill all processes of the first server at once, as if its machine failed; the sidecar stays."""
         _kill(self.first.server)
@@ -64,6 +77,11 @@ def _start(run: LiveRun) -> Child:
         stop_process(server)
         raise
     return server
+
+
+def _drain(server: Child) -> str:
+    assert server.stop(signal.SIGTERM, 60.0) == 0
+    return server.log_path.read_text()
 
 
 def _kill(server: Child) -> None:
