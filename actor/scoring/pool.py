@@ -11,62 +11,16 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from actor.scoring.names import ServerNames
 from actor.scoring.outage import Outage
 from actor.scoring.retry import MAX_BACKOFF_S, Kind, RequestCounters, RequestFailed, Trouble, jittered
+from actor.scoring.server import C, Server, Suspension
 from python_backend.config import ClientSection
 
 logger = logging.getLogger(__name__)
 RESOLVE_EVERY_S = 10.0
-
-
-class Connection(Protocol):
-    """Interface of a connection to one server."""
-
-    async def why_not_ready(self, model: str) -> str | None:
-        """Return why the model gets no requests there; None: it is ready. Raises Trouble if the probe fails."""
-
-    async def close(self) -> None:
-        """Close the connection; requests in flight fail."""
-
-
-C = TypeVar("C", bound=Connection)
-
-
-@dataclass
-class Suspension:
-    """A model whose process has died on one server.
-
-    Triton still reports the model as ready, so probes do not show its recovery. Instead, after a pause, one request
-    at a time tries it.
-    """
-
-    losses: int
-    until: float  # on the monotonic clock
-    cause: str
-    on_trial: bool = False
-
-
-@dataclass(eq=False)
-class Server(Generic[C]):
-    """State of one server."""
-
-    url: str
-    connection: C
-    in_flight: int = 0
-    losses: int = 0  # times that it was lost or not ready since its last response
-    down: str | None = None  # why the server is set aside; None: it receives requests
-    suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
-    probe: asyncio.Task[str | None] | None = None
-
-    def takes(self, model: str) -> bool:
-        """Return whether a request for this model may be sent to this server."""
-        suspended = self.suspended.get(model)
-        is_free = suspended is None or (not suspended.on_trial and time.monotonic() >= suspended.until)
-        return self.down is None and is_free
 
 
 class ServerPool(Generic[C]):

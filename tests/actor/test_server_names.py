@@ -63,6 +63,7 @@ def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch
     def connect(url: str) -> Scripted:
         made = Scripted(url)
         made.not_ready = {"m"}
+        made.gate.clear()
         return made
 
     async def play() -> None:
@@ -72,6 +73,8 @@ def test_a_server_that_joins_gets_requests_once_its_models_are_ready(monkeypatch
             names.hosts = ("10.0.0.1", "10.0.0.2")
             await until(lambda: len(servers.servers) == 2)
             joining = servers["10.0.0.2:8000"]
+            assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, "it has not been probed"
+            joining.connection.gate.set()
             await until(lambda: len(joining.connection.asked) >= 3)
             assert {await servers.take() for _ in range(4)} == {"10.0.0.1:8000"}, "every server was healthy"
             joining.connection.not_ready.clear()

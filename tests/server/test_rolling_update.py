@@ -20,8 +20,9 @@ from tiny_serve import serve, wait_for, write_run
 
 from actor.scoring.client import TritonClient
 from actor.scoring.connection import HTTPConnection
-from actor.scoring.pool import Server, ServerPool
+from actor.scoring.pool import ServerPool
 from actor.scoring.retry import Kind, Trouble
+from actor.scoring.server import Server
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES
 

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from actor.scoring.pool import Server, ServerPool
+from actor.scoring.pool import ServerPool
 from actor.scoring.retry import Kind, RequestCounters, Trouble
+from actor.scoring.server import Server
 from python_backend.config import ClientSection
 
 REFUSED = Trouble(Kind.UNREACHABLE, "cannot be reached", "Connection refused")
