@@ -286,48 +286,6 @@ def test_requests_are_balanced_and_go_on_elsewhere_when_a_server_is_lost():
     scene(play)
 
 
-def test_draining_servers_one_after_the_other_costs_nothing(monkeypatch: pytest.MonkeyPatch):
-    """No pause (each would take a minute), no retry of a request's own, nothing of the budget."""
-
-    async def play() -> None:
-        first, second = FakeTriton(), FakeTriton()
-        async with first, second, client_of(first, second, retries=0, retry_reserve=0, backoff_s=0.01) as client:
-            for draining in (first, second, first, second):
-                draining.behaviour, draining.ready = lambda *_: "unloaded", lambda _: False
-                await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)))
-                steps = [client.train(training_inputs(seed=1), run_id="r", step=step) for step in range(1, 4)]
-                await asyncio.gather(*steps)
-                draining.behaviour, draining.ready = lambda *_: "ok", lambda _: True
-                refused = len(draining.asked)
-                while len(draining.asked) == refused:  # until it has come back
-                    await client.rewards(ROWS)
-            assert client.counters.failed_requests == client.counters.over_budget == client.counters.outages == 0
-            assert client.counters.failovers == client.counters.retries >= 4
-
-    scene(play)
-
-
-def test_a_server_with_another_tokenizer_does_not_come_back(caplog: pytest.LogCaptureFixture):
-    async def play() -> None:
-        async with FakeTriton() as first, FakeTriton() as second, client_of(first, second) as client:
-            await client.model_parameters(REWARD_MODEL)
-            await second.stop()
-            await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
-            second.parameters["tokenizer_fingerprint"] = "theirs"
-            second.asked.clear()
-            await second.start()
-            await until(lambda: "reward_model has tokenizer_fingerprint theirs" in caplog.text)
-            await until(lambda: second.probes >= 5)
-            await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
-            assert second.asked == []
-            second.parameters["tokenizer_fingerprint"] = "ours"
-            while not second.asked:
-                await client.rewards(ROWS)
-
-    scene(play)
-    assert caplog.text.count("but the run started with ours") == 1
-
-
 def test_the_first_contact_takes_the_server_that_is_there():
     async def play() -> None:
         async with FakeTriton() as lost, FakeTriton() as other:

@@ -30,7 +30,10 @@ SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 OTHER_PROGRAMS = ("docker", "apt", "tritonserver")  # not ours, and not installed everywhere
-MODULES = {"pytest": None, "actor": "actor/__main__.py", "trainer": "trainer/__main__.py"}
+MODULES = {
+    "pytest": None, "actor": "actor/__main__.py", "trainer": "trainer/__main__.py",
+    "tools.server.drain": "tools/server/drain.py",
+}  # fmt: skip
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
 KEY = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.(?:\w+|<name>))+")
 FILE_ENDINGS = (".py", ".yaml", ".jsonl", ".log", ".lock")

@@ -1,0 +1,66 @@
+"""`actor.scoring.client` over HTTP while servers drain and come back: nothing is lost, and nothing unlike joins."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_triton import FakeTriton
+from live_system import training_inputs
+from scripted_servers import scene, until
+
+from actor.scoring.client import TritonClient
+from actor.scoring.retry import RETRY_RESERVE
+from python_backend.config import ClientSection
+from python_backend.wire.contract import REWARD_MODEL
+
+ROWS = [np.asarray([3, 4, 5])]
+
+
+def client_of(*servers: FakeTriton, retry_reserve: int = RETRY_RESERVE, **changes: Any) -> TritonClient:
+    settings = ClientSection(**{"backoff_s": 0.001, "servers": [server.url for server in servers], **changes})
+    return TritonClient("unused:1", settings, retry_reserve=retry_reserve)
+
+
+def test_draining_servers_one_after_the_other_costs_nothing():
+    """No pause (each would take a minute), no retry of a request's own, nothing of the budget."""
+
+    async def play() -> None:
+        first, second = FakeTriton(), FakeTriton()
+        async with first, second, client_of(first, second, retries=0, retry_reserve=0, backoff_s=0.01) as client:
+            for draining in (first, second, first, second):
+                draining.behaviour, draining.ready = lambda *_: "unloaded", lambda _: False
+                await asyncio.gather(*(client.rewards(ROWS) for _ in range(20)))
+                steps = [client.train(training_inputs(seed=1), run_id="r", step=step) for step in range(1, 4)]
+                await asyncio.gather(*steps)
+                draining.behaviour, draining.ready = lambda *_: "ok", lambda _: True
+                refused = len(draining.asked)
+                while len(draining.asked) == refused:  # until it has come back
+                    await client.rewards(ROWS)
+            assert client.counters.failed_requests == client.counters.over_budget == client.counters.outages == 0
+            assert client.counters.failovers == client.counters.retries >= 4
+
+    scene(play)
+
+
+def test_a_server_with_another_tokenizer_does_not_come_back(caplog: pytest.LogCaptureFixture):
+    async def play() -> None:
+        async with FakeTriton() as first, FakeTriton() as second, client_of(first, second) as client:
+            await client.model_parameters(REWARD_MODEL)
+            await second.stop()
+            await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
+            second.parameters["tokenizer_fingerprint"] = "theirs"
+            second.asked.clear()
+            await second.start()
+            await until(lambda: "reward_model has tokenizer_fingerprint theirs" in caplog.text)
+            await until(lambda: second.probes >= 5)
+            await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
+            assert second.asked == []
+            second.parameters["tokenizer_fingerprint"] = "ours"
+            while not second.asked:
+                await client.rewards(ROWS)
+
+    scene(play)
+    assert caplog.text.count("but the run started with ours") == 1
