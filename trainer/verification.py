@@ -9,13 +9,12 @@ import torch
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.errors import RlhfError
-from python_backend.models.loading import STORED_DTYPES
 from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.models.tensor_file import STORED_AS
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
 CANARY_TOKENS = 16
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
-STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 class VersionRejected(RlhfError):

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.shaping import RewardShaper, RunningMoments
-from actor.policy.adapters import load_trained, trained_tensors
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
 from python_backend.models.adamw import load_state, state_tensors
+from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
 
@@ -145,7 +145,7 @@ def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     """Load a checkpoint that passed `check_checkpoint_of` into `run`."""
     policy = run.policy
     if policy.settings.lora_rank:
-        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE)
+        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "actor.policy")
     else:
         policy.load(folder)
     load_state(policy.optimizer, dict(policy.model.named_parameters()), load_file(folder / OPTIMIZER_FILE))

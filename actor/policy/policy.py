@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import Prompt, Rollout
 from actor.generation.engine import Generation
 from actor.generation.shared_prompts import can_share, response_hidden
 from actor.generation.slots import Response
-from actor.policy.adapters import merged, with_adapters
-from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
+from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights, stored_dtypes
 from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adamw import make_adamw
+from python_backend.models.adapters import Lora, MergedWeights, with_adapters
 from python_backend.models.batching import plan_micro_batches
-from python_backend.models.loading import load_weights
+from python_backend.models.gradient_checkpointing import checkpoint_gradients
+from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
@@ -64,27 +64,26 @@ class Policy:
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
-            model = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-            )
+            model = _load_model(settings)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
         _check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
-            self.model = with_adapters(model, settings).to(settings.device).eval()
-            self.reference = None  # the policy with its adapters disabled: no second copy needed
-        else:
-            self.model = model.to(settings.device).eval()
-            self.reference = copy.deepcopy(self.model).requires_grad_(False) if keeps_reference else None
-        self.sampler = copy.deepcopy(self.model).requires_grad_(False) if keeps_sampler else self.model
-        if settings.precision == "bfloat16":  # by id, because the sampler may be the model itself
-            for each in {id(m): m for m in (self.model, self.sampler, self.reference) if m is not None}.values():
-                use_bfloat16(self._causal(each))
+            lora = Lora(
+                "actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout
+            )
+            model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
+        self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
+        self.model = model.to(settings.device).eval()
+        # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
+        self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
+        self.sampler = self._frozen_copy() if keeps_sampler else self.model
         if settings.gradient_checkpointing:
-            _checkpoint_gradients(self.model)
-        special = special_tokens(self.tokenizer, model.generation_config.eos_token_id, vocab_size=self.vocab_size)
+            checkpoint_gradients(self.model, "actor.policy.gradient_checkpointing")
+        causal = self._causal(self.model)
+        special = special_tokens(self.tokenizer, causal.generation_config.eos_token_id, vocab_size=self.vocab_size)
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         self.generation = Generation(
             self._causal(self.sampler), self.tokenizer, generation, eos_ids=self.eos_ids, pad_id=self.pad_id,
@@ -115,6 +114,16 @@ class Policy:
     def _causal(self, model: Any) -> Any:
         """Return the causal LM itself, without the adapters' wrapper if there is one."""
         return model.get_base_model() if self.settings.lora_rank else model
+
+    def _prepare(self, model: Any) -> None:
+        """Prepare a model for forward passes in `actor.policy.precision`."""
+        if self.settings.precision == "bfloat16":
+            use_bfloat16(self._causal(model), self._causal(model).get_output_embeddings())
+
+    def _frozen_copy(self) -> Any:
+        model = copy.deepcopy(self.model).requires_grad_(False)
+        self._prepare(model)
+        return model
 
     @torch.no_grad()
     def generate(
@@ -187,9 +196,28 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights."""
-        model = merged(self.model) if self.settings.lora_rank else self.model
-        model.save_pretrained(folder)
+        if self.settings.lora_rank:
+            self._save_merged(folder)
+        else:
+            self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def _save_merged(self, folder: Path) -> None:
+        """Save the policy with its adapters merged in.
+
+        The merged weights go through a file, from which `save_pretrained` maps them: a merged copy may not fit into
+        memory beside the policy.
+        """
+        causal, merged = self._causal(self.model), folder / "merged.safetensors"
+        folder.mkdir(parents=True, exist_ok=True)
+        MergedWeights(causal).write(merged)
+        try:
+            tensors = map_tensors([merged])
+            for tied in causal.all_tied_weights_keys:
+                tensors.pop(tied, None)
+            causal.save_pretrained(folder, state_dict=tensors)
+        finally:
+            merged.unlink()
 
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""
@@ -242,25 +270,26 @@ class Policy:
             entropies = sampling_entropy(logits, **sampling) if with_entropy else None
         return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
 
-    @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Enable activation checkpointing within the block, for updates with `actor.policy.gradient_checkpointing`.
-
-        transformers checkpoints a layer only in training mode, and such a layer cannot use a cache, so generation needs
-        eval mode. The computation itself, including dropout, stays in eval mode (see `_compute_again`).
-        """
-        layers = _checkpointed_layers(self.model)
-        try:
-            for layer in layers:
-                layer.training = True
-            yield
-        finally:
-            for layer in layers:
-                layer.training = False
-
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager that makes forward passes compute in `actor.policy.precision`."""
         return computing(self.model.device, self.settings.precision)
+
+
+def _load_model(settings: PolicySection) -> Any:
+    """Load the causal LM in float32, or in bfloat16 if it is stored so and its frozen matrices stay so.
+
+    Raises OSError or ValueError.
+    """
+    load = functools.partial(
+        AutoModelForCausalLM.from_pretrained, str(settings.checkpoint), local_files_only=True, trust_remote_code=False,
+        use_safetensors=True,
+    )  # fmt: skip
+    if settings.lora_rank and settings.precision == "bfloat16" and stored_dtypes(settings.checkpoint) == {"BF16"}:
+        model = load(dtype=torch.bfloat16)
+        # Some families compute tables in the dtype that they are loaded in; those would be less exact.
+        if all(buffer.dtype != torch.bfloat16 for buffer in model.buffers()):
+            return model
+    return load(dtype=torch.float32)
 
 
 def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
@@ -325,41 +354,3 @@ def _takes_rows_of(model: Any, length: int) -> bool:
     except (IndexError, RuntimeError):
         return False
     return True
-
-
-def _checkpoint_gradients(model: Any) -> None:
-    """Make the layers recompute their activations in the backward pass, but only within a `recomputing` block.
-
-    Raises:
-        CheckpointError: transformers has no activation checkpointing for this model.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise CheckpointError(
-            f"{type(model).__name__} does not support gradient checkpointing; set "
-            "actor.policy.gradient_checkpointing to false"
-        )
-    # transformers 5.20, the last release for Python 3.10, has only the older name, gradient_checkpointing_enable.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-    for layer in _checkpointed_layers(model):
-        layer._gradient_checkpointing_func = functools.partial(
-            _compute_again, layer, layer._gradient_checkpointing_func
-        )
-
-
-def _checkpointed_layers(model: Any) -> list[Any]:
-    modules = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    return [module for module in modules if module.gradient_checkpointing]
-
-
-def _compute_again(layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    """Call `checkpoint(forward, *args)`; `forward` runs with the layer in eval mode, so that dropout stays off."""
-
-    def evaluated(*inputs: Any) -> Any:
-        layer.training = False
-        try:
-            return forward(*inputs)
-        finally:
-            layer.training = True
-
-    return checkpoint(evaluated, *args)

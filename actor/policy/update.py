@@ -11,10 +11,11 @@ from torch import Tensor
 from actor.algorithms.methods import Method
 from actor.algorithms.policy_loss import kl_loss
 from actor.data.rollout import PPOBatch
-from actor.policy.adapters import adapter_dropouts, in_training
 from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
+from python_backend.models.adapters import adapter_dropouts, in_training
+from python_backend.models.gradient_checkpointing import recomputing
 
 
 class PolicyUpdate:
@@ -89,7 +90,7 @@ class PolicyUpdate:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens."""
         sums: dict[str, float] = {}
         for chunk in self._policy.plan(batch.lengths[rows]):
-            with self._policy.recomputing(), in_training(self._dropouts):
+            with recomputing(self._policy.model), in_training(self._dropouts):
                 loss, stats = self._loss(batch, rows[chunk], total, kl_coef)
                 loss.backward()
             for name, value in {**stats, "loss": loss.detach()}.items():

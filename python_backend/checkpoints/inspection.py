@@ -188,6 +188,11 @@ def head_shape_error(folder: Path, name: str, found: TensorInfo, expected: str) 
     )
 
 
+def stored_dtypes(folder: Path) -> set[str]:
+    """Return the dtypes of the tensors of a checkpoint, such as {"BF16"}. Raises CheckpointError if it is damaged."""
+    return {tensor.dtype for tensor in _read_tensors(folder).values()}
+
+
 def fingerprint_weights(folder: Path) -> str:
     """Return a hash of the weights files' sizes and of evenly spaced pieces of them. Takes milliseconds for any size.
 

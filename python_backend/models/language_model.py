@@ -48,7 +48,7 @@ class LanguageModel:
         self._banned = list(banned_token_ids)
         self._precision = precision
         if precision == "bfloat16":
-            use_bfloat16(model)
+            use_bfloat16(model, model.get_output_embeddings())
         self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
         with in_float32(model):
             self._head = linear_head(model)

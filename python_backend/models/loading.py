@@ -33,15 +33,11 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.positions import fix_rotary, rotary_limit
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.models.tensor_file import STORED_DTYPES
 from python_backend.models.token_head import head_of
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-STORED_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
     "id2label", "label2id", "use_cache",

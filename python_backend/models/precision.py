@@ -1,6 +1,6 @@
 """Runs forward passes in bfloat16 with autocast, and computes logits in float32.
 
-Shared by the actor's policy and the reference.
+Shared by the policy, the reference and the critic in training.
 
 Autocast casts the weights of matrix products at every call unless they are trained. Frozen weights are therefore stored
 in bfloat16: the same values, without the cast. Weights that autocast leaves in float32 (embeddings, norms, the experts
@@ -24,9 +24,8 @@ def computing(device: torch.device, precision: str) -> contextlib.AbstractContex
     return contextlib.nullcontext() if precision == "float32" else torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def use_bfloat16(model: Any) -> None:
-    """Prepare a causal LM for forward passes under autocast: frozen matrices in bfloat16, logits in float32."""
-    head = model.get_output_embeddings()
+def use_bfloat16(model: Any, head: nn.Module | None) -> None:
+    """Prepare a model for forward passes under autocast: frozen matrices in bfloat16, outputs of `head` in float32."""
     if isinstance(head, nn.Linear):
         head.forward = functools.partial(_exact_linear, head)  # type: ignore[method-assign]
     matrices = {id(parameter) for module, parameter in _matrices(model) if module is not head}

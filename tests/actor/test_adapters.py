@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import PPOBatch, Prompt, Rollout
-from actor.policy.adapters import trained_tensors
+from python_backend.models.adapters import trained_tensors
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError

@@ -1,0 +1,186 @@
+"""LoRA with peft: adds adapters to a model, saves and loads them, and merges them into the weights.
+
+Shared by the policy and the critic in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.tensor_file import write_tensors
+
+LAYERS = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The `lora_...` settings of one section of the configuration."""
+
+    section: str  # for error messages: actor.policy or trainer
+    rank: int
+    alpha: int
+    targets: str | Sequence[str]  # "all-linear", or names of layers
+    dropout: float = 0.0
+
+
+def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None = None) -> Any:
+    """Return peft's wrapper of the model with trainable adapters on `lora.targets`; all other weights are frozen.
+
+    The adapters are put into `model` itself, which the wrapper's `get_base_model` returns.
+
+    Args:
+        output: the output layer, which gets no adapter.
+        task: peft's task type; None for a model without methods for generation.
+
+    Raises:
+        CheckpointError: one of the targets matches no linear layer.
+    """
+    from peft import LoraConfig, get_peft_model  # takes seconds to import, and few runs need it
+
+    named = None if lora.targets == "all-linear" else _layers_named(model, lora, output)
+    # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
+    others = [
+        path for path, module in model.named_modules()
+        if isinstance(module, LAYERS) and (module is output or not _is_layer(module))
+    ]  # fmt: skip
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=named or "all-linear",
+        exclude_modules=others or None, task_type=task,
+    )  # fmt: skip
+    with (
+        warnings.catch_warnings()
+    ):  # peft warns about settings that it corrects (GPT-2's layers) or ignores (ranks of experts)
+        warnings.simplefilter("ignore")
+        return get_peft_model(model, config)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module) in LAYERS
+
+
+def _layers_named(model: Any, lora: Lora, output: nn.Module) -> list[str]:
+    """Return the paths of the linear layers that match the targets; peft silently ignores a name without a match."""
+    linear = [
+        path for path, module in model.named_modules()
+        if _is_layer(module) and module is not output
+    ]  # fmt: skip
+    found: list[str] = []
+    for target in lora.targets:
+        paths = [path for path in linear if path == target or path.endswith(f".{target}")]
+        if not paths:
+            known = sorted({path.rpartition(".")[2] for path in linear})
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise CheckpointError(
+                f"{lora.section}.lora_targets: {target!r} matches no linear layer of {model.name_or_path} that "
+                f"supports adapters{hint}; choose from {', '.join(known)}"
+            )
+        found += paths
+    return found
+
+
+def adapter_dropouts(model: Any) -> list[nn.Module]:
+    """Return the adapters' dropout layers; none if `lora_dropout` is 0."""
+    return [
+        module for path, module in model.named_modules() if ".lora_dropout." in path and isinstance(module, nn.Dropout)
+    ]
+
+
+@contextlib.contextmanager
+def in_training(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put these modules into training mode within the block, and into eval mode afterwards."""
+    try:
+        for module in modules:
+            module.train()
+        yield
+    finally:
+        for module in modules:
+            module.eval()
+
+
+def plain_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the tensors of a model under the names that they have without adapters; not those of the adapters."""
+    tensors = model.state_dict(keep_vars=True)
+    return {_plain(name): tensor for name, tensor in tensors.items() if ".lora_" not in name}
+
+
+def _plain(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part != "base_layer")
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of a model by plain name, with its adapters merged in: at least float32, on the CPU.
+
+    Each tensor is computed when it is read, so that merging needs the memory of one tensor only.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.plain = plain_tensors(model)
+        self.adapted = {  # peft adapts the experts of a mixture by parameter, other layers by module
+            f"{_plain(path)}.{getattr(layer, 'parameter_name', 'weight')}": layer
+            for path, layer in model.named_modules()
+            if hasattr(layer, "lora_A")
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.plain[name].detach().to(self.dtype(name))
+        if name in self.adapted:
+            tensor = tensor + self.adapted[name].get_delta_weight("default")
+        return tensor.cpu().contiguous()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, without computing it."""
+        own = self.plain[name].dtype
+        return torch.promote_types(own, torch.float32) if own.is_floating_point else own
+
+    def write(self, file: Path) -> None:
+        """Write all tensors to a safetensors file."""
+        shapes = {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
+        write_tensors(file, shapes, self.__getitem__)
+
+
+def trained_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the trainable parameters by name, on the CPU."""
+    return {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def load_trained(model: Any, tensors: dict[str, Tensor], source: Path, section: str) -> None:
+    """Load tensors that `trained_tensors` returned.
+
+    Args:
+        source: their file, for the error.
+        section: the section of the configuration with the `lora_...` settings, for the error.
+
+    Raises:
+        CheckpointError: names or shapes differ from the model's adapters.
+    """
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if {name: p.shape for name, p in own.items()} != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise CheckpointError(
+            f"the adapters in {source} do not match {section}.lora_rank and {section}.lora_targets; restore "
+            "these settings, or start a run in another folder (run.dir)"
+        )
+    for name, parameter in own.items():
+        parameter.data.copy_(tensors[name])

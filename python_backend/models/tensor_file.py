@@ -1,0 +1,43 @@
+"""Writes safetensors files one tensor at a time; the safetensors library needs all tensors in memory at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+STORED_AS = {dtype: name for name, dtype in STORED_DTYPES.items()}
+
+
+def write_tensors(
+    file: Path, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]], tensor_of: Callable[[str], Tensor]
+) -> None:
+    """Write a safetensors file with the same bytes that `safetensors.torch.save_file` writes.
+
+    Args:
+        shapes: dtype and shape of each tensor, by name.
+        tensor_of: returns a tensor on the CPU by its name.
+    """
+    names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))  # the wider first: aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        dtype, shape = shapes[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": STORED_AS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            stream.write(tensor_of(name).reshape(-1).view(torch.uint8).numpy().data)
