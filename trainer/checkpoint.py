@@ -1,6 +1,7 @@
 """The sidecar's checkpoints, from which training resumes bit for bit. Written atomically; safetensors and JSON only.
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
+    <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA; with the value head
     <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
@@ -19,13 +20,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
+from python_backend.config import TrainerSection
 from python_backend.models.adamw import load_state, state_tensors
+from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.models.modeling import save_critic
 from python_backend.store import durable
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, sealed, verify_folder
 from trainer.critic_update import CriticUpdate
+from trainer.fingerprint import deciding
 
+ADAPTERS_FILE = "adapters.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 KEEP_FILE = "keep_steps.json"
 RANDOM_STATE = "random_state/cpu"
@@ -80,7 +85,10 @@ class CheckpointFolder:
                 self.set_aside(state.step)
 
         def fill(folder: Path) -> None:
-            save_critic(update.critic, folder)
+            if update.settings.lora_rank:
+                save_file(trained_tensors(update.critic.model), folder / ADAPTERS_FILE)
+            else:
+                save_critic(update.critic, folder)
             tensors = {RANDOM_STATE: torch.get_rng_state(), **state_tensors(update.optimizer, update.parameters)}
             save_file(tensors, folder / OPTIMIZER_FILE)
             (folder / STATE_FILE).write_text(json.dumps(seal(asdict(state), folder)))
@@ -103,10 +111,15 @@ class CheckpointFolder:
 
         Raises:
             DamagedCheckpoint: a file is missing or does not match its sha256; `update` is unchanged.
+            CheckpointError: it was saved with different `trainer.lora_...` settings; `update` is unchanged.
         """
         state = self.verify(step)
         folder = self.root / str(step)
-        update.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        _check_adapters(state, folder, update.settings)
+        if update.settings.lora_rank:
+            load_trained(update.critic.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "trainer")
+        else:
+            update.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
         tensors = load_file(folder / OPTIMIZER_FILE)
         torch.set_rng_state(tensors.pop(RANDOM_STATE))
         load_state(update.optimizer, update.parameters, tensors)
@@ -172,3 +185,19 @@ class CheckpointFolder:
 
     def _read_state(self, step: int) -> dict[str, Any]:
         return read_state(self.root / str(step))
+
+
+def _check_adapters(state: CheckpointState, folder: Path, settings: TrainerSection) -> None:
+    """Raise CheckpointError if the checkpoint's adapters, or their absence, do not fit the settings."""
+    way_out = "restore it, or start a run in another folder (run.dir)"
+    has_adapters = (folder / ADAPTERS_FILE).is_file()
+    if has_adapters != bool(settings.lora_rank):
+        was = "adapters" if has_adapters else "all weights, without adapters"
+        raise CheckpointError(
+            f"{folder} was saved while {was} were trained, but trainer.lora_rank is {settings.lora_rank}; {way_out}"
+        )
+    alpha = deciding(state.settings, "lora_alpha")
+    if has_adapters and alpha != settings.lora_alpha:
+        raise CheckpointError(
+            f"{folder} was saved with trainer.lora_alpha {alpha}, not {settings.lora_alpha}; {way_out}"
+        )

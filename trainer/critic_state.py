@@ -13,7 +13,6 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.modeling import load_critic
 from python_backend.store.journal import Journal
 from python_backend.store.journal_entry import DamagedEntry, Entry
 from python_backend.store.weights import WeightsStore
@@ -22,6 +21,7 @@ from trainer.checkpoint import CheckpointFolder, CheckpointState, DamagedCheckpo
 from trainer.critic_update import CriticUpdate, UpdateReport
 from trainer.fingerprint import changes, deciding_settings, fingerprint
 from trainer.progress import SidecarProgress
+from trainer.trained_critic import build_critic
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class CriticState:
         CheckpointError as `_load_newest` does.
         """
         with self._progress.working("loading a checkpoint"):
-            base = load_critic(self._store.folder(0), device=self._settings.device)
-            self.update = CriticUpdate(base, self._settings)
+            critic = build_critic(self._store.folder(0), self._settings, seed=self._seed)
+            self.update = CriticUpdate(critic, self._settings)
             state = self._load_newest(at_most)
         self.step = state.step if state else 0
         return state

@@ -5,6 +5,7 @@ On a CPU, the same initial weights, payloads and number of threads give bit-iden
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,9 @@ from python_backend.errors import NotFinite
 from python_backend.models.adamw import make_adamw
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.collation import collate
+from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel
+from python_backend.models.precision import computing
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 
@@ -53,11 +56,12 @@ class CriticUpdate:
         critic.own_weights()
         self.critic = critic
         self.optimizer_step = 0
-        self._settings = settings
+        self.settings = settings
         self.parameters = {n: p for n, p in critic.model.named_parameters() if p.requires_grad}
         self.optimizer = make_adamw(
             self.parameters, lr=settings.optimizer.lr, betas=settings.optimizer.betas,
-            weight_decay=settings.optimizer.weight_decay,
+            weight_decay=settings.optimizer.weight_decay, kind=settings.optimizer.kind,
+            fused=True if critic.model.device.type == "cuda" else None,
         )  # fmt: skip
 
     def train(self, payload: TrainPayload, progress: Callable[[int], None]) -> UpdateReport:
@@ -72,8 +76,8 @@ class CriticUpdate:
         """
         start = time.monotonic()
         rows = list(split_rows(payload))
-        size = self._settings.global_batch_size
-        batches = [rows[i : i + size] for i in range(0, len(rows), size)] * self._settings.epochs
+        size = self.settings.global_batch_size
+        batches = [rows[i : i + size] for i in range(0, len(rows), size)] * self.settings.epochs
         loss_sum = token_sum = 0.0
         norms: list[float] = []
         done = skipped = 0
@@ -99,7 +103,7 @@ class CriticUpdate:
         return UpdateReport(
             loss_sum / token_sum,
             float(np.mean(norms)),
-            self._settings.optimizer.learning_rate(self.optimizer_step - 1),
+            self.settings.optimizer.learning_rate(self.optimizer_step - 1),
             len(norms),
             skipped,
             time.monotonic() - start,
@@ -107,28 +111,31 @@ class CriticUpdate:
 
     def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         lengths = [row.tokens.size for row in batch]
-        for indices in plan_micro_batches(lengths, token_budget=self._settings.token_budget, max_rows=MAX_ROWS):
+        for indices in plan_micro_batches(lengths, token_budget=self.settings.token_budget, max_rows=MAX_ROWS):
             yield [batch[i] for i in indices]
 
     def _accumulate(self, rows: list[TrainingRow], num_tokens: float) -> float:
-        ids, attention, _ = collate([row.tokens for row in rows], self.critic.model.device)
-        values = self.critic.forward(ids, attention)[:, :-1]
+        model, settings = self.critic.model, self.settings
+        ids, attention, _ = collate([row.tokens for row in rows], model.device)
         prev_values, returns, mask = (
             torch.from_numpy(padded_rows([getattr(row, name) for row in rows], ids.shape[1] - 1)).to(ids.device)
             for name in ("prev_values", "returns", "mask")
         )
-        loss = clipped_value_loss(
-            values, prev_values, returns, mask, clip_value=self._settings.clip_value, num_tokens=num_tokens
-        )
-        loss.backward()
+        with recomputing(model) if settings.gradient_checkpointing else contextlib.nullcontext():
+            with computing(model.device, settings.precision):
+                values = self.critic.forward(ids, attention)[:, :-1]
+            loss = clipped_value_loss(
+                values, prev_values, returns, mask, clip_value=settings.clip_value, num_tokens=num_tokens
+            )
+            loss.backward()
         return float(loss.detach())
 
     def _step(self) -> float | None:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.optimizer.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.optimizer.grad_clip)
         finite = bool(torch.isfinite(norm))
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._settings.optimizer.learning_rate(self.optimizer_step)
+                group["lr"] = self.settings.optimizer.learning_rate(self.optimizer_step)
             self.optimizer.step()
             self.optimizer_step += 1
         self.optimizer.zero_grad(set_to_none=True)

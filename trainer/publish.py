@@ -118,7 +118,7 @@ class Publisher:
         start = time.monotonic()
         expected = critic.values([canary_row(critic)])[0]
         manifest = self._store.add(
-            write or (lambda folder: save_critic(critic, folder)),
+            write or critic.write,
             run_id=self._run_id,
             step=step,
             parent=self._store.current() if parent is None else parent,

@@ -29,6 +29,7 @@ from python_backend.checkpoints.tokenization import load_tokenizer, special_toke
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adamw import make_adamw
 from python_backend.models.adapters import Lora, MergedWeights, with_adapters
+from python_backend.models.attention import use_attention
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.gradient_checkpointing import checkpoint_gradients
 from python_backend.models.loading import load_weights, map_tensors
@@ -75,6 +76,7 @@ class Policy:
                 "actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.lora_dropout
             )
             model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
+        use_attention(self._causal(model), settings.attention, "actor.policy.attention")
         self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
         self.model = model.to(settings.device).eval()
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
@@ -98,7 +100,8 @@ class Policy:
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
         self.optimizer = make_adamw(
             dict(self.model.named_parameters()), lr=optimizer.lr, betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay, fused=True,  # one pass over the weights instead of one per operation
+            weight_decay=optimizer.weight_decay, kind=optimizer.kind,
+            fused=True,  # one pass over the weights instead of one per operation
         )  # fmt: skip
         self.optimizer_step = 0
 

@@ -21,6 +21,7 @@ from python_backend.errors import RlhfError
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+ADAPTERS_KEY = "critic_adapters"  # of config.json, in a weights version of adapters
 INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 ADAPTER_FILE = "adapter_config.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -80,6 +81,16 @@ class Constants:
 
 
 @dataclass(frozen=True)
+class StoredAdapters:
+    """Description of a weights version that holds LoRA adapters and the value head instead of all weights."""
+
+    base: int  # version with all weights, in the same store
+    scale: float  # of the adapters' product
+    transposed: tuple[str, ...]  # weights that are stored transposed, as GPT-2's
+    rounded: tuple[str, ...]  # weights that were rounded to bfloat16 in training
+
+
+@dataclass(frozen=True)
 class CheckpointInfo:
     """Result of `inspect_checkpoint`."""
 
@@ -93,6 +104,7 @@ class CheckpointInfo:
     max_positions: int | None
     tokenizer: str | None  # kind of tokenizer; None: the folder has none
     constants: Constants | None  # reward standardisation in config.json, if any
+    adapters: StoredAdapters | None = None
 
     @property
     def dtypes(self) -> dict[str, int]:
@@ -167,7 +179,21 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         max_positions=max_positions(config),
         tokenizer=next((kind for name, kind in TOKENIZERS.items() if (folder / name).is_file()), None),
         constants=_constants(folder, config),
+        adapters=stored_adapters(folder),
     )
+
+
+def stored_adapters(folder: Path) -> StoredAdapters | None:
+    """Return the description of the adapters in a weights version, or None if it holds all weights.
+
+    Raises:
+        CheckpointError: config.json is damaged.
+    """
+    found = _read_object(folder / CONFIG_FILE).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    try:
+        return None if found is None else StoredAdapters(**found)
+    except TypeError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error}") from error
 
 
 def reward_head(info: CheckpointInfo) -> Head:

@@ -42,7 +42,9 @@ from python_backend.config.sections import (
     ServerSection,
     TrainerSection,
     check_optimizer,
+    check_trainer,
 )
+from python_backend.config.training import check_training
 from python_backend.errors import RlhfError
 
 __all__ = [
@@ -130,6 +132,9 @@ class RunConfig(Section):
         check_actor(self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
+        check_training("actor.policy", self.actor.policy, "actor.optimizer", self.actor.optimizer.kind)
+        check_training("trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind)
+        check_trainer(self.trainer)
         return self
 
     @property

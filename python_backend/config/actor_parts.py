@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from python_backend.config.addresses import Address
-from python_backend.config.sections import Count, CountOrZero, Device, Fraction, Seconds, Section
+from python_backend.config.sections import (
+    Attention,
+    Count,
+    CountOrZero,
+    Device,
+    Fraction,
+    LoraTargets,
+    Precision,
+    Seconds,
+    Section,
+)
 
 
 class PolicySection(Section):
@@ -20,13 +30,16 @@ class PolicySection(Section):
     """Maximum tokens in one forward pass of an update, padding included; does not change the result."""
     device: Device = "cpu"
     """Device of the policy."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    attention: Attention = "auto"
+    """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
+    and the package flash-attn."""
+    precision: Precision = "float32"
     """Compute type of forward passes (autocast); weights, log-probs and the optimizer stay in float32."""
     lora_rank: CountOrZero = 0
     """Train only LoRA adapters of this rank, on `lora_targets`; 0: train all weights."""
     lora_alpha: Count = 16
     """The adapters' output is scaled by `lora_alpha / lora_rank`."""
-    lora_targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    lora_targets: LoraTargets = "all-linear"
     """Linear layers with adapters: all except the output layer, or those with these names, such as [q_proj, v_proj]. A
     name matches the last part or parts of a layer's path."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

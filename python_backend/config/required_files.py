@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import symtable
+from collections.abc import Mapping
 from pathlib import Path
 
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
 from python_backend.config import ConfigError, RunConfig
+from python_backend.config.training import missing_packages
 from python_backend.rewards.function import FILE_SPEC
 from python_backend.store.durable import read_json
 
@@ -24,11 +26,13 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
         ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
     """
     problems = _of_actor(config) if actor else {}
+    if actor:
+        problems |= missing_packages(
+            "actor.policy", config.actor.policy, "actor.optimizer", config.actor.optimizer.kind
+        )
     if server:
         problems = {**_of_server(config, whole_run=actor), **problems}
-    problems = {key: problem for key, problem in problems.items() if problem}
-    if problems:
-        raise ConfigError("\n".join(f"{key}: {problem}" for key, problem in problems.items()))
+    _raise(problems)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -45,10 +49,10 @@ def check_critic(config: RunConfig) -> None:
             f"actor.algorithm.name: {config.actor.algorithm.name} has no critic, so there is nothing to train; do not "
             "start the sidecar, or set actor.algorithm.name to ppo"
         )
-    has_version = (config.run.weights_dir / "CURRENT").exists()
-    problem = None if has_version else _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
-    if problem:
-        raise ConfigError(f"critic.checkpoint: {problem}")
+    problems = missing_packages("trainer", config.trainer, "trainer.optimizer", config.trainer.optimizer.kind)
+    if not (config.run.weights_dir / "CURRENT").exists():
+        problems["critic.checkpoint"] = _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
+    _raise(problems)
 
 
 def tokenizer_folder(config: RunConfig) -> Path:
@@ -62,6 +66,12 @@ def tokenizer_folder(config: RunConfig) -> Path:
         return config.reward.checkpoint
     folders = [config.actor.policy.checkpoint, config.critic.checkpoint, config.reward.checkpoint]
     return next((folder for folder in folders if _has_tokenizer(folder)), config.actor.policy.checkpoint)
+
+
+def _raise(problems: Mapping[str, str | None]) -> None:
+    lines = [f"{key}: {problem}" for key, problem in problems.items() if problem]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:

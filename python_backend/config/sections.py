@@ -22,6 +22,9 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Precision = Literal["float32", "bfloat16"]
+Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
+LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -251,11 +254,17 @@ class PublishSection(Section):
     """Publish after every n-th critic_train. Scores may then lag by n-1 updates, even if `max_staleness` is lower."""
     keep: Count = 3
     """How many of the newest versions to keep, in addition to version 0 and the versions being served."""
+    format: Literal["merged", "adapter"] = "merged"
+    """Content of a version trained with LoRA. `merged`: all weights; `adapter`: the adapters and the value head, a few
+    MB, which every instance merges into version 0 when it loads the version."""
 
 
 class OptimizerSection(Section):
     """AdamW and its learning-rate schedule."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw`; or `adamw_8bit`, whose moments take 2 instead of 8 bytes a weight: needs CUDA and bitsandbytes, which is
+    not among the dependencies."""
     lr: Annotated[float, Field(gt=0)] = 9e-7
     """Peak learning rate."""
     min_lr: Annotated[float, Field(ge=0)] | None = None
@@ -335,6 +344,20 @@ class TrainerSection(Section):
     """Torch threads."""
     device: Device = "cpu"
     """Device that the critic trains on."""
+    precision: Precision = "float32"
+    """Compute type of forward passes (autocast); trained weights, the value head, the loss and the optimizer stay in
+    float32. With LoRA, the frozen matrices are held in bfloat16, and published with these values."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time, the same result."""
+    attention: Attention = "auto"
+    """Attention implementation: `auto` is transformers' choice. `flash_attention_2` needs CUDA, `precision: bfloat16`
+    and the package flash-attn."""
+    lora_rank: CountOrZero = 0
+    """Train only LoRA adapters of this rank, on `lora_targets`, and the value head; 0: train all weights."""
+    lora_alpha: Count = 16
+    """The adapters' output is scaled by `lora_alpha / lora_rank`."""
+    lora_targets: LoraTargets = "all-linear"
+    """Linear layers with adapters, as in `actor.policy.lora_targets`; never the value head."""
     checkpoint_every: Count = 20
     """Steps between checkpoints, in addition to those that critic_save requests."""
     keep_checkpoints: Count = 3
@@ -358,6 +381,22 @@ class TrainerSection(Section):
     """Time without progress of the sidecar after which pending critic_train callers get UNAVAILABLE."""
     publish: PublishSection = PublishSection()
     """Publishing of weights versions."""
+
+    @property
+    def changes_the_model(self) -> bool:
+        """Whether the model in training is built in another way than the served one."""
+        default = (self.precision, self.attention) == ("float32", "auto")
+        return bool(not default or self.gradient_checkpointing or self.lora_rank)
+
+
+def check_trainer(trainer: TrainerSection) -> None:
+    """Reject settings that have an effect only with LoRA."""
+    if trainer.publish.format == "adapter" and not trainer.lora_rank:
+        raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
+    if not trainer.lora_rank and trainer.lora_targets != "all-linear":
+        raise ValueError(
+            f"trainer.lora_targets ({trainer.lora_targets}) need trainer.lora_rank above 0; set it, or remove them"
+        )
 
 
 class DemoSection(Section):

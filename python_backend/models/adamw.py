@@ -1,11 +1,15 @@
-"""The AdamW optimizer of policy and critic, and its state as named tensors for checkpoints."""
+"""The AdamW optimizer of policy and critic, and its state as named tensors for checkpoints.
+
+`adamw_8bit` is that of bitsandbytes, whose state consists of plain tensors; torchao's are of its own tensor classes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 
 def make_adamw(
@@ -14,9 +18,14 @@ def make_adamw(
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
+    kind: str = "adamw",
     fused: bool | None = None,
-) -> AdamW:
+) -> Optimizer:
     """Create AdamW over the parameters that require a gradient.
+
+    Args:
+        kind: `adamw`, or `adamw_8bit` with moments of 8 bits, on CUDA only.
+        fused: whether torch updates all weights in one kernel; only for `adamw`.
 
     Weight decay applies only to parameters with two or more dimensions, not to biases and norms.
     """
@@ -25,22 +34,31 @@ def make_adamw(
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if kind == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit  # not a dependency
+
+        return AdamW8bit(groups, lr=lr, betas=betas)
     return AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
-def state_tensors(optimizer: AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def state_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the optimizer's state as `<key>/<parameter name>` tensors on the CPU."""
     return {
-        f"{key}/{name}": value.detach().cpu().contiguous()
+        f"{key}/{name}": torch.as_tensor(value).detach().cpu().contiguous()  # bitsandbytes counts steps in an int
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def load_state(optimizer: AdamW, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+def load_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
     """Replace the optimizer's state with `tensors`, as returned by `state_tensors`."""
     optimizer.state.clear()
     for full_name, tensor in tensors.items():
         key, _, name = full_name.partition("/")
-        on_cpu = key == "step" and not optimizer.defaults["fused"]  # torch keeps `step` on the device only if fused
-        optimizer.state[parameters[name]][key] = tensor.to("cpu" if on_cpu else parameters[name].device)
+        state, device = optimizer.state[parameters[name]], parameters[name].device
+        if key != "step":
+            state[key] = tensor.to(device)
+        elif isinstance(optimizer, AdamW):
+            state[key] = tensor.to(device if optimizer.defaults["fused"] else "cpu")
+        else:
+            state[key] = int(tensor)

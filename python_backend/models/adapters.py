@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError, StoredAdapters
 from python_backend.models.tensor_file import write_tensors
 
 LAYERS = (nn.Linear, Conv1D)
@@ -155,6 +155,45 @@ class MergedWeights(Mapping[str, Tensor]):
         """Write all tensors to a safetensors file."""
         shapes = {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
         write_tensors(file, shapes, self.__getitem__)
+
+
+def describe_adapters(model: Any, *, base: int) -> StoredAdapters:
+    """Describe the model's adapters for a weights version that holds only `trained_tensors`.
+
+    Raises:
+        CheckpointError: the experts of a mixture have adapters, which only a merged version can hold.
+    """
+    merged = MergedWeights(model)
+    layers = merged.adapted
+    if any(hasattr(layer, "parameter_name") for layer in layers.values()):
+        raise CheckpointError(
+            "trainer.publish.format: adapter does not support adapters on the experts of a mixture; set it to merged, "
+            "or name other layers in trainer.lora_targets"
+        )
+    scales = {layer.scaling["default"] for layer in layers.values()}
+    rounded = [name for name, tensor in merged.plain.items() if tensor.dtype == torch.bfloat16]
+    transposed = [name for name, layer in layers.items() if layer.fan_in_fan_out]
+    return StoredAdapters(base, scales.pop(), tuple(transposed), tuple(rounded))
+
+
+def with_stored_adapters(
+    base: Mapping[str, Tensor], trained: Mapping[str, Tensor], adapters: StoredAdapters
+) -> dict[str, Tensor]:
+    """Return the tensors that `MergedWeights` would give: `base`, with the `trained_tensors` of a version merged in.
+
+    Tensors that have not changed are those of `base`. Raises KeyError if the adapters do not fit `base`.
+    """
+    tensors = {**base, **{name: tensor for name, tensor in trained.items() if ".lora_" not in name}}
+    for name in adapters.rounded:
+        tensors[name] = base[name].bfloat16().float()
+    for name, down in trained.items():
+        layer, is_down, _ = name.partition(".lora_A.")
+        if is_down:
+            product = trained[name.replace(".lora_A.", ".lora_B.")] @ down
+            weight = f"{layer}.weight"
+            delta = product.T if weight in adapters.transposed else product
+            tensors[weight] = (tensors[weight] + delta * adapters.scale).contiguous()
+    return tensors
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:

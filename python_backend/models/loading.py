@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from python_backend.checkpoints.inspection import (
+    ADAPTERS_KEY,
     CONFIG_FILE,
     CheckpointError,
     CheckpointInfo,
@@ -33,6 +34,7 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.positions import fix_rotary, rotary_limit
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.tensor_file import STORED_DTYPES
 from python_backend.models.token_head import head_of
 
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
-    "id2label", "label2id", "use_cache",
+    "id2label", "label2id", "use_cache", ADAPTERS_KEY,
 }  # fmt: skip
 OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
@@ -164,9 +166,23 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
     # tensors (rotary frequencies) stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    tensors = map_tensors(info.files)
+    tensors = stored_tensors(info)
     _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, info.folder)
     return module.to(model.device)
+
+
+def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, mapped from its files; adapters are merged into the version they belong to.
+
+    Raises:
+        CheckpointError: a file is damaged, or the adapters do not fit.
+    """
+    tensors = map_tensors(info.files)
+    if info.adapters is None:
+        return tensors
+    base = inspect_checkpoint(info.folder.parent / str(info.adapters.base))
+    with as_checkpoint_error(info.folder):
+        return with_stored_adapters(map_tensors(base.files), tensors, info.adapters)
 
 
 def map_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -217,7 +233,7 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{info.folder} is quantised; use the unquantised checkpoint")
     # `inspect_checkpoint` has read OpenRLHF's keys already; a saved critic stores the same facts under our own keys.
-    for key in OPENRLHF_KEYS:
+    for key in (*OPENRLHF_KEYS, ADAPTERS_KEY):
         if hasattr(config, key):
             delattr(config, key)
     return config
@@ -229,7 +245,7 @@ def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
     matches, so mapped tensors stay mapped. Missing tensors are an error, except those of a head that the caller sets.
     """
-    tensors = map_tensors(info.files)
+    tensors = stored_tensors(info)
     if info.head is not None and not with_head:
         tensors.pop(info.head.weight_name)
         tensors.pop(info.head.bias_name, None)

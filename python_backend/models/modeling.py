@@ -6,7 +6,7 @@ Shared by the server, the sidecar and the tests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from python_backend.checkpoints.inspection import (
+    CONFIG_FILE,
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
@@ -26,6 +27,7 @@ from python_backend.checkpoints.inspection import (
     reward_head,
 )
 from python_backend.checkpoints.positions import rotary_limit
+from python_backend.models.adapters import MergedWeights
 from python_backend.models.collation import collate
 from python_backend.models.heads import merge_attributes, pool_last, pool_mean, standardise
 from python_backend.models.loading import load_pooled_model, load_token_model, read_head, twin
@@ -118,9 +120,22 @@ class CriticModel:
             raise CheckpointError(f"{name} has values that are not finite")
 
     def own_weights(self) -> None:
-        """Copy the weights out of the mapped file, so that they can be trained."""
+        """Copy the weights to train out of the mapped file."""
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
+            if parameter.requires_grad:
+                parameter.data = parameter.data.clone()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights as a version stores them, by name."""
+        return {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+
+    def write(self, folder: Path) -> None:
+        """Write a weights version to `folder`."""
+        save_critic(self, folder)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of `weights`, without computing these."""
+        return {name: tensor.dtype for name, tensor in self.model.state_dict().items()}
 
     def with_weights(self, folder: Path) -> CriticModel:
         """Return a second critic of the same architecture and dtypes with the weights and constants in `folder`.
@@ -215,15 +230,25 @@ def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None 
 
     If `dtype` is given, the body is converted to it; the head always keeps its own dtype, fp32.
     """
-    heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
-    tensors = {
-        name: tensor.detach().to("cpu", tensor.dtype if id(tensor) in heads else dtype or tensor.dtype).contiguous()
-        for name, tensor in critic.model.state_dict(keep_vars=True).items()
-    }
+    weights = critic.weights()
     with disk_errors(folder / WEIGHTS_FILE):
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        if isinstance(weights, MergedWeights):
+            weights.write(folder / WEIGHTS_FILE)
+        else:
+            heads = {id(parameter) for parameter in head_of(critic.model).parameters()}
+            tensors = {
+                name: tensor.detach().to("cpu", tensor.dtype if id(tensor) in heads else dtype or tensor.dtype)
+                for name, tensor in critic.model.state_dict(keep_vars=True).items()
+            }
+            save_file({n: t.contiguous() for n, t in tensors.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_config(critic, folder)
+
+
+def write_config(critic: CriticModel, folder: Path) -> Path:
+    """Write config.json, with the critic's constants, and return its path."""
     critic.model.config.reward_standardization = {"mean": critic.mean, "std": critic.std}
     critic.model.config.save_pretrained(folder)
+    return folder / CONFIG_FILE
 
 
 def quiet_transformers() -> None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+FLASH_ATTENTION = "flash_attention_2"
+
 
 def computing(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """Return the context for forward passes in `precision` (`float32` or `bfloat16`)."""
@@ -38,8 +40,12 @@ def use_bfloat16(model: Any, head: nn.Module | None) -> None:
 def in_float32(model: Any) -> Iterator[None]:
     """Run forward passes in float32 inside the context, for exact comparisons.
 
-    Weights stored in bfloat16 are widened for one module at a time, so memory grows by one module only.
+    Weights stored in bfloat16 are widened for one module at a time, so memory grows by one module only. FlashAttention
+    has no float32 kernels, so PyTorch's attention takes its place.
     """
+    attention = model.config._attn_implementation
+    if attention == FLASH_ATTENTION:
+        model.set_attn_implementation("sdpa")
     held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
     for module, parameter in _matrices(model):
         if parameter.dtype == torch.bfloat16:
@@ -50,6 +56,8 @@ def in_float32(model: Any) -> Iterator[None]:
         with torch.autocast(model.device.type, enabled=False):
             yield
     finally:
+        if attention == FLASH_ATTENTION:
+            model.set_attn_implementation(attention)
         for hook in hooks:
             hook.remove()
         for weights in held.values():

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.checkpoints.inspection import WEIGHTS_FILE, stored_adapters
 from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.errors import RlhfError
 from python_backend.store import durable
@@ -48,6 +48,7 @@ class Manifest:
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from
     epoch: int  # journal epoch of the sidecar that wrote it
+    base: int | None = None  # version that holds the other weights, if this one holds only adapters
 
 
 class WeightsStore:
@@ -58,6 +59,7 @@ class WeightsStore:
         self.records = ServingRecords(root / "serving")
         self._current = root / "CURRENT"
         self._next = root / "NEXT"
+        self._verified: set[int] = set()  # bases of adapters
 
     def folder(self, version: int) -> Path:
         """Return the folder of `version`."""
@@ -143,8 +145,11 @@ class WeightsStore:
             if existing is not None:
                 return existing
             tensors = tensor_types(staging / WEIGHTS_FILE)
-            manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch)
-            (staging / MANIFEST_FILE).write_text(json.dumps(asdict(manifest), indent=1))
+            adapters = stored_adapters(staging)
+            base = None if adapters is None else adapters.base
+            manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch, base)
+            content = {name: value for name, value in asdict(manifest).items() if name != "base" or base is not None}
+            (staging / MANIFEST_FILE).write_text(json.dumps(content, indent=1))
             for path in staging.iterdir():
                 path.chmod(READ_ONLY)  # instances mmap the file: truncating it in place would kill them (SIGBUS)
             durable.sync_tree(staging)
@@ -158,6 +163,8 @@ class WeightsStore:
 
     def verify_files(self, version: int) -> Manifest:
         """Compare the weights file with the manifest: sha256, names, dtypes and shapes; return the manifest.
+
+        A base that adapters belong to is compared once in the lifetime of this object.
 
         Raises WeightsError if they differ or a file is unreadable.
         """
@@ -175,6 +182,9 @@ class WeightsStore:
             )
         if tensors != manifest.tensors:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
+        if manifest.base is not None and manifest.base not in self._verified:
+            self.verify_files(manifest.base)
+            self._verified.add(manifest.base)
         return manifest
 
     def serving(self) -> list[ServingRecord]:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import PPOBatch, Prompt, Rollout
-from python_backend.models.adapters import trained_tensors
 from actor.policy.checkpoint import save_checkpoint
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
+from python_backend.models.adapters import trained_tensors
 from tests.support.policy_training import trainable_policy, update_of
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]

@@ -10,7 +10,7 @@ import pytest
 
 from python_backend.config import OptimizerSection, TrainerSection
 from tests.support.settings import changed, trainer_section
-from trainer.fingerprint import DECIDING, ROUNDING, changes, deciding_settings, fingerprint
+from trainer.fingerprint import DECIDING, ROUNDING, UNLESS_DEFAULT, changes, deciding, deciding_settings, fingerprint
 
 WITHOUT_EFFECT = {
     "checkpoint_every", "keep_checkpoints", "keep_entries", "keep_set_aside", "reload_on_save", "serve_timeout_s",
@@ -18,6 +18,8 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 OTHER_VALUES: dict[str, Any] = {
     "optimizer.betas": (0.5, 0.6), "device": "cuda", "optimizer.lr": 0.5, "optimizer.grad_clip": 2.0,
+    "optimizer.kind": "adamw_8bit", "precision": "bfloat16", "lora_targets": ["q_proj"], "attention": "eager",
+    "gradient_checkpointing": True,
 }  # fmt: skip
 
 
@@ -36,8 +38,16 @@ def test_each_change_is_seen_and_named(name: str):
     before, after = deciding_settings(old), deciding_settings(new)
     assert fingerprint(before) != fingerprint(after)
     (line,) = changes(before, after)
-    assert line.startswith(f"trainer.{name}: was {before[name]}, now {after[name]}")
+    assert line.startswith(f"trainer.{name}: was {deciding(before, name)}, now {deciding(after, name)}")
     assert line.endswith("(rounding only)") == (name in ROUNDING)
+
+
+def test_newer_settings_are_recorded_only_if_they_are_used():
+    """A checkpoint of an earlier release has none of them, and was trained with their defaults."""
+    flat = deciding_settings(trainer_section())
+    assert not set(flat) & set(UNLESS_DEFAULT)
+    for name, default in UNLESS_DEFAULT.items():
+        assert operator.attrgetter(name)(trainer_section()) == default
 
 
 def test_what_was_read_back_is_the_same():
