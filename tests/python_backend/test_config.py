@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config.required_files import check_critic, check_files
 from tools.calibrate.calibration import settle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,27 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor: {kl: {estimator: k9}}",
             "actor.kl.estimator: Input should be 'auto', 'k1', 'abs', 'k2' or 'k3' (got 'k9')",
         ),
+        (
+            "trainer: {attention: flash_attention_2}",
+            "trainer.attention: flash_attention_2 needs CUDA, and trainer.device is cpu; set it to sdpa",
+        ),
+        (
+            "actor: {policy: {attention: flash_attention_2, device: cuda}}",
+            "actor.policy.attention: flash_attention_2 needs actor.policy.precision: bfloat16, not float32",
+        ),
+        (
+            "actor: {optimizer: {kind: adamw_8bit}}",
+            "actor.optimizer.kind: adamw_8bit needs CUDA, and actor.policy.device is cpu; set it to adamw",
+        ),
+        (
+            "trainer: {optimizer: {kind: adamw_8bit}}",
+            "trainer.optimizer.kind: adamw_8bit needs CUDA, and trainer.device is cpu; set it to adamw",
+        ),
+        (
+            "trainer: {publish: {format: adapter}}",
+            "trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged",
+        ),
+        ("trainer: {lora_targets: [q_proj]}", "need trainer.lora_rank above 0; set it, or remove them"),
         ("actor: {learning_rate: 1}", "unknown key actor.learning_rate; did you mean actor.optimizer.lr?"),
         ("actor: {lr: 1}", "unknown key actor.lr; did you mean actor.optimizer.lr?"),
         ("trainer: {lr: 1}", "unknown key trainer.lr; did you mean trainer.optimizer.lr?"),
@@ -254,3 +276,29 @@ def test_a_deterministic_run_refuses_what_would_change_bits(tmp_path: Path, over
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, "run: {deterministic: true}", override)
     load(tmp_path, "", override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("trainer.device=cuda", "trainer.precision=bfloat16", "trainer.attention=flash_attention_2"),
+            "trainer.attention: needs the package flash-attn, which is not installed; install it, or set sdpa",
+        ),
+        (
+            ("trainer.device=cuda", "trainer.optimizer.kind=adamw_8bit"),
+            "trainer.optimizer.kind: needs the package bitsandbytes, which is not installed; install it, or set adamw",
+        ),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_before_the_start(
+    tmp_path: Path, overrides: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("python_backend.config.training.importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_critic(load(tmp_path, "", *overrides))
+    actors = [
+        f"actor.policy{item.removeprefix('trainer')}".replace("policy.optimizer", "optimizer") for item in overrides
+    ]
+    with pytest.raises(ConfigError, match=re.escape(message.partition(":")[2])):
+        check_files(load(tmp_path, "", *actors), actor=True)

@@ -209,7 +209,7 @@ def test_an_adapter_version_is_small_and_needs_its_base(tmp_path: Path):
     with pytest.raises(VersionRejected, match=r"version 0: model\.safetensors has sha256"):
         verify_alone(WeightsStore(store.root), version)
     base.unlink()
-    with pytest.raises(CheckpointError, match="has no model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"has no model\.safetensors"):
         load_critic(store.folder(version))
 
 
