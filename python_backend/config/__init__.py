@@ -28,23 +28,20 @@ from python_backend.config.actor_parts import (
     ValidationSection,
 )
 from python_backend.config.deterministic import with_fixed_values
+from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.config.sections import (
-    CriticOptimizerSection,
     CriticSection,
     DemoSection,
     ModelSection,
-    OptimizerSection,
     ReferenceSection,
     RewardSection,
     RunSection,
     Section,
     ServerSection,
     TrainerSection,
-    check_optimizer,
-    check_trainer,
 )
-from python_backend.config.training import check_training
+from python_backend.config.training import check_trainer, check_training
 from python_backend.errors import RlhfError
 
 __all__ = [

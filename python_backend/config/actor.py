@@ -18,7 +18,8 @@ from python_backend.config.actor_parts import (
     UpdateSection,
     ValidationSection,
 )
-from python_backend.config.sections import Count, CountOrZero, OptimizerSection, Seconds, Section
+from python_backend.config.fields import Count, CountOrZero, Seconds, Section
+from python_backend.config.optimizer import OptimizerSection
 
 
 class ActorSection(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from python_backend.config.addresses import Address
-from python_backend.config.sections import (
+from python_backend.config.fields import (
     Attention,
     Count,
     CountOrZero,

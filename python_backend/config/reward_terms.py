@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from python_backend.config.sections import Count, Seconds, Section
+from python_backend.config.fields import Count, Seconds, Section
 from python_backend.rewards.function import check_spec
 
 MODEL_TERM = "model"  # the checkpoint of the section `reward`

@@ -9,28 +9,22 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from python_backend.config.addresses import Address
-from python_backend.models.lr_schedule import scheduled_lr
-
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]  # limit of torch's CPU generator
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
-Precision = Literal["float32", "bfloat16"]
-Attention = Literal["auto", "eager", "sdpa", "flash_attention_2"]
-LoraTargets = Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """Base class of the sections: frozen, unknown keys rejected, field docstrings become descriptions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+from python_backend.config.fields import (
+    Attention,
+    Count,
+    CountOrZero,
+    Device,
+    LoraTargets,
+    Port,
+    Precision,
+    Seconds,
+    Section,
+    Seed,
+)
+from python_backend.config.optimizer import CriticOptimizerSection
 
 
 class RunSection(Section):
@@ -153,7 +147,7 @@ class ModelSection(Section):
     """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
     queue_delay_us: CountOrZero = 2000
     """How long Triton's dynamic batcher waits for more requests."""
-    preferred_batch_size: Count | list[Count] = []
+    preferred_batch_size: Count | list[Count] = Field([])
     """Batch sizes that Triton's dynamic batcher prefers; not an upper bound."""
     max_batch_size: Count = 8192
     """Maximum rows of one request, and of one batch that Triton merges; a larger request is rejected."""
@@ -259,73 +253,6 @@ class PublishSection(Section):
     MB, which every instance merges into version 0 when it loads the version."""
 
 
-class OptimizerSection(Section):
-    """AdamW and its learning-rate schedule."""
-
-    kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`; or `adamw_8bit`, whose moments take 2 instead of 8 bytes a weight: needs CUDA and bitsandbytes, which is
-    not among the dependencies."""
-    lr: Annotated[float, Field(gt=0)] = 9e-7
-    """Peak learning rate."""
-    min_lr: Annotated[float, Field(ge=0)] | None = None
-    """Learning rate at the end of the cosine; default: `lr`, so that it is constant after the warm-up."""
-    warmup_steps: CountOrZero = 0
-    """Optimizer steps of linear warm-up."""
-    constant_steps: CountOrZero = 0
-    """Optimizer steps at `min_lr` after the cosine."""
-    max_steps: Count | None = None
-    """Optimizer steps of the whole schedule: warm-up, cosine and constant end; default: as many as the run takes."""
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """AdamW's betas."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """AdamW's weight decay, on matrices only."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum gradient norm."""
-
-    def learning_rate(self, step: int, *, total_steps: int = 0) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 0.
-
-        Args:
-            total_steps: length of the schedule if `max_steps` is None.
-        """
-        return scheduled_lr(
-            step, lr=self.lr, min_lr=self.lr if self.min_lr is None else self.min_lr, warmup_steps=self.warmup_steps,
-            constant_steps=self.constant_steps, max_steps=self.max_steps or total_steps,
-        )  # fmt: skip
-
-
-class CriticOptimizerSection(OptimizerSection):
-    """AdamW and the learning-rate schedule of the critic."""
-
-    lr: Annotated[float, Field(gt=0)] = 9e-6
-    """Peak learning rate."""
-    min_lr: Annotated[float, Field(ge=0)] = 9e-7
-    """Learning rate at the end of the cosine."""
-    warmup_steps: CountOrZero = 10
-    """Optimizer steps of linear warm-up."""
-    constant_steps: CountOrZero = 1000
-    """Optimizer steps at `min_lr` after the cosine."""
-    max_steps: Count = 10_000
-    """Optimizer steps of the whole schedule: warm-up, cosine and constant end."""
-
-
-def check_optimizer(key: str, optimizer: OptimizerSection, *, total_steps: int = 0) -> None:
-    """Raise ValueError if the schedule of the section `key` contradicts itself.
-
-    Args:
-        total_steps: length of the schedule if `max_steps` is None.
-    """
-    lr, min_lr, longest = optimizer.lr, optimizer.min_lr, optimizer.max_steps or total_steps
-    warmup, constant = optimizer.warmup_steps, optimizer.constant_steps
-    if min_lr is not None and min_lr > lr:
-        raise ValueError(f"{key}.min_lr ({min_lr:g}) is above {key}.lr ({lr:g}); lower it, or remove it")
-    if warmup + constant > longest:
-        raise ValueError(
-            f"{key}.warmup_steps ({warmup}) + {key}.constant_steps ({constant}) is more than {key}.max_steps "
-            f"({longest}{'' if optimizer.max_steps else ', the whole run'})"
-        )
-
-
 class TrainerSection(Section):
     """The critic sidecar."""
 
@@ -369,7 +296,7 @@ class TrainerSection(Section):
     the newest of each."""
     reload_on_save: Literal["triton", "none"] = "triton"
     """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress."""
-    servers: list[Address] = []
+    servers: list[Address] = Field([])
     """gRPC addresses of all servers of the critic: `host:port`, or `dns:name:port` for every address of the name;
     default: that of `server`."""
     serve_timeout_s: Seconds = 60.0
@@ -387,16 +314,6 @@ class TrainerSection(Section):
         """Whether the model in training is built in another way than the served one."""
         default = (self.precision, self.attention) == ("float32", "auto")
         return bool(not default or self.gradient_checkpointing or self.lora_rank)
-
-
-def check_trainer(trainer: TrainerSection) -> None:
-    """Reject settings that have an effect only with LoRA."""
-    if trainer.publish.format == "adapter" and not trainer.lora_rank:
-        raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
-    if not trainer.lora_rank and trainer.lora_targets != "all-linear":
-        raise ValueError(
-            f"trainer.lora_targets ({trainer.lora_targets}) need trainer.lora_rank above 0; set it, or remove them"
-        )
 
 
 class DemoSection(Section):

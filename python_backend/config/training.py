@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Protocol
 
+from python_backend.config.sections import TrainerSection
+
 
 class Trained(Protocol):
     """Settings of a model in training: `actor.policy` or `trainer`."""
@@ -35,6 +37,16 @@ def check_training(section: str, trained: Trained, optimizer: str, kind: str) ->
             )
     if kind == "adamw_8bit" and trained.device == "cpu":
         raise ValueError(f"{optimizer}.kind: adamw_8bit needs CUDA, {on_cpu}; set it to adamw")
+
+
+def check_trainer(trainer: TrainerSection) -> None:
+    """Reject settings of the critic that have an effect only with LoRA."""
+    if trainer.publish.format == "adapter" and not trainer.lora_rank:
+        raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
+    if not trainer.lora_rank and trainer.lora_targets != "all-linear":
+        raise ValueError(
+            f"trainer.lora_targets ({trainer.lora_targets}) need trainer.lora_rank above 0; set it, or remove them"
+        )
 
 
 def missing_packages(section: str, trained: Trained, optimizer: str, kind: str) -> dict[str, str | None]:
