@@ -147,7 +147,7 @@ class ModelSection(Section):
     """Rows are padded to the longest row of their forward pass, rounded up to a multiple of this."""
     queue_delay_us: CountOrZero = 2000
     """How long Triton's dynamic batcher waits for more requests."""
-    preferred_batch_size: Count | list[Count] = Field([])
+    preferred_batch_size: Count | list[Count] = Field(default=[])
     """Batch sizes that Triton's dynamic batcher prefers; not an upper bound."""
     max_batch_size: Count = 8192
     """Maximum rows of one request, and of one batch that Triton merges; a larger request is rejected."""
@@ -296,7 +296,7 @@ class TrainerSection(Section):
     the newest of each."""
     reload_on_save: Literal["triton", "none"] = "triton"
     """`triton`: also reload through Triton's load API at every critic_save, unless such a reload is in progress."""
-    servers: list[Address] = Field([])
+    servers: list[Address] = Field(default=[])
     """gRPC addresses of all servers of the critic: `host:port`, or `dns:name:port` for every address of the name;
     default: that of `server`."""
     serve_timeout_s: Seconds = 60.0
