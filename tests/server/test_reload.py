@@ -73,36 +73,6 @@ def test_an_update_changes_the_served_values_by_swap(live: System) -> None:
     assert live.run.store.serving()[0].pid == pid
 
 
-@pytest.mark.slow
-def test_versions_of_adapters_are_served(tmp_path: Path, checkpoints: Checkpoints) -> None:
-    """By swap, and by the fresh process that a save brings."""
-    settings = {"lora_rank": 2, "precision": "bfloat16", "publish": {"format": "adapter"}}
-    system = start_system(make_run(tmp_path, checkpoints, trainer=settings))
-    try:
-        run, values = system.run, [assert_serves(system.run, 0)]
-        for seed in (1, 2):
-            answer = ask(run.url, CRITIC_TRAIN, training_inputs(seed=seed))
-            values.append(assert_serves_adapters(run, int(answer["weights_version"][0])))
-            assert max(float(np.abs(a - b).max()) for a, b in zip(*values[-2:], strict=True)) > 1e-5
-        assert [run.store.manifest(version).base for version in (0, 1, 2)] == [None, 0, 0]
-        pid = run.store.serving()[0].pid
-        ask(run.url, CRITIC_SAVE, SAVE)
-        wait_for(lambda: [record.pid for record in run.store.serving()] not in ([], [pid]), system.sidecar)
-        assert_serves_adapters(run, 2)
-    finally:
-        system.stop()
-
-
-def assert_serves_adapters(run: LiveRun, version: int) -> list[np.ndarray]:
-    """The server serves `version`, whose folder transformers cannot load alone; returns its values."""
-    values, served = serve_values(run)
-    assert served == version
-    critic = load_critic(run.store.folder(version))
-    for ours, row in zip(values, ROWS, strict=True):
-        np.testing.assert_allclose(ours, critic.values([row])[0], atol=TOLERANCE, rtol=0)
-    return values
-
-
 @pytest.fixture
 def reloading_by_triton(finished: FinishedRun) -> FinishedRun:
     """The finished run with `critic.reload=triton`: the instance no longer takes up CURRENT by itself."""
