@@ -224,6 +224,9 @@ def _render_scoring(
     name: str, model: ModelSection, render: Render, parameters: Mapping[str, str], *, num_rewards: int = 1
 ) -> str:
     kind, _, index = model.device.partition(":")
+    # With KIND_GPU, Triton would make one instance per device; with KIND_MODEL, the model itself chooses its devices.
+    on_devices = ("KIND_GPU", [index] if index else []) if model.tensor_parallel == 1 else ("KIND_MODEL", [])
+    instance_kind, gpus = ("KIND_CPU", []) if kind == "cpu" else on_devices
     preferred = model.preferred_batch_size
     return render(
         "scoring.pbtxt.j2",
@@ -232,8 +235,8 @@ def _render_scoring(
         preferred=[preferred] if isinstance(preferred, int) else preferred,
         num_rewards=num_rewards,
         instances=model.instances,
-        kind="KIND_CPU" if kind == "cpu" else "KIND_GPU",
-        gpus=[index] if index else [],
+        kind=instance_kind,
+        gpus=gpus,
         parameters=parameters,
     )
 
@@ -243,6 +246,7 @@ def _scoring_parameters(model: ModelSection, place: Any) -> dict[str, str]:
         "checkpoint": str(place(model.checkpoint)),
         "device": model.device,
         "dtype": model.dtype,
+        "tensor_parallel": str(model.tensor_parallel),
         **{name: str(model.settled(name)) for name in UNMEASURED},
         "micro_batch_rows": str(model.micro_batch_rows),
         "strip_sequence_length_to_multiple": str(model.strip_sequence_length_to_multiple),

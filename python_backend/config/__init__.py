@@ -40,6 +40,7 @@ from python_backend.config.sections import (
     Section,
     ServerSection,
     TrainerSection,
+    check_ranks,
 )
 from python_backend.config.training import check_trainer, check_training
 from python_backend.errors import RlhfError
@@ -126,6 +127,8 @@ class RunConfig(Section):
                 f"rewards.{slow[0]}.timeout_s ({self.functions[slow[0]].timeout_s:g}) must be below "
                 f"actor.client.deadline_s ({self.actor.client.deadline_s:g}), or the actor times out first"
             )
+        for key, section in (("reward", self.reward), ("critic", self.critic), ("reference", self.reference)):
+            check_ranks(key, section)
         check_actor(self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)

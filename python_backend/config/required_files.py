@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
+from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.training import missing_packages
 from python_backend.rewards.function import FILE_SPEC
@@ -81,6 +82,9 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
     }
     if config.uses_reward_model and problems["reward.checkpoint"] is None:
         problems["reward.checkpoint"] = _of_reward(config.reward.checkpoint, whole_run=whole_run)
+    for role, section in config.served_sections.items():
+        if section.tensor_parallel > 1 and problems[f"{role}.checkpoint"] is None:
+            problems[f"{role}.checkpoint"] = _of_split(section.checkpoint, section.tensor_parallel)
     if not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
         problems["actor.policy.checkpoint"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
@@ -113,6 +117,14 @@ def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
         check_checkpoint(folder)
     except CheckpointError as error:
         return str(error) if folder.is_dir() else f"{error}{_start_of(folder)}{way_out}"
+    return None
+
+
+def _of_split(folder: Path, size: int) -> str | None:
+    try:
+        check_tensor_parallel(folder, size)
+    except CheckpointError as error:
+        return str(error)
     return None
 
 

@@ -133,6 +133,9 @@ class ModelSection(Section):
     """Device of the model: `cpu`, `cuda` or `cuda:N`."""
     instances: Count = 1
     """Number of processes that serve the model. On a CPU they share the weights' memory; each has its own row queue."""
+    tensor_parallel: Count = 1
+    """Number of devices that the layers of one instance are split over, for a model that does not fit one device. The
+    device is the first of them; on a CPU it is a number of processes. Needs `instances: 1` and `workers: 1`."""
     workers: Count | Auto = "auto"
     """Concurrent forward passes in one instance; they take rows from one shared queue."""
     threads: Count | Auto = "auto"
@@ -181,6 +184,17 @@ UNMEASURED = {  # values of `auto` settings that were not measured
     "token_budget": 1024,
     "forward_overhead_tokens": 64,
 }
+
+
+def check_ranks(key: str, model: ModelSection) -> None:
+    """Raise ValueError if the section `key` has a setting that does not fit its `tensor_parallel`."""
+    needed: dict[str, tuple[Any, ...]] = {"instances": (1,), "workers": (1, "auto"), "compile": (False,)}
+    wrong = [name for name, values in needed.items() if getattr(model, name) not in values]
+    if model.tensor_parallel > 1 and wrong:
+        raise ValueError(
+            f"{key}.{wrong[0]} is {getattr(model, wrong[0])!r}, but {key}.tensor_parallel ({model.tensor_parallel}) "
+            f"needs {needed[wrong[0]][0]!r}: all devices run each forward pass together; remove {key}.{wrong[0]}"
+        )
 
 
 class Standardization(Section):

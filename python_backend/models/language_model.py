@@ -22,6 +22,7 @@ from python_backend.models.logprobs import target_logprobs
 from python_backend.models.modeling import limits_of
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
+from python_backend.models.tensor_parallel import RankGroup
 from python_backend.models.token_head import compile_body
 
 
@@ -97,7 +98,7 @@ class LanguageModel:
 
 def load_language_model(
     folder: Path, *, device: str = "cpu", dtype: str = "float32", temperature: float = 1.0,
-    banned_token_ids: Sequence[int] = (), compile_forward: bool = False,
+    banned_token_ids: Sequence[int] = (), compile_forward: bool = False, group: RankGroup | None = None,
 ) -> LanguageModel:  # fmt: skip
     """Load the causal LM in a checkpoint folder.
 
@@ -106,13 +107,14 @@ def load_language_model(
         temperature: sampling temperature, > 0.
         banned_token_ids: ids that are never sampled.
         compile_forward: apply torch.compile to the body.
+        group: load this rank's part of the model, on its device instead of `device`.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or contains no causal LM.
     """
     info = inspect_checkpoint(folder)
     stored = dtype if set(info.dtypes) == {"BF16"} else "float32"  # without a conversion the file stays memory-mapped
-    model = load_causal_model(info, stored).to(device)
+    model = load_causal_model(info, stored, group).to(device if group is None else group.device)
     return LanguageModel(
         model, temperature=temperature, banned_token_ids=banned_token_ids, precision=dtype,
         compile_forward=compile_forward,

@@ -100,6 +100,8 @@ def lean_decoder(model: Any) -> LeanDecoder | None:
     body, config = model.base_model, model.config
     if config.model_type not in FAMILIES or model.device.type != "cpu" or model.dtype != torch.float32:
         return None
+    if model.tp_size is not None:  # a rank has only a part of each layer
+        return None
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default" or config.hidden_act != "silu" or _slides(config):
         return None

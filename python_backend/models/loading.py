@@ -34,15 +34,17 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.positions import fix_rotary, rotary_limit
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.tensor_file import STORED_DTYPES
+from python_backend.models.tensor_parallel import RankGroup
 from python_backend.models.token_head import head_of
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
-    "id2label", "label2id", "use_cache", ADAPTERS_KEY,
+    "id2label", "label2id", "use_cache", "distributed_config", ADAPTERS_KEY,
 }  # fmt: skip
 OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
@@ -67,8 +69,8 @@ def read_head(info: CheckpointInfo, head: Head) -> HeadWeights:
         return HeadWeights(weight, _read_one(info, head.bias_name).float() if head.has_bias else None)
 
 
-def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str) -> Any:
-    """Load the body with a linear head on each token.
+def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str, group: RankGroup | None = None) -> Any:
+    """Load the body with a linear head on each token; with `group`, this rank's part of it.
 
     Uses the family's token classification class in transformers, or its sequence classification class if transformers
     has no token classification class for the family (OPT, GPT-J). If `head` is None, the head has one output and zero
@@ -80,7 +82,7 @@ def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
-    model = _load(info, kind, config, dtype, with_head=False)
+    model = _load(info, kind, config, dtype, with_head=False, group=group)
     _put_head_of(info, model, head or HeadWeights(torch.zeros(1, head_of(model).in_features), None))
     return model
 
@@ -99,13 +101,13 @@ def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
     return model
 
 
-def load_causal_model(info: CheckpointInfo, dtype: str) -> Any:
-    """Load a causal language model."""
+def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None = None) -> Any:
+    """Load a causal language model; with `group`, this rank's part of it."""
     config = _config(info, 1)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no causal language model for {info.model_type} models")
-    return _load(info, kind, config, dtype, with_head=True)
+    return _load(info, kind, config, dtype, with_head=True, group=group)
 
 
 def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
@@ -154,8 +156,10 @@ def load_weights(model: Any, folder: Path) -> None:
             own[name].copy_(tensor)
 
 
-def twin(model: Any, info: CheckpointInfo) -> Any:
+def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> Any:
     """Return a module of the same class, configuration and dtypes as `model`, with the weights of `info`.
+
+    With `group`, `model` is its skeleton, and the module is this rank's part of the new weights, on its device.
 
     Raises:
         CheckpointError: the architecture, names or shapes differ.
@@ -167,8 +171,11 @@ def twin(model: Any, info: CheckpointInfo) -> Any:
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     tensors = stored_tensors(info)
+    if group is not None:
+        group.attach(module)
+        tensors = {name: group.part(name, tensor) for name, tensor in tensors.items()}
     _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, info.folder)
-    return module.to(model.device)
+    return module if group is not None else module.to(model.device)
 
 
 def stored_tensors(info: CheckpointInfo) -> dict[str, Tensor]:
@@ -239,7 +246,9 @@ def _config(info: CheckpointInfo, num_labels: int) -> Any:
     return config
 
 
-def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool) -> Any:
+def _load(
+    info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head: bool, group: RankGroup | None = None
+) -> Any:
     """Load a checkpoint into class `kind` through transformers; if not `with_head`, the caller sets the head.
 
     transformers renames and converts tensors and initialises missing ones. It does not copy tensors whose dtype already
@@ -249,10 +258,13 @@ def _load(info: CheckpointInfo, kind: Any, config: Any, dtype: str, *, with_head
     if info.head is not None and not with_head:
         tensors.pop(info.head.weight_name)
         tensors.pop(info.head.bias_name, None)
+    arguments = {"config": config, "state_dict": tensors, "dtype": DTYPES[dtype]}
     with as_checkpoint_error(info.folder):
-        model, report = kind.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=DTYPES[dtype], output_loading_info=True
-        )
+        if group is None:
+            model, report = kind.from_pretrained(None, output_loading_info=True, **arguments)
+        else:
+            check_tensor_parallel(info.folder, group.size)
+            model, report = group.from_pretrained(kind, **arguments)
     heads = {id(parameter) for parameter in head_of(model).parameters()}
     others = {name for name, parameter in model.named_parameters() if with_head or id(parameter) not in heads}
     lacking = sorted(others.intersection(report["missing_keys"]))

@@ -31,6 +31,7 @@ from python_backend.models.adapters import MergedWeights
 from python_backend.models.collation import collate
 from python_backend.models.heads import merge_attributes, pool_last, pool_mean, standardise
 from python_backend.models.loading import load_pooled_model, load_token_model, read_head, twin
+from python_backend.models.tensor_parallel import RankGroup
 from python_backend.models.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
 from python_backend.store.durable import disk_errors
 from python_backend.wire.contract import Limits
@@ -85,8 +86,11 @@ class CriticModel:
 
     def __init__(
         self, model: Any, *, constants: Constants | None = None, compile_forward: bool = False, note: str = "",
-        like: CriticModel | None = None,
+        like: CriticModel | None = None, group: RankGroup | None = None,
     ) -> None:  # fmt: skip
+        self._group = group
+        # What `with_weights` copies; the model itself unless it is one rank's part.
+        self._template: Any = model if group is None else group.skeleton(model) if like is None else like._template
         self.model = model.eval()
         self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
         self.limits = limits_of(model)
@@ -146,16 +150,16 @@ class CriticModel:
             CheckpointError: names or shapes differ from this critic's, or the file is damaged.
         """
         info = inspect_checkpoint(folder)
-        module = twin(self.model, info)
         return CriticModel(
-            module, constants=info.constants, compile_forward=self._token_head.is_compiled, note=self.note, like=self
-        )
+            twin(self._template, info, self._group), constants=info.constants, note=self.note, like=self,
+            compile_forward=self._token_head.is_compiled, group=self._group,
+        )  # fmt: skip
 
 
 def load_reward(
     folder: Path, *, device: str = "cpu", dtype: str = "float32", pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | None = None, merge_attributes: bool = True,
-    standardization: Standardization = "checkpoint", compile_forward: bool = False,
+    standardization: Standardization = "checkpoint", compile_forward: bool = False, group: RankGroup | None = None,
 ) -> RewardModel:  # fmt: skip
     """Load a reward model from a checkpoint with a trained head of one or more labels (attributes).
 
@@ -166,6 +170,7 @@ def load_reward(
         merge_attributes: True: return the weighted sum; False: return all A scores.
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
         compile_forward: apply torch.compile to the body.
+        group: load this rank's part of the model, on its device instead of `device`.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head.
@@ -175,16 +180,21 @@ def load_reward(
     weights = _attribute_weights(info, head, attribute_weights)
     constants = _constants(info, standardization)
     num_outputs = 1 if merge_attributes else head.num_labels
+    device = device if group is None else str(group.device)
     outputs: Any
     skipped_pad_id = None
     if head.is_plain:
-        outputs = TokenHead(
-            load_token_model(info, read_head(info, head), dtype).to(device), compile_forward=compile_forward
-        )
+        model = load_token_model(info, read_head(info, head), dtype, group)
+        outputs = TokenHead(model.to(device), compile_forward=compile_forward)
         if pooling == "auto":
             pooling = "last"
             skipped_pad_id = _skipped_pad_id(outputs, head)
     else:
+        if group is not None:
+            raise CheckpointError(
+                f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set "
+                "tensor_parallel: 1"
+            )
         outputs = _load_pooled(info, head, device, dtype, pooling)
         if compile_forward:
             compile_body(outputs, lambda ids, attention: outputs(input_ids=ids, attention_mask=attention))
@@ -197,13 +207,14 @@ def load_reward(
 
 def load_critic(
     folder: Path, *, device: str = "cpu", dtype: str = "float32", standardization: Standardization = "checkpoint",
-    attribute_weights: Sequence[float] | None = None, compile_forward: bool = False,
+    attribute_weights: Sequence[float] | None = None, compile_forward: bool = False, group: RankGroup | None = None,
 ) -> CriticModel:  # fmt: skip
     """Load a critic from a critic, reward model or base checkpoint; `note` says where its value head comes from.
 
     A linear head (token classification, value head, a decoder's `score`) becomes the value head; several attributes are
     merged into their sum, weighted by `attribute_weights` (default 1/A each). A checkpoint without a head, or with an
-    encoder's pooled classifier, gets a value head that returns 0.
+    encoder's pooled classifier, gets a value head that returns 0. With `group`, loads this rank's part of the model on
+    its device instead of `device`.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
@@ -221,8 +232,8 @@ def load_critic(
             head = head.merged(_attribute_weights(info, info.head, attribute_weights))
             note += f", its {info.head.num_labels} outputs merged into one"
     logger.info("%s: %s", folder, note)
-    model = load_token_model(info, head, dtype)
-    return CriticModel(model.to(device), constants=constants, compile_forward=compile_forward, note=note)
+    model = load_token_model(info, head, dtype, group).to(device if group is None else group.device)
+    return CriticModel(model, constants=constants, compile_forward=compile_forward, note=note, group=group)
 
 
 def save_critic(critic: CriticModel, folder: Path, *, dtype: torch.dtype | None = None) -> None:

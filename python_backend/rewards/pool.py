@@ -70,7 +70,7 @@ class Worker:
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
             arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
             self._process = subprocess.Popen(
-                [_python(), "-m", "python_backend.rewards.worker", *arguments],
+                [interpreter(), "-m", "python_backend.rewards.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a process group of its own, for `kill`
@@ -280,11 +280,14 @@ class WorkerPool:
                 worker.kill()
 
 
-def _python() -> str:
-    """Return the path of the interpreter. In Triton's stub process `sys.executable` may be the stub, or empty."""
+def interpreter() -> str:
+    """Return the path of a Python for child processes.
+
+    In Triton's stub process `sys.executable` may be the stub, or empty.
+    """
     if sys.executable and Path(sys.executable).name.startswith("python"):
         return sys.executable
     found = shutil.which("python3")
     if found is None:
-        raise FunctionError("reward functions need a python3 on PATH, and there is none")
+        raise FunctionError("child processes need a python3 on PATH, and there is none")
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from python_backend.models.batching import padded_rows
-from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.models.modeling import CriticModel
 from python_backend.serving.follower import Follower, Version
 from python_backend.serving.requests import RowReader, read_limits
 from python_backend.serving.scoring import Scoring
@@ -64,9 +64,7 @@ class TritonPythonModel(TorchScoringModel):
         self.start()
         log(f"{parameters.model}: serving weights version {version.number}")
 
-    def finalize(self) -> None:
-        """Triton's entry point at unload."""
-        super().finalize()  # first answer the requests in flight, which still need the served version
+    def stop_loading(self) -> None:
         self._follower.stop()
 
     def current_model(self) -> Version:
@@ -88,7 +86,8 @@ class TritonPythonModel(TorchScoringModel):
         return not call.wanted.isdisjoint((VALUES, RESPONSE_VALUES))
 
     def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        return model.critic.values(rows, width)
+        with self.on_all_ranks(model.critic, rows, width):
+            return model.critic.values(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows
@@ -104,13 +103,7 @@ class TritonPythonModel(TorchScoringModel):
         return answer
 
     def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
-        """Load the critic in `folder`; if a critic is already served, reuse that critic's module structure.
-
-        The finiteness check reads every weight, which also pages in the mapped file before the first forward pass.
-        """
-        critic = load_critic(folder, **self.loading) if served is None else served.with_weights(folder)
-        critic.check_finite()
-        return critic
+        return self.load("load_critic", folder, served)
 
     def _count(self, number: int, rejected: bool) -> None:
         self._versions.add((not rejected, rejected))

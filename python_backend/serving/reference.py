@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping
 import numpy as np
 
 from python_backend.models.batching import padded_rows
-from python_backend.models.language_model import LanguageModel, load_language_model
+from python_backend.models.language_model import LanguageModel
 from python_backend.serving.requests import read_limits
 from python_backend.serving.scoring import Scoring
 from python_backend.serving.torch_scoring import TorchScoringModel
@@ -30,8 +30,8 @@ class TritonPythonModel(TorchScoringModel):
         parameters = self.parameters
         folder = parameters.path("checkpoint")
         temperature, banned = parameters.text(contract.TEMPERATURE), parameters.text(contract.BANNED_TOKEN_IDS)
-        self._model = load_language_model(
-            folder, temperature=float(temperature), banned_token_ids=json.loads(banned), **self.loading
+        self._model: LanguageModel = self.load(
+            "load_language_model", folder, temperature=float(temperature), banned_token_ids=json.loads(banned)
         )
         self.limits = read_limits(self._model.limits, parameters)
         self.start()
@@ -48,7 +48,8 @@ class TritonPythonModel(TorchScoringModel):
         return scoring_rows(tokens, call.array(contract.SEQUENCE_LENGTHS), limits=self.limits)
 
     def forward(self, model: LanguageModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        return model.logprobs(rows, width)
+        with self.on_all_ranks(model, rows, width):
+            return model.logprobs(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         outputs = [output for output in scoring.outputs if output is not None]

@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from python_backend.models.modeling import Pooling, RewardModel, Standardization, load_reward
+from python_backend.models.modeling import Pooling, RewardModel, Standardization
 from python_backend.serving.requests import RowReader, read_limits
 from python_backend.serving.scoring import Scoring
 from python_backend.serving.torch_scoring import TorchScoringModel
@@ -27,13 +27,13 @@ class TritonPythonModel(TorchScoringModel):
         self.set_up_torch(args)
         parameters = self.parameters
         folder = parameters.path("checkpoint")
-        self._model = load_reward(
+        self._model: RewardModel = self.load(
+            "load_reward",
             folder,
             pooling=cast(Pooling, parameters.text("pooling")),
             attribute_weights=json.loads(parameters.text("attribute_weights")),
             merge_attributes=parameters.text("merge_attributes") == "true",
             standardization=read_standardization(parameters.text("standardization")),
-            **self.loading,
         )
         self.limits = read_limits(self._model.limits, parameters)
         self._reader = RowReader(
@@ -52,7 +52,8 @@ class TritonPythonModel(TorchScoringModel):
         return self._reader.read(call)
 
     def forward(self, model: RewardModel, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
-        return list(model.score(rows, width))
+        with self.on_all_ranks(model, rows, width):
+            return list(model.score(rows, width))
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         return {REWARDS: np.stack([output for output in scoring.outputs if output is not None])}

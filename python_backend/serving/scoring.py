@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,9 @@ class ScoringModel:
         self._done: queue.SimpleQueue[Scoring | None] = queue.SimpleQueue()
         self._unread_bytes = 0
         self._stopping = False
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in flight, and a few that were just answered
+        self._calls_lock = threading.Lock()
+        self._refusal: Exception | None = None
 
     def start(self) -> None:
         """Start the threads."""
@@ -120,7 +124,7 @@ class ScoringModel:
         """Triton's entry point: queue the rows, then block while the backlog is above its limits (backpressure)."""
         scorings = []
         for request in requests:
-            reading = self._begin(Call(request))
+            reading = self._begin(self._received(Call(request)))
             try:
                 num_bytes = next(reading)
             except StopIteration as read:
@@ -157,6 +161,14 @@ class ScoringModel:
             self._unread_bytes -= num_bytes
             self._line_up([scoring])
 
+    def refuse_all(self, error: Exception) -> None:
+        """Fail all requests in flight, and from now on every new one."""
+        with self._calls_lock:
+            self._refusal = error
+            calls = list(self._calls)
+        for call in calls:
+            call.fail(error)
+
     def finalize(self) -> None:
         """Triton's entry point at unload: reply to every received request, then stop the threads."""
         self._texts.close()
@@ -167,6 +179,13 @@ class ScoringModel:
             worker.join()
         self._done.put(None)
         self._answerer.join()
+
+    def _received(self, call: Call) -> Call:
+        with self._calls_lock:
+            self._calls.add(call)
+        if self._refusal is not None:
+            call.fail(self._refusal)
+        return call
 
     def _begin(self, call: Call) -> Generator[int, None, Scoring | None]:
         received = time.monotonic()

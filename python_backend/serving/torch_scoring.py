@@ -1,16 +1,25 @@
-"""Base of the scoring models that compute in torch: sets up allocator and threads, and reads the loading options."""
+"""Base of the scoring models that compute in torch: sets up allocator and threads, and loads the model.
+
+A model with `tensor_parallel` above 1 is loaded and run by several processes, of which this one is rank 0.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from python_backend.models.modeling import quiet_transformers
 from python_backend.serving.allocator import keep_freed_memory
+from python_backend.serving.rank import load_model
+from python_backend.serving.ranks import Ranks
 from python_backend.serving.scoring import ScoringModel
-from python_backend.serving.triton import Parameters, refuse_numpy_2
+from python_backend.serving.triton import Parameters, Unavailable, log_error, refuse_numpy_2
 
 
 class TorchScoringModel(ScoringModel):
@@ -32,7 +41,41 @@ class TorchScoringModel(ScoringModel):
             "dtype": self.parameters.text("dtype"),
             "compile_forward": self.parameters.text("compile") == "true",
         }
+        self._ranks: Ranks | None = None
+        size = self.parameters.number("tensor_parallel")
+        if size > 1:
+            self._ranks = Ranks(size, self.loading["device"], self.parameters.number("threads"), self._end)
+
+    def load(self, loader: str, folder: Path, served: Any = None, **options: Any) -> Any:
+        """Load a model, on all ranks if there are several; see `load_model`."""
+        options |= self.loading
+        if self._ranks is None:
+            return load_model(loader, folder, served, options)
+        return self._ranks.load(loader, folder, served, options)
+
+    def on_all_ranks(self, model: Any, rows: list[np.ndarray], width: int) -> contextlib.AbstractContextManager[None]:
+        """Return the context for a forward pass of `model`, in which the other ranks, if any, run theirs."""
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.forward(model, rows, width)
+
+    def stop_loading(self) -> None:
+        """Hook that runs at unload, when no request is left, to stop whatever calls `load`."""
+
+    def finalize(self) -> None:
+        """Triton's entry point at unload."""
+        super().finalize()
+        self.stop_loading()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def prepare_worker(self) -> None:
         """Set torch's number of threads. Needed in every worker thread: part of that setting is thread-local."""
         torch.set_num_threads(self.parameters.number("threads"))
+
+    def _end(self, reason: str) -> None:
+        """End this process, after failing the requests in flight, because the model has lost a rank.
+
+        Triton does not answer requests whose process has died. Whoever supervises the server loads the model again.
+        """
+        self.refuse_all(Unavailable(f"{self.parameters.model} is being restarted: {reason}"))
+        log_error(f"{self.parameters.model}: {reason}; the model's process ends, because the other ranks are useless")
+        os._exit(1)

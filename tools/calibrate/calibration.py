@@ -46,7 +46,9 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
     overrides = []
     for role, section in sections.items():
         names = [name for name in UNMEASURED if getattr(section, name) == "auto"]
-        if names:
+        if section.tensor_parallel > 1:  # measuring would need the whole model on one device
+            overrides += [f"{role}.{name}={section.settled(name)}" for name in names]
+        elif names:
             # Models on the CPU share the cores equally, and so do the instances of a model.
             cores = max(1, _cores() // max(1, on_cpu) // section.instances)
             found = _remembered(role, section, cores, log)

@@ -1,0 +1,143 @@
+"""One rank of a served model other than rank 0: `python -m python_backend.serving.rank FD PARENT RANK SIZE DEVICE …`.
+
+Follows rank 0, the model's own process, which sends one message per load and per forward pass over the socket `FD`.
+Waits for messages, never in a collective, so a model may be idle for any length of time. Ends when rank 0 ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from python_backend.models.language_model import LanguageModel, load_language_model
+from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward, quiet_transformers
+from python_backend.models.tensor_parallel import RankGroup, release
+from python_backend.serving.allocator import keep_freed_memory
+
+logger = logging.getLogger(__name__)
+Model = RewardModel | CriticModel | LanguageModel
+LOADERS = {load.__name__: load for load in (load_reward, load_critic, load_language_model)}
+PR_SET_PDEATHSIG = 1  # prctl.h
+
+
+def load_model(loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
+    """Load a model.
+
+    Args:
+        loader: a name in `LOADERS`.
+        served: a critic, to load another version of its weights into the same module structure; else None.
+        options: keyword arguments of the loader.
+
+    Raises:
+        CheckpointError: the model cannot be loaded, or a critic's weights are not finite.
+    """
+    model = served.with_weights(folder) if isinstance(served, CriticModel) else LOADERS[loader](folder, **options)
+    if isinstance(model, CriticModel):
+        model.check_finite()  # reads every weight, and so pages in the mapped file before the first forward pass
+    return model
+
+
+def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
+    """Load this rank's part of a model, on every rank at the same time; arguments as in `load_model`.
+
+    Raises:
+        CheckpointError: the model cannot be loaded on this rank or on another one.
+        RankLost: another rank has ended.
+    """
+    model: Any = None
+    try:
+        with group.together():
+            model = load_model(loader, folder, served, {**options, "group": group})
+    except Exception:
+        if model is not None:
+            release(model.model)
+        raise
+    return model
+
+
+def forward(model: Model, rows: list[np.ndarray], width: int) -> None:
+    """Run the forward pass that rank 0 runs on the same rows; rank 0 has the outputs, too."""
+    if isinstance(model, RewardModel):
+        model.score(rows, width)
+    elif isinstance(model, CriticModel):
+        model.values(rows, width)
+    else:
+        model.logprobs(rows, width)
+
+
+class Rank:
+    """Executes rank 0's messages in order; loads run beside the forward passes."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._models: dict[int, Model] = {}
+        self._loaded = threading.Condition()
+
+    def execute(self, message: dict[str, Any]) -> None:
+        """Execute one message. Raises an exception if this rank is then out of step with the others."""
+        for key in message["unused"]:
+            model = self._models.pop(key, None)
+            if model is not None:  # None: this rank had refused it
+                release(model.model)
+        if message["op"] == "load":
+            threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
+        else:
+            key, rows = message["key"], [np.asarray(row, np.int64) for row in message["rows"]]
+            with self._loaded:  # rank 0 may use a model before the thread that loaded it here has stored it
+                self._loaded.wait_for(lambda: key in self._models)
+            forward(self._models[key], rows, message["width"])
+
+    def _load(self, message: dict[str, Any]) -> None:
+        served = self._models.get(message["served"])
+        try:
+            folder = Path(message["folder"])
+            model = load_part(self._group, message["loader"], folder, served, message["options"])
+        except Exception as error:  # thread edge: rank 0 gets the same error, and no message will name this model
+            logger.warning("rank %d: %s", torch.distributed.get_rank(), error)
+            return
+        with self._loaded:
+            self._models[message["key"]] = model
+            self._loaded.notify_all()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Follow rank 0 until it closes the socket; return 0."""
+    parser = argparse.ArgumentParser("python_backend.serving.rank")
+    for name in ("fd", "parent", "rank", "size", "threads"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("device")
+    parser.add_argument("rendezvous", type=Path)
+    args = parser.parse_args(argv)
+    # The kernel kills this process when rank 0 dies, even while this process is stuck in a collective.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != args.parent:
+        return 0
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
+    quiet_transformers()
+    keep_freed_memory()
+    torch.set_num_threads(args.threads)
+    connection = Connection(args.fd)
+    rank = Rank(RankGroup(args.rank, args.size, args.device, args.rendezvous))
+    while True:
+        try:
+            message = json.loads(connection.recv_bytes())
+        except EOFError:
+            return 0
+        rank.execute(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

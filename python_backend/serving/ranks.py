@@ -1,0 +1,154 @@
+"""Rank 0's view of the ranks of a model that is larger than one device: starts, feeds and watches their processes.
+
+Rank 0 is the process that Triton starts. Every load and every forward pass runs on all ranks at the same time; rank 0
+announces it to the others over one socket each. If a rank is lost, none can go on: `lost` is called, which ends rank 0,
+and whoever supervises the server loads the model again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_backend.models.tensor_parallel import RankGroup, RankLost, rank_device, release
+from python_backend.rewards.pool import interpreter
+from python_backend.serving.rank import Model, load_part
+from python_backend.stop_signal import how_ended
+
+STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed
+
+
+class Ranks:
+    """The processes of ranks 1 to size - 1, and this process as rank 0."""
+
+    def __init__(self, size: int, device: str, threads: int, lost: Callable[[str], None]) -> None:
+        """Start the other ranks and return once they have joined. Call in the main thread, which must outlive them.
+
+        Args:
+            device: device of rank 0, as in `RankGroup`.
+            threads: torch threads of each rank.
+            lost: called in any thread with the reason, once, if a rank ends or a forward pass fails.
+
+        Raises:
+            CheckpointError: there are not enough devices.
+        """
+        rank_device(device, size - 1)
+        self._lost = lost
+        self._closing = threading.Lock()  # held for ever by the first of `close` and `_end`
+        self._ended = threading.Event()
+        self._sending = threading.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
+        self._unused: deque[int] = deque()  # keys of models that the other ranks can release
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        rendezvous = self._folder / "rendezvous"
+        for rank in range(1, size):
+            self._start(rank, [str(size), str(threads), device, str(rendezvous)])
+        self._group = RankGroup(0, size, device, rendezvous)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1 to size - 1."""
+        return [process.pid for process in self._processes]
+
+    def load(self, loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
+        """Load a model on all ranks; see `load_part`."""
+        key = next(self._numbers)
+        served_key = None if served is None else self._keys[served]
+        try:
+            self._send(op="load", key=key, loader=loader, folder=str(folder), options=options, served=served_key)
+            model = load_part(self._group, loader, folder, served, options)
+        except RankLost as error:  # not the checkpoint's fault: the caller must not see it as refused
+            self._end(f"the ranks could not load {folder.name}: {error}")
+            raise
+        except Exception:
+            self._unused.append(key)
+            raise
+        self._keys[model] = key
+        weakref.finalize(model, self._release, key, model.model).atexit = False
+        return model
+
+    @contextlib.contextmanager
+    def forward(self, model: Model, rows: list[np.ndarray], width: int) -> Iterator[None]:
+        """Run the block, which is rank 0's forward pass, while the other ranks run theirs. One at a time."""
+        try:
+            self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
+            yield
+        except Exception as error:  # the ranks are out of step now, whatever the cause
+            self._end(f"a forward pass failed: {type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        """Stop the other ranks. Call when no forward pass is running."""
+        if self._closing.acquire(blocking=False):
+            self._stop(STOP_S)
+            self._ended.set()
+
+    def _start(self, rank: int, arguments: list[str]) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        head = [str(theirs.fileno()), str(os.getpid()), str(rank)]
+        with theirs:  # closes this process's copy
+            process = subprocess.Popen(
+                [interpreter(), "-m", "python_backend.serving.rank", *head, *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._connections.append(ours)
+        self._processes.append(process)
+        threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    def _send(self, **message: Any) -> None:
+        unused = [self._unused.popleft() for _ in range(len(self._unused))]
+        data = json.dumps({**message, "unused": unused}).encode()
+        with self._sending:  # loads and forward passes are announced by different threads
+            for connection in self._connections:
+                try:
+                    connection.send_bytes(data)
+                except OSError as error:
+                    raise RankLost(str(error)) from error
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._end(f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}")
+
+    def _end(self, reason: str) -> None:
+        """Call `lost` unless the ranks are being closed; in any case return only after the first caller has."""
+        if self._closing.acquire(blocking=False):
+            ended = [
+                f"rank {i} {how_ended(each.poll() or 0)}" for i, each in enumerate(self._processes, 1) if each.poll()
+            ]
+            self._stop(0.0)
+            self._lost("; ".join(ended) or reason)
+            self._ended.set()
+        else:
+            self._ended.wait()
+
+    def _stop(self, patience_s: float) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            try:
+                process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _release(self, key: int, module: Any) -> None:
+        release(module)
+        self._unused.append(key)
