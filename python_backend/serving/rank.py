@@ -95,13 +95,11 @@ class Rank:
         if message["op"] == "load":
             threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
         else:
-            key, rows = message["key"], [np.asarray(row, np.int64) for row in message["rows"]]
-            with self._loaded:  # rank 0 may use a model before the thread that loaded it here has stored it
-                self._loaded.wait_for(lambda: key in self._models)
-            forward(self._models[key], rows, message["width"])
+            rows = [np.asarray(row, np.int64) for row in message["rows"]]
+            forward(self._model(message["key"]), rows, message["width"])
 
     def _load(self, message: dict[str, Any]) -> None:
-        served = self._models.get(message["served"])
+        served = None if message["served"] is None else self._model(message["served"])
         try:
             folder = Path(message["folder"])
             model = load_part(self._group, message["loader"], folder, served, message["options"])
@@ -111,6 +109,11 @@ class Rank:
         with self._loaded:
             self._models[message["key"]] = model
             self._loaded.notify_all()
+
+    def _model(self, key: int) -> Model:
+        with self._loaded:  # rank 0 may use a model before the thread that loaded it here has stored it
+            self._loaded.wait_for(lambda: key in self._models)
+        return self._models[key]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

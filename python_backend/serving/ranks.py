@@ -30,6 +30,7 @@ from python_backend.rewards.pool import interpreter
 from python_backend.serving.rank import Model, load_part
 from python_backend.stop_signal import how_ended
 
+WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
 STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed
 
 
@@ -92,6 +93,7 @@ class Ranks:
             self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
             yield
         except Exception as error:  # the ranks are out of step now, whatever the cause
+            self._ended.wait(WATCHER_S)
             self._end(f"a forward pass failed: {type(error).__name__}: {error}")
             raise
 
@@ -130,11 +132,8 @@ class Ranks:
     def _end(self, reason: str) -> None:
         """Call `lost` unless the ranks are being closed; in any case return only after the first caller has."""
         if self._closing.acquire(blocking=False):
-            ended = [
-                f"rank {i} {how_ended(each.poll() or 0)}" for i, each in enumerate(self._processes, 1) if each.poll()
-            ]
             self._stop(0.0)
-            self._lost("; ".join(ended) or reason)
+            self._lost(reason)
             self._ended.set()
         else:
             self._ended.wait()

@@ -79,8 +79,8 @@ class ScoringModel:
         self._unread_bytes = 0
         self._stopping = False
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in flight, and a few that were just answered
-        self._calls_lock = threading.Lock()
-        self._refusal: Exception | None = None
+        self._executing = threading.Lock()
+        self._refusing = False
 
     def start(self) -> None:
         """Start the threads."""
@@ -122,24 +122,27 @@ class ScoringModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: queue the rows, then block while the backlog is above its limits (backpressure)."""
-        scorings = []
-        for request in requests:
-            reading = self._begin(self._received(Call(request)))
-            try:
-                num_bytes = next(reading)
-            except StopIteration as read:
-                scorings.append(read.value)
-            else:
-                with self._changed:
-                    self._unread_bytes += num_bytes
-                self._texts.submit(self._read_later(reading, num_bytes))
-        with self._changed:
-            self._line_up(scorings)
-            self._changed.wait_for(self._has_room)
+        with self._executing:
+            calls = [Call(request) for request in requests]
+            self._calls.update(calls)
+            scorings = []
+            for call in calls:
+                reading = self._begin(call)
+                try:
+                    num_bytes = next(reading)
+                except StopIteration as read:
+                    scorings.append(read.value)
+                else:
+                    with self._changed:
+                        self._unread_bytes += num_bytes
+                    self._texts.submit(self._read_later(reading, num_bytes))
+            with self._changed:
+                self._line_up(scorings)
+                self._changed.wait_for(self._has_room)
 
     def _has_room(self) -> bool:
         full = self._pool.pressing_tokens > self._lined_up_tokens or self._pool.tokens > MAX_TOKENS
-        return self._stopping or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
+        return self._stopping or self._refusing or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
         """Queue the requests' rows for the workers; None is a refused request. The caller must hold the lock."""
@@ -162,11 +165,16 @@ class ScoringModel:
             self._line_up([scoring])
 
     def refuse_all(self, error: Exception) -> None:
-        """Fail all requests in flight, and from now on every new one."""
-        with self._calls_lock:
-            self._refusal = error
-            calls = list(self._calls)
-        for call in calls:
+        """Fail all requests in flight and let no other in, because this process is about to end.
+
+        Waits for `execute` to return, and lets it never run again: when the process ends, Triton answers the requests
+        in `execute` with an error, and a second answer would corrupt the server's heap.
+        """
+        self._refusing = True
+        with self._changed:
+            self._changed.notify_all()
+        self._executing.acquire()
+        for call in list(self._calls):
             call.fail(error)
 
     def finalize(self) -> None:
@@ -179,13 +187,6 @@ class ScoringModel:
             worker.join()
         self._done.put(None)
         self._answerer.join()
-
-    def _received(self, call: Call) -> Call:
-        with self._calls_lock:
-            self._calls.add(call)
-        if self._refusal is not None:
-            call.fail(self._refusal)
-        return call
 
     def _begin(self, call: Call) -> Generator[int, None, Scoring | None]:
         received = time.monotonic()

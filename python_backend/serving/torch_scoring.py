@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from python_backend.serving.rank import load_model
 from python_backend.serving.ranks import Ranks
 from python_backend.serving.scoring import ScoringModel
 from python_backend.serving.triton import Parameters, Unavailable, log_error, refuse_numpy_2
+
+# For what this process is exchanging with the server: if it ends in the middle of that, the server may crash.
+FAREWELL_S = 0.1
 
 
 class TorchScoringModel(ScoringModel):
@@ -76,6 +80,7 @@ class TorchScoringModel(ScoringModel):
 
         Triton does not answer requests whose process has died. Whoever supervises the server loads the model again.
         """
-        self.refuse_all(Unavailable(f"{self.parameters.model} is being restarted: {reason}"))
-        log_error(f"{self.parameters.model}: {reason}; the model's process ends, because the other ranks are useless")
+        self.refuse_all(Unavailable(f"{self.parameters.model} has lost a rank: {reason}"))
+        log_error(f"{self.parameters.model}: {reason}; the model's process ends, as it needs all its ranks")
+        time.sleep(FAREWELL_S)
         os._exit(1)

@@ -123,6 +123,13 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "trainer: {optimizer: {max_steps: 100}}",
             "trainer.optimizer.warmup_steps (10) + trainer.optimizer.constant_steps (1000) is more than trainer.",
         ),
+        (
+            "critic: {tensor_parallel: 2, workers: 3}",
+            "critic.workers is 3, but critic.tensor_parallel (2) needs 1: all devices run each forward pass together",
+        ),
+        ("reward: {tensor_parallel: 2, instances: 2}", "reward.instances is 2, but reward.tensor_parallel (2) needs 1"),
+        ("reference: {tensor_parallel: 4, compile: true}", "reference.tensor_parallel (4) needs False"),
+        ("rewards: {a: {function: f.py:f, tensor_parallel: 2}}", "unknown key rewards.a.tensor_parallel"),
         ("- 1", "my.yaml must contain sections"),
         ("a: [", "my.yaml is not valid YAML"),
         (b"\xff\xfe", "my.yaml is not valid YAML"),

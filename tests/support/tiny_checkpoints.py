@@ -17,8 +17,10 @@ from transformers import (
     DebertaV2Config,
     GPT2Config,
     GPTJConfig,
+    GPTNeoXConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     OlmoeConfig,
     OPTConfig,
@@ -62,6 +64,8 @@ MORE_CONFIGS = {
     "gptj": (GPTJConfig, {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}),
     "roberta": (RobertaConfig, {**_SIZES, "max_position_embeddings": POSITIONS + 1}),
     "phi3": (Phi3Config, {**_SIZES, "eos_token_id": 2}),
+    "mistral": (MistralConfig, _SIZES),
+    "gpt-neox": (GPTNeoXConfig, _SIZES),
 }
 _MIXTURE = {**_SIZES, "eos_token_id": 1, "bos_token_id": None, "num_experts_per_tok": 2}
 MIXTURES = {  # of experts: one tensor for all experts of a layer in memory, one per expert in most families' files

@@ -49,6 +49,12 @@ def test_nothing_is_measured_where_all_is_fixed(tmp_path: Path) -> None:
     assert settle(config, lambda line: pytest.fail(line)) == []
 
 
+def test_a_model_larger_than_one_device_is_not_measured() -> None:
+    config = RunConfig.model_validate({"reward": FIXED, "critic": {"tensor_parallel": 2, "token_budget": 512}})
+    overrides = settle(config, lambda line: pytest.fail(line))
+    assert overrides == ["critic.workers=1", "critic.threads=1", "critic.forward_overhead_tokens=64"]
+
+
 def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 import reward_functions
 import yaml
 from live_system import Checkpoints, make_tokenizer
+from tiny_checkpoints import save_tiny
 from tiny_models import regions
 
 import actor.__main__
@@ -111,6 +112,21 @@ def test_what_is_rendered_loaded_measured_and_demanded(
     monkeypatch.setattr(tools.serve, "_run_module", lambda what, arguments: made.append(what))
     tools.serve.ensure_first_version(config, path, [])
     assert made == (["creating version 0 of the critic's weights"] if algorithm == "ppo" else [])
+
+
+def test_a_family_that_cannot_be_split_is_named_before_anything_starts(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path, "ppo", "model", checkpoints)
+    save_tiny(tmp_path / "gpt2", "gpt2", "critic")
+    overrides = [f"critic.checkpoint={tmp_path / 'gpt2'}", "critic.tensor_parallel=2", "reward.tensor_parallel=3"]
+    for command in (tools.run, tools.serve):
+        assert command.main(["--config", str(path), *overrides]) == 1
+        critic, reward = sorted(capsys.readouterr().err.removeprefix("error: ").splitlines())
+        assert critic.startswith("critic.checkpoint: ")
+        assert "no tensor-parallel plan for gpt2 models" in critic
+        assert reward.startswith("reward.checkpoint: ")
+        assert "tensor_parallel (3) does not divide" in reward
 
 
 @every_combination

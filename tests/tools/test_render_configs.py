@@ -111,10 +111,20 @@ def test_settings_reach_the_files():
         "strip_sequence_length_to_multiple": "16", "queue_timeout_s": "1.5",
         "max_request_tokens": "6000", "max_request_bytes": "7000",
         "compile": "false",
+        "tensor_parallel": "1",
     }  # fmt: skip
     assert json.loads(parameters(reward)["standardization"]) == {"mean": 1.5, "std": 2.0}
     assert parameters(train)["heartbeat_timeout_s"] == "2.5"
     assert parameters(train)["run_id"] == parameters(configs["critic_save"])["run_id"] == "name"
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "KIND_CPU"), ("cuda:4", "KIND_MODEL")])
+def test_a_model_over_several_devices_is_one_instance(device: str, kind: str):
+    config = parsed(critic={"tensor_parallel": 4, "device": device})["critic"]
+    (group,) = config.instance_group
+    assert (group.count, group.kind, list(group.gpus)) == (1, getattr(group, kind), [])
+    assert parameters(config)["tensor_parallel"] == "4"
+    assert parameters(config)["workers"] == "1"
 
 
 def test_any_path_survives_the_quoting(tmp_path: Path):
