@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,8 +22,10 @@ from python_backend.models.logprobs import target_logprobs
 from python_backend.models.modeling import limits_of
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
-from python_backend.models.tensor_parallel import RankGroup
 from python_backend.models.token_head import compile_body
+
+if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
+    from python_backend.models.tensor_parallel import RankGroup
 
 
 class LanguageModel:

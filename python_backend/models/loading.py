@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,8 +37,10 @@ from python_backend.checkpoints.safetensors_header import TensorInfo, read_heade
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.adapters import with_stored_adapters
 from python_backend.models.tensor_file import STORED_DTYPES
-from python_backend.models.tensor_parallel import RankGroup
 from python_backend.models.token_head import head_of
+
+if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
+    from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

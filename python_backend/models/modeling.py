@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,10 +31,12 @@ from python_backend.models.adapters import MergedWeights
 from python_backend.models.collation import collate
 from python_backend.models.heads import merge_attributes, pool_last, pool_mean, standardise
 from python_backend.models.loading import load_pooled_model, load_token_model, read_head, twin
-from python_backend.models.tensor_parallel import RankGroup
 from python_backend.models.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
 from python_backend.store.durable import disk_errors
 from python_backend.wire.contract import Limits
+
+if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
+    from python_backend.models.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 Pooling = Literal["auto", "last", "mean"]

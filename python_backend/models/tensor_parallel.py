@@ -42,6 +42,9 @@ class RankLost(RlhfError):
 class RankGroup:
     """This process's membership in a group of ranks, and the layout of the model that the group has loaded."""
 
+    _depth = 0  # of nested `together`
+    _voted_down = False
+
     def __init__(self, rank: int, size: int, device: str, rendezvous: Path) -> None:
         """Join the group; returns once all ranks have joined.
 
@@ -78,18 +81,24 @@ class RankGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run the block on every rank; if it raises on one rank, raise on all of them.
+        """Run the block on every rank; if it raises on one rank, raise on all of them. Blocks may be nested.
 
         Raises:
             CheckpointError: another rank failed; the message names the rank and the cause.
             RankLost: the ranks could not agree.
         """
         failure: Exception | None = None
+        self._depth += 1
         try:
             yield
         except Exception as error:
             failure = error
+        self._depth -= 1
+        if failure is not None and self._voted_down:  # in an inner block: the other ranks take no further vote
+            self._voted_down = self._depth > 0
+            raise failure
         others = self._vote("" if failure is None else str(failure) or type(failure).__name__)
+        self._voted_down = self._depth > 0 and (failure is not None or bool(others))
         if failure is not None:
             raise failure
         if others:

@@ -22,32 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from python_backend.models.language_model import LanguageModel, load_language_model
-from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward, quiet_transformers
+from python_backend.models.modeling import CriticModel, RewardModel, quiet_transformers
 from python_backend.models.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
+from python_backend.serving.loaders import Model, load_model
 
 logger = logging.getLogger(__name__)
-Model = RewardModel | CriticModel | LanguageModel
-LOADERS = {load.__name__: load for load in (load_reward, load_critic, load_language_model)}
 PR_SET_PDEATHSIG = 1  # prctl.h
-
-
-def load_model(loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
-    """Load a model.
-
-    Args:
-        loader: a name in `LOADERS`.
-        served: a critic, to load another version of its weights into the same module structure; else None.
-        options: keyword arguments of the loader.
-
-    Raises:
-        CheckpointError: the model cannot be loaded, or a critic's weights are not finite.
-    """
-    model = served.with_weights(folder) if isinstance(served, CriticModel) else LOADERS[loader](folder, **options)
-    if isinstance(model, CriticModel):
-        model.check_finite()  # reads every weight, and so pages in the mapped file before the first forward pass
-    return model
 
 
 def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:

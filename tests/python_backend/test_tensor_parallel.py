@@ -15,7 +15,8 @@ from tiny_checkpoints import save_tiny
 from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.modeling import CriticModel, save_critic
-from python_backend.serving.rank import load_model
+from python_backend.models.tensor_parallel import RankGroup
+from python_backend.serving.loaders import load_model
 from python_backend.serving.ranks import Ranks
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -127,6 +128,19 @@ def test_a_first_version_that_one_rank_refuses(ranks: Ranks, versions: list[Path
     damage(versions[0], shape=False)
     with pytest.raises(CheckpointError, match=f"rank 1: {LAYER} has values that are not finite"):
         ranks.load("load_critic", versions[0], None, {})
+
+
+def test_a_rank_that_fails_before_the_others_vote_ends_the_same_block() -> None:
+    """Its vote on the outer block meets theirs on the inner one; a second vote would wait for one that never comes."""
+    group = RankGroup.__new__(RankGroup)
+    votes = [{1: "no file"}, {}]
+    group._vote = lambda reason: votes.pop(0)  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="rank 1: no file"), group.together(), group.together():
+        pass
+    assert votes == [{}]
+    with group.together():
+        pass
+    assert votes == []
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert"])

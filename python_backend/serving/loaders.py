@@ -1,0 +1,30 @@
+"""Loads a served model by the name of its loader, which a message to another process can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from python_backend.models.language_model import LanguageModel, load_language_model
+from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
+
+Model = RewardModel | CriticModel | LanguageModel
+LOADERS = {load.__name__: load for load in (load_reward, load_critic, load_language_model)}
+
+
+def load_model(loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
+    """Load a model.
+
+    Args:
+        loader: a name in `LOADERS`.
+        served: a critic, to load another version of its weights into the same module structure; else None.
+        options: keyword arguments of the loader.
+
+    Raises:
+        CheckpointError: the model cannot be loaded, or a critic's weights are not finite.
+    """
+    model = served.with_weights(folder) if isinstance(served, CriticModel) else LOADERS[loader](folder, **options)
+    if isinstance(model, CriticModel):
+        model.check_finite()  # reads every weight, and so pages in the mapped file before the first forward pass
+    return model
