@@ -17,12 +17,12 @@ import torch
 
 from python_backend.models.modeling import quiet_transformers
 from python_backend.serving.allocator import keep_freed_memory
-from python_backend.serving.loaders import load_model
+from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.scoring import ScoringModel
 from python_backend.serving.triton import Parameters, Unavailable, log_error, refuse_numpy_2
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.serving.ranks import Ranks
+    from python_backend.serving.ranks.controller import Ranks
 
 # For what this process is exchanging with the server: if it ends in the middle of that, the server may crash.
 FAREWELL_S = 0.1
@@ -50,7 +50,7 @@ class TorchScoringModel(ScoringModel):
         self._ranks: Ranks | None = None
         size = self.parameters.number("tensor_parallel")
         if size > 1:
-            from python_backend.serving.ranks import Ranks
+            from python_backend.serving.ranks.controller import Ranks
 
             self._ranks = Ranks(size, self.loading["device"], self.parameters.number("threads"), self._end)
 

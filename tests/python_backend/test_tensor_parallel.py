@@ -16,8 +16,8 @@ from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.tensor_parallel import RankGroup
-from python_backend.serving.loaders import load_model
-from python_backend.serving.ranks import Ranks
+from python_backend.serving.ranks.controller import Ranks
+from python_backend.serving.ranks.loaders import load_model
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -88,7 +88,7 @@ def ranks_of(system: System) -> tuple[psutil.Process, psutil.Process]:
     """The critic's two processes."""
     (record,) = system.run.store.serving()
     rank_0 = psutil.Process(record.pid)
-    (rank_1,) = [child for child in rank_0.children() if "python_backend.serving.rank" in child.cmdline()]
+    (rank_1,) = [child for child in rank_0.children() if "python_backend.serving.ranks.process" in child.cmdline()]
     return rank_0, rank_1
 
 

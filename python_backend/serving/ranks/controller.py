@@ -27,8 +27,8 @@ import numpy as np
 
 from python_backend.models.tensor_parallel import RankGroup, RankLost, rank_device, release
 from python_backend.rewards.pool import interpreter
-from python_backend.serving.loaders import Model
-from python_backend.serving.rank import load_part
+from python_backend.serving.ranks.loaders import Model
+from python_backend.serving.ranks.process import load_part
 from python_backend.stop_signal import how_ended
 
 WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its watcher then reports how
@@ -109,7 +109,7 @@ class Ranks:
         head = [str(theirs.fileno()), str(os.getpid()), str(rank)]
         with theirs:  # closes this process's copy
             process = subprocess.Popen(
-                [interpreter(), "-m", "python_backend.serving.rank", *head, *arguments],
+                [interpreter(), "-m", "python_backend.serving.ranks.process", *head, *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

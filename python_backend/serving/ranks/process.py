@@ -1,4 +1,4 @@
-"""One rank of a served model other than rank 0: `python -m python_backend.serving.rank FD PARENT RANK SIZE DEVICE …`.
+"""One rank of a served model other than rank 0: `python -m python_backend.serving.ranks.process FD PARENT RANK SIZE DEVICE …`.
 
 Follows rank 0, the model's own process, which sends one message per load and per forward pass over the socket `FD`.
 Waits for messages, never in a collective, so a model may be idle for any length of time. Ends when rank 0 ends.
@@ -25,7 +25,7 @@ import torch
 from python_backend.models.modeling import CriticModel, RewardModel, quiet_transformers
 from python_backend.models.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
-from python_backend.serving.loaders import Model, load_model
+from python_backend.serving.ranks.loaders import Model, load_model
 
 logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1  # prctl.h
@@ -99,7 +99,7 @@ class Rank:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Follow rank 0 until it closes the socket; return 0."""
-    parser = argparse.ArgumentParser("python_backend.serving.rank")
+    parser = argparse.ArgumentParser("python_backend.serving.ranks.process")
     for name in ("fd", "parent", "rank", "size", "threads"):
         parser.add_argument(name, type=int)
     parser.add_argument("device")
