@@ -40,7 +40,7 @@ from python_backend.models.tensor_file import STORED_DTYPES
 from python_backend.models.token_head import head_of
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.models.tensor_parallel import RankGroup
+    from python_backend.parallel.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -36,7 +36,7 @@ from python_backend.store.durable import disk_errors
 from python_backend.wire.contract import Limits
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.models.tensor_parallel import RankGroup
+    from python_backend.parallel.tensor_parallel import RankGroup
 
 logger = logging.getLogger(__name__)
 Pooling = Literal["auto", "last", "mean"]

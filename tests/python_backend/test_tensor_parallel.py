@@ -15,7 +15,7 @@ from tiny_checkpoints import save_tiny
 from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.modeling import CriticModel, save_critic
-from python_backend.models.tensor_parallel import RankGroup
+from python_backend.parallel.tensor_parallel import RankGroup
 from python_backend.serving.ranks.controller import Ranks
 from python_backend.serving.ranks.loaders import load_model
 

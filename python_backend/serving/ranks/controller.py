@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.models.tensor_parallel import RankGroup, RankLost, rank_device, release
+from python_backend.parallel.tensor_parallel import RankGroup, RankLost, rank_device, release
 from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from python_backend.models.modeling import CriticModel, RewardModel, quiet_transformers
-from python_backend.models.tensor_parallel import RankGroup, release
+from python_backend.parallel.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import Model, load_model
 
