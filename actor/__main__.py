@@ -14,6 +14,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
+from python_backend.parallel.launch import launch_ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         check_files(config, actor=True)
+        launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
         log_to_stderr()
         interrupt_on_signals()
         return _run(config)

@@ -15,6 +15,7 @@ from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
+from python_backend.parallel.launch import launch_ranks
 from python_backend.stop_signal import stop_event
 
 
@@ -26,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         check_critic(config)
+        if not args.init_only:
+            launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
         log_to_stderr()
         stop = stop_event(signal.SIGINT, signal.SIGTERM)
         _run(config, stop, init_only=args.init_only)

@@ -25,6 +25,9 @@ from python_backend.config.optimizer import OptimizerSection
 class ActorSection(Section):
     """The training loop of the policy."""
 
+    ranks: Count = 1
+    """Number of processes (ranks) that generate responses and train the policy together, one per GPU. Each holds a
+    shard of the weights, gradients and optimizer state (FSDP2). Above 1, torchrun starts them; see docs/scaling.md."""
     steps: Count = 100
     """Number of steps; each consists of a rollout and the update on it."""
     max_minutes: Annotated[float, Field(gt=0)] | None = None

@@ -1,0 +1,165 @@
+"""The processes (ranks) that train one model: one controller, which announces operations that all ranks execute.
+
+Rank 0 is the controller: it alone talks to the journal, the servers and the user. It announces each operation as JSON
+in a store that it hosts, and then executes its own part; the other ranks poll the store and execute theirs. Waiting for
+the next operation is no collective, so that an idle job never runs into the timeout of its process group. If rank 0
+dies, its store dies with it, and the other ranks leave; if another rank dies, the next collective of rank 0 fails.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from python_backend.errors import RlhfError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+# The longest time that one rank may be behind the others, e.g. because its responses are longer. A rank that died is
+# noticed at once on a CPU; on GPUs torchrun, which watches the processes, ends the others.
+GROUP_TIMEOUT = timedelta(minutes=10)
+STORE_TIMEOUT = timedelta(minutes=2)
+POLL_S = 0.002
+END = "end"
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)}
+
+
+class RankFailed(RlhfError):
+    """Another rank failed in an operation of all ranks; the message repeats its error."""
+
+
+class RankLost(Exception):
+    """Rank 0 has ended, and with it the job; not an error that a user can fix, torchrun restarts the ranks."""
+
+
+class Ranks:
+    """The process group of one training job, seen from one rank."""
+
+    def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.operations = Operations(rank, dist.PrefixStore("operations", store))
+        self._errors, self._shapes = dist.PrefixStore("errors", store), dist.PrefixStore("shapes", store)
+        self._checks = self._broadcasts = 0
+
+    @classmethod
+    def join(cls, device: str, *, timeout: timedelta = GROUP_TIMEOUT) -> Ranks:
+        """Join the process group that the launcher's environment variables describe.
+
+        Args:
+            device: `cpu`, or `cuda` for the GPU with this process's number on its machine (`LOCAL_RANK`).
+            timeout: of one collective.
+        """
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        own = torch.device(device)
+        if own.type == "cuda":
+            own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(own)
+        agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun without our launcher
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None if agent_hosts else size,
+            is_master=rank == 0 and not agent_hosts, timeout=STORE_TIMEOUT,
+        )  # fmt: skip
+        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "cpu:gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("group", attempt), rank=rank, world_size=size, timeout=timeout
+        )
+        return cls(rank, size, attempt, own)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Execute local `work` on every rank; if it fails on one of them, raise on all.
+
+        Call it on every rank, around work without collectives whose failure must stop all ranks together, such as
+        writing a file.
+
+        Raises:
+            OSError: of this rank or of another.
+            RlhfError: of this rank; or RankFailed, of another.
+        """
+        error: RlhfError | OSError | None = None
+        try:
+            result = work()
+        except (RlhfError, OSError) as caught:
+            error = caught
+        self._checks += 1
+        key = str(self._checks)
+        if error is not None:
+            self._errors.set(key, json.dumps([isinstance(error, OSError), f"rank {self.rank}: {error}"]))
+        failed = torch.tensor([error is not None])
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if error is not None:
+            raise error
+        if failed:
+            is_disk_error, text = json.loads(self._errors.get(key))
+            raise OSError(text) if is_disk_error else RankFailed(text)
+        return result
+
+    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Send CPU tensors of rank 0 to all ranks; the other ranks pass None. Returns them on every rank."""
+        self._broadcasts += 1
+        key = str(self._broadcasts)
+        if tensors is not None:
+            shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+            self._shapes.set(key, json.dumps(shapes))
+        out = {}
+        for name, dtype, shape in json.loads(self._shapes.get(key)):
+            tensor = torch.empty(shape, dtype=DTYPES[dtype]) if tensors is None else tensors[name].contiguous()
+            dist.broadcast(tensor, src=0)
+            out[name] = tensor
+        return out
+
+    def close(self) -> None:
+        """End the job: on rank 0 let the other ranks leave; on all ranks leave the process group."""
+        if self.rank == 0:
+            self.operations.announce(END)
+        dist.destroy_process_group()
+
+
+class Operations:
+    """A numbered list of operations that rank 0 announces and every other rank executes in order."""
+
+    def __init__(self, rank: int, store: Any) -> None:
+        self._rank, self._store, self._number = rank, store, 0
+
+    def announce(self, name: str, **arguments: Any) -> None:
+        """Let the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""
+        self._store.set(str(self._number), json.dumps([name, arguments]))
+        self._number += 1
+
+    def follow(self, handlers: Mapping[str, Callable[..., object]]) -> None:
+        """Execute the operations that rank 0 announces until it ends the job. All ranks but rank 0.
+
+        An RlhfError or OSError of a handler is logged only: rank 0 meets the same error, see `Ranks.together`, and
+        decides how the job continues.
+
+        Raises:
+            RankLost: rank 0 has died.
+        """
+        while True:
+            name, arguments = self._next()
+            if name == END:
+                return
+            try:
+                handlers[name](**arguments)
+            except (RlhfError, OSError) as error:
+                logger.warning("rank %d: %s: %s", self._rank, name, error)
+
+    def _next(self) -> tuple[str, dict[str, Any]]:
+        key = str(self._number)
+        try:
+            while not self._store.check([key]):
+                time.sleep(POLL_S)
+            name, arguments = json.loads(self._store.get(key))
+        except dist.DistError as error:  # the connection to the store is closed
+            raise RankLost("rank 0 has ended") from error
+        self._number += 1
+        return name, arguments

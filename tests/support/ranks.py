@@ -1,0 +1,75 @@
+"""Runs a function on several ranks, each a process of its own, joined over gloo on loopback."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+Work = Callable[..., Any]
+
+
+def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 120, timeout_s: float = 240) -> list[Any]:
+    """Return `work(ranks, *arguments)` of each rank; `work` is a function of a module, so that a process can import it.
+
+    Raises:
+        RuntimeError: ranks failed; the message names each with its error.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    started = []
+    for rank in range(size):
+        mine, theirs = context.Pipe()
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+        process = context.Process(target=_rank, args=(theirs, environment, group_timeout_s, work, arguments))
+        process.start()
+        theirs.close()
+        started.append((process, mine))
+    try:
+        outcomes = [_outcome(connection, timeout_s) for _, connection in started]
+    finally:
+        for process, connection in started:
+            connection.close()
+            process.join(timeout=20)
+            process.kill()
+    if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(outcomes) if error is not None]:
+        raise RuntimeError("; ".join(errors))
+    return [result for result, _ in outcomes]
+
+
+def _outcome(connection: Connection, timeout_s: float) -> tuple[Any, str | None]:
+    """Return the result of a rank, and its error if it has none."""
+    if not connection.poll(timeout_s):
+        return None, f"no result within {timeout_s:g} s"
+    try:
+        return connection.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return None, "died"
+
+
+def _rank(
+    connection: Connection, environment: dict[str, int], group_timeout_s: float, work: Work, arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    import torch
+
+    from python_backend.parallel.ranks import Ranks
+
+    torch.set_num_threads(1)
+    ranks = Ranks.join("cpu", timeout=timedelta(seconds=group_timeout_s))
+    try:
+        connection.send((work(ranks, *arguments), None))
+    except Exception as error:  # process edge: the test shows it
+        connection.send((None, f"{type(error).__name__}: {error}"))
+        raise
+    ranks.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
