@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -26,8 +27,13 @@ def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = No
 
 
 def log_to_stderr() -> None:
-    """Log INFO and above to stderr, one line each, in the format that `tools run` parses."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    """Log INFO and above to stderr, one line each, in the format that `tools run` parses.
+
+    Of several ranks of one job, those after the first log only warnings and errors, with their number.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    level, name = (logging.WARNING, f"rank {rank}: ") if rank else (logging.INFO, "")
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}%(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 

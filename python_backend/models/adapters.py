@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from python_backend.checkpoints.inspection import CheckpointError, StoredAdapters
-from python_backend.models.tensor_file import write_tensors
+from python_backend.checkpoints.tensor_file import write_tensors
 
 LAYERS = (nn.Linear, Conv1D)
 

@@ -34,9 +34,9 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.positions import fix_rotary, rotary_limit
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.adapters import with_stored_adapters
-from python_backend.models.tensor_file import STORED_DTYPES
 from python_backend.models.token_head import head_of
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device

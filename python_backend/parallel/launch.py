@@ -1,36 +1,34 @@
-"""Starts the ranks of a training process through torchrun. Imports no torch.
+"""Starts the ranks of a training process, and agrees with them on its end. Imports no torch.
 
-`python -m trainer` and `python -m actor` replace themselves by torchrun if their `ranks` setting is above 1 and no
-launcher has started them. Under torchrun, Slurm or Kubernetes they find their rank in the environment.
+`python -m trainer` and `python -m actor` replace themselves by the agent (module `agent`) if their `ranks` setting is
+above 1 and no launcher has started them. The agent is torchrun with two additions: a signal to stop reaches rank 0
+only, and the exit code of rank 0 becomes the agent's. Under another launcher, such as torchrun itself, Slurm or
+Kubernetes, the ranks find their number in the environment, too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from python_backend.errors import RlhfError
 
-MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and the journal
-SHUTDOWN_S = 100  # how long rank 0 may take to write its last checkpoint after a signal
+FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent that started this rank
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RanksError(RlhfError):
     """The launcher started another number of ranks than the configuration names."""
 
 
-def launcher(ranks: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """Return the command that starts `ranks` processes of `python -m module arguments` on this machine."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        f"--max-restarts={MAX_RESTARTS}", "--monitor-interval=0.5", f"--shutdown-timeout={SHUTDOWN_S}",
-        "--module", module, *arguments,
-    ]  # fmt: skip
-
-
 def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str) -> None:
-    """Replace this process by torchrun if `ranks` is above 1 and no launcher has started it; otherwise return.
+    """Replace this process by an agent if `ranks` is above 1 and no launcher has started it; otherwise return.
+
+    A rank that an agent started ends here if the job has ended already, and is killed if the agent is.
 
     Args:
         key: configuration key of `ranks`, for the error message.
@@ -42,15 +40,68 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
         started = int(os.environ["WORLD_SIZE"])
         if started != ranks:
             raise RanksError(f"{key} is {ranks}, but the launcher started {started} processes; make them equal")
-        return
-    if ranks > 1:
-        command = launcher(ranks, module, arguments)
-        # By default the ranks share the store of torchrun's agent. A restart then often fails, because a new rank
-        # connects to the port of the one that died.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        os.execv(command[0], command)
+        if FOLDER in os.environ:
+            _follow_agent(AgentFolder(Path(os.environ[FOLDER])))
+        if os.environ["RANK"] != "0":  # they leave when rank 0 does
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if FOLDER not in os.environ:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif ranks > 1:
+        agent = [sys.executable, "-m", "python_backend.parallel.agent", str(ranks), module, *arguments]
+        os.execv(agent[0], agent)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this process to finish its work and end.
+
+    To a rank of our agent, SIGTERM means that another rank has died: it dies at once, and the agent restarts all.
+    """
+    return (signal.SIGINT,) if FOLDER in os.environ else (signal.SIGINT, signal.SIGTERM)
+
+
+def ended(code: int) -> int:
+    """Tell the agent, if there is one, that the job has ended with exit code `code`; return the code."""
+    if FOLDER in os.environ and os.environ["RANK"] == "0":
+        AgentFolder(Path(os.environ[FOLDER])).end(code)
+    return code
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun, or a launcher that sets the same variables, has started this process."""
     return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+class AgentFolder:
+    """Files in which an agent and its ranks record the process id of rank 0 and the end of the job."""
+
+    def __init__(self, root: Path) -> None:
+        self._first, self._end = root / "rank-0", root / "end"
+
+    def enter(self) -> bool:
+        """Record this process as rank 0 if it is; return whether the job goes on."""
+        if os.environ["RANK"] == "0":
+            self._first.write_text(str(os.getpid()))
+        return not self._end.exists()
+
+    def stop(self) -> None:
+        """End the job: ask rank 0 to finish, and let ranks that start later end at once."""
+        if self.exit_code() is None:
+            self.end(0)
+        if self._first.exists():  # rank 0 writes its number before it looks for the end: one of the two is seen
+            os.kill(int(self._first.read_text()), signal.SIGINT)
+
+    def end(self, code: int) -> None:
+        """Record the exit code of the job."""
+        staged = self._end.with_suffix(".tmp")
+        staged.write_text(str(code))
+        staged.replace(self._end)
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the job; None until it has ended."""
+        return int(self._end.read_text()) if self._end.exists() else None
+
+
+def _follow_agent(folder: AgentFolder) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 or not folder.enter():
+        sys.exit(0)

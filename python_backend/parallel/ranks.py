@@ -8,11 +8,13 @@ dies, its store dies with it, and the other ranks leave; if another rank dies, t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from python_backend.errors import RlhfError
+from python_backend.errors import REPORTED, RlhfError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,6 +32,7 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(minutes=2)
 POLL_S = 0.002
 END = "end"
+LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)}
 
 
@@ -48,7 +51,8 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         self.operations = Operations(rank, dist.PrefixStore("operations", store))
         self._errors, self._shapes = dist.PrefixStore("errors", store), dist.PrefixStore("shapes", store)
-        self._checks = self._broadcasts = 0
+        self._values = dist.PrefixStore("values", store)
+        self._checks = self._broadcasts = self._gathers = 0
 
     @classmethod
     def join(cls, device: str, *, timeout: timedelta = GROUP_TIMEOUT) -> Ranks:
@@ -69,11 +73,16 @@ class Ranks:
             is_master=rank == 0 and not agent_hosts, timeout=STORE_TIMEOUT,
         )  # fmt: skip
         attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        backend = "cpu:gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, store=dist.PrefixStore("group", attempt), rank=rank, world_size=size, timeout=timeout
         )
         return cls(rank, size, attempt, own)
+
+    def announce(self, name: str, **arguments: Any) -> None:
+        """On rank 0, let the other ranks execute operation `name`; on the others, which execute it, do nothing."""
+        if self.rank == 0:
+            self.operations.announce(name, **arguments)
 
     def together(self, work: Callable[[], T]) -> T:
         """Execute local `work` on every rank; if it fails on one of them, raise on all.
@@ -93,14 +102,17 @@ class Ranks:
         self._checks += 1
         key = str(self._checks)
         if error is not None:
-            self._errors.set(key, json.dumps([isinstance(error, OSError), f"rank {self.rank}: {error}"]))
+            number = error.errno if isinstance(error, OSError) else None
+            self._errors.set(key, json.dumps([isinstance(error, OSError), number, f"rank {self.rank}: {error}"]))
         failed = torch.tensor([error is not None])
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if error is not None:
             raise error
         if failed:
-            is_disk_error, text = json.loads(self._errors.get(key))
-            raise OSError(text) if is_disk_error else RankFailed(text)
+            is_disk_error, number, text = json.loads(self._errors.get(key))
+            if is_disk_error:
+                raise OSError(text) if number is None else OSError(number, text)
+            raise RankFailed(text)
         return result
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -116,6 +128,34 @@ class Ranks:
             dist.broadcast(tensor, src=0)
             out[name] = tensor
         return out
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the JSON values that the ranks pass, by rank; collective."""
+        self._gathers += 1
+        self._values.set(f"{self._gathers}/{self.rank}", json.dumps(value))
+        dist.barrier()
+        return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
+
+    @classmethod
+    @contextlib.contextmanager
+    def joined(cls, device: str) -> Iterator[Ranks]:
+        """Join the process group as in `join` for a `with` block, at whose end rank 0 ends the job.
+
+        If another rank dies, this process exits with code 1, and the launcher restarts all ranks.
+        """
+        ranks = cls.join(device)
+        try:
+            yield ranks
+        except REPORTED:
+            ranks.announce(END)
+            raise
+        except (RankLost, RuntimeError) as error:
+            if not (isinstance(error, RankLost | dist.DistError) or LOST.search(str(error))):
+                raise
+            logger.error("another rank has died: %s", str(error).splitlines()[0])
+            logging.shutdown()
+            os._exit(1)  # at once: leaving the process group would wait for the other ranks
+        ranks.close()
 
     def close(self) -> None:
         """End the job: on rank 0 let the other ranks leave; on all ranks leave the process group."""

@@ -6,21 +6,27 @@ gather their weights for the forward and backward pass, and gradients are averag
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-INDEX_FILE = "model.safetensors.index.json"
+from python_backend.checkpoints.inspection import INDEX_FILE
+from python_backend.checkpoints.tensor_file import layout, raw_bytes
+from python_backend.parallel.ranks import Ranks
+from python_backend.store.durable import sync_file
+from python_backend.store.weights import sha256_of
 
 
 def shard(model: Any, *, methods: Iterable[str] = ()) -> None:
@@ -54,55 +60,127 @@ def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]
 def write_slices(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write sharded tensors to `folder`, each rank its slices to files of its own; collective.
 
-    Any number of ranks can read them with `read_tensors`.
+    Any number of ranks can read them with `read_tensors`. Raises OSError on all ranks if one cannot write.
     """
     # Without pickle: the default writer of torch.distributed.checkpoint stores its metadata in a pickled file.
-    dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    with _disk_errors(folder):
+        dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
 def read_tensors(tensors: Mapping[str, Tensor], folder: Path, *, no_dist: bool = False) -> None:
     """Fill `tensors`, whole or sharded, from all safetensors files in `folder`; collective unless `no_dist`.
 
-    Reads what `write_slices` wrote with any number of ranks, and plain safetensors files.
+    Reads what `write_slices` wrote with any number of ranks, and plain safetensors files. Raises OSError on all ranks
+    if one cannot read.
     """
-    dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=no_dist)
+    with _disk_errors(folder):
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=no_dist)
 
 
-def write_checkpoint(tensors: Mapping[str, Tensor], folder: Path) -> None:
+@contextlib.contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Convert the error of torch.distributed.checkpoint, which is no Exception, into the OSError that caused it."""
+    try:
+        yield
+    except dcp.api.CheckpointException as failed:
+        rank, (error, _) = next(iter(failed.failures.items()))
+        found = re.search(r"os error (\d+)", str(error))  # the errno is only in the text of Rust's I/O error
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        raise OSError(number, f"rank {rank}: {type(error).__name__}: {error}", str(folder)) from failed
+
+
+def write_checkpoint(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, str]:
     """Write sharded tensors as a Hugging Face checkpoint with one file per rank and an index; collective.
 
-    Every tensor is gathered by all ranks, one at a time, and kept by the rank that writes it, so that a rank holds its
-    own file and one tensor more. The same tensors give the same bytes.
+    A slice of rows is a range of bytes in a file, so that each rank writes its slices of all tensors to their places,
+    without gathering any tensor. The same tensors give the same bytes. Returns the sha256 of each file; each rank has
+    hashed one.
+
+    Raises:
+        OSError: one of the ranks could not write.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    owners = _owners(tensors, size)
-    mine = {}
-    for name, tensor in whole_tensors(tensors):
-        if owners[name] == rank:
-            mine[name] = tensor.clone()
-    save_file(mine, folder / _file_name(rank, size), metadata={"format": "pt"})
-    if rank == 0:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: _file_name(owner, size) for name, owner in sorted(owners.items())},
-        }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
+    owners = _owners(tensors, ranks.size)
+    files = [{name: t for name, t in tensors.items() if owners[name] == part} for part in range(ranks.size)]
+    paths = [folder / _file_name(part, ranks.size) for part in range(ranks.size)]
+    layouts = [layout({name: (t.dtype, t.shape) for name, t in file.items()}) for file in files]
+
+    def create() -> None:
+        if ranks.rank == 0:
+            for path, (header, _) in zip(paths, layouts, strict=True):
+                path.write_bytes(header)
+            _write_index(tensors, {name: paths[owner].name for name, owner in owners.items()}, folder)
+
+    def write() -> None:
+        for i in range(ranks.size):  # from its own on: two writers of a file would wait for each other
+            part = (ranks.rank + i) % ranks.size
+            _write_rows(paths[part], files[part], layouts[part][1], plain=ranks.rank == 0)
+
+    ranks.together(create)
+    ranks.together(write)
+    mine = [paths[ranks.rank], *([folder / INDEX_FILE] if ranks.rank == 0 else [])]
+    parts = ranks.gather(ranks.together(lambda: {path.name: sha256_of(path) for path in mine}))
+    return {name: digest for part in parts for name, digest in part.items()}
+
+
+def _write_rows(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int], *, plain: bool) -> None:
+    """Write this rank's slices to their places in a file; tensors that are not sharded only if `plain`."""
+    with path.open("r+b") as file:
+        for name, start in starts.items():
+            tensor, offset = tensors[name].detach(), 0
+            if isinstance(tensor, DTensor):
+                (slice_,) = tensor.__create_chunk_list__()
+                offset = slice_.offsets[0] * math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+                tensor = tensor.to_local()
+            elif not plain:
+                continue
+            if tensor.numel():
+                file.seek(start + offset)
+                file.write(raw_bytes(tensor.cpu().contiguous()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_index(tensors: Mapping[str, Tensor], files: Mapping[str, str], folder: Path) -> None:
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    path = folder / INDEX_FILE
+    path.write_text(json.dumps(index, indent=2))
+    sync_file(path)
 
 
 def _owners(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:
     """Return the rank that writes each tensor: the largest first, each to the rank with the fewest bytes so far."""
     load = [0] * size
     owners = {}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].numel(), name)):
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         owner = min(range(size), key=load.__getitem__)
-        load[owner] += tensors[name].numel() * tensors[name].element_size()
+        load[owner] += tensors[name].nbytes
         owners[name] = owner
     return owners
 
 
 def _file_name(rank: int, size: int) -> str:
     return f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
+
+
+def differing(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the sharded tensors of which this rank's slice differs from that of the whole, stored one.
+
+    A tensor that is missing on one side, or has another dtype or shape, differs.
+    """
+    return sorted(
+        {*tensors, *stored} - {name for name in tensors if name in stored and _equal(tensors[name], stored[name])}
+    )
+
+
+def _equal(tensor: Tensor, stored: Tensor) -> bool:
+    if (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
+        return False
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        stored = distribute_tensor(stored.to(tensor.device), mesh, placements, src_data_rank=None).to_local()
+        tensor = tensor.to_local()
+    return torch.equal(tensor, stored.to(tensor.device))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from python_backend.parallel import sharding
 from python_backend.parallel.ranks import Ranks
 from python_backend.parallel.sharding import read_tensors, shard, whole_tensors, write_checkpoint, write_slices
 from tests.support.ranks import on_ranks
@@ -34,9 +37,29 @@ def write(ranks: Ranks, folder: Path) -> int:
         ranks.together(lambda name=name: (folder / name).mkdir(exist_ok=True))
     write_slices(model.state_dict(), folder / "slices")
     for name in ("checkpoint", "again"):
-        write_checkpoint(model.state_dict(), folder / name)
+        write_checkpoint(model.state_dict(), folder / name, ranks)
     dist.barrier()
     return sum(tensor.to_local().numel() for tensor in model.state_dict().values())
+
+
+def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
+    """The errno of what each way of writing raises if the disk of rank 1 is full."""
+    model = a_model(0)
+    shard(model)
+    seen: list[Any] = []
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+    if ranks.rank == 1:
+        sharding.sync_file = sharding.raw_bytes = full  # type: ignore[attr-defined]
+        HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
+    for write in (write_slices, lambda tensors, folder: write_checkpoint(tensors, folder, ranks)):
+        try:
+            write(model.state_dict(), folder)
+        except OSError as error:
+            seen.append(error.errno)
+    return seen
 
 
 def read(ranks: Ranks, folder: Path) -> bool:
@@ -55,6 +78,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     elements = on_ranks(2, write, folder)
     assert max(elements) < 0.6 * sum(tensor.numel() for tensor in a_model(0).state_dict().values())
     return folder
+
+
+def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    assert on_ranks(2, fail_to_write, tmp_path) == [[errno.ENOSPC] * 2] * 2
 
 
 def test_slices_of_two_ranks_are_read_by_one_without_a_group(written: Path) -> None:

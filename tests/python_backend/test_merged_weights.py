@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actor.policy.policy import Policy
+from python_backend.checkpoints.tensor_file import write_tensors
 from python_backend.models.adapters import MergedWeights
-from python_backend.models.tensor_file import write_tensors
 from tests.python_backend.test_precision import make_policy, save_policy
 
 

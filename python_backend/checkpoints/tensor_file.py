@@ -28,16 +28,29 @@ def write_tensors(
         shapes: dtype and shape of each tensor, by name.
         tensor_of: returns a tensor on the CPU by its name.
     """
+    header, starts = layout(shapes)
+    with file.open("wb") as stream:
+        stream.write(header)
+        for name in starts:
+            stream.write(raw_bytes(tensor_of(name)))
+
+
+def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
+    """Return a file's header, and the position of each tensor in the file, ascending."""
     names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))  # the wider first: aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
+    starts = {}
     for name in names:
         dtype, shape = shapes[name]
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": STORED_AS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": STORED_AS[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            stream.write(tensor_of(name).reshape(-1).view(torch.uint8).numpy().data)
+    text = struct.pack("<Q", len(text)) + text
+    return text, {name: len(text) + start for name, start in starts.items()}
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without a copy."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
