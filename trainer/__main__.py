@@ -6,16 +6,14 @@ On SIGINT or SIGTERM it writes a checkpoint and exits with code 0. After an erro
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 
 from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
-from python_backend.parallel.launch import launch_ranks
+from python_backend.parallel.launch import ended, launch_ranks, stop_signals
 from python_backend.stop_signal import stop_event
 
 
@@ -30,14 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.init_only:
             launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
         log_to_stderr()
-        stop = stop_event(signal.SIGINT, signal.SIGTERM)
-        _run(config, stop, init_only=args.init_only)
+        _run(config, init_only=args.init_only)
     except REPORTED as error:
-        return report(error, 2)
-    return 0
+        return ended(report(error, 2))
+    return ended(0)
 
 
-def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
+def _run(config: RunConfig, *, init_only: bool) -> None:
     _stay_out_of_the_way(config.trainer)
     import torch  # deferred: the environment must be set first, and --help and configuration errors stay fast
 
@@ -52,8 +49,23 @@ def _run(config: RunConfig, stop: threading.Event, *, init_only: bool) -> None:
     quiet_transformers()
     if init_only:
         initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
+    elif config.trainer.ranks > 1:
+        _run_ranks(config)
     else:
-        follow(config, stop)
+        follow(config, stop_event(*stop_signals()))
+
+
+def _run_ranks(config: RunConfig) -> None:
+    """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
+    from python_backend.parallel.ranks import Ranks
+    from trainer.sharded_update import follow_rank_0
+    from trainer.sidecar import follow
+
+    with Ranks.joined(config.trainer.device) as ranks:
+        if ranks.rank:
+            follow_rank_0(config.trainer, config.run.seed, ranks)
+        else:
+            follow(config, stop_event(*stop_signals()), ranks)
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:

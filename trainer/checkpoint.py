@@ -2,6 +2,7 @@
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
     <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA; with the value head
+    <root>/<step>/{shard-...safetensors, config.json, state.json}    written by several ranks, each its slices
     <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
@@ -17,23 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
+from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
-from python_backend.models.adamw import load_state, state_tensors
-from python_backend.models.adapters import load_trained, trained_tensors
-from python_backend.models.modeling import save_critic
 from python_backend.store import durable
-from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, sealed, verify_folder
-from trainer.critic_update import CriticUpdate
+from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, sealed
+from trainer.critic_update import ADAPTERS_FILE, CriticUpdate
 from trainer.fingerprint import deciding
 
-ADAPTERS_FILE = "adapters.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 KEEP_FILE = "keep_steps.json"
-RANDOM_STATE = "random_state/cpu"
 DAMAGED_PREFIX = "damaged-"
 
 
@@ -85,13 +77,7 @@ class CheckpointFolder:
                 self.set_aside(state.step)
 
         def fill(folder: Path) -> None:
-            if update.settings.lora_rank:
-                save_file(trained_tensors(update.critic.model), folder / ADAPTERS_FILE)
-            else:
-                save_critic(update.critic, folder)
-            tensors = {RANDOM_STATE: torch.get_rng_state(), **state_tensors(update.optimizer, update.parameters)}
-            save_file(tensors, folder / OPTIMIZER_FILE)
-            (folder / STATE_FILE).write_text(json.dumps(seal(asdict(state), folder)))
+            (folder / STATE_FILE).write_text(json.dumps(sealed(asdict(state), update.write(folder))))
 
         durable.write_folder(final, fill)
         return final
@@ -101,11 +87,6 @@ class CheckpointFolder:
         data = self._read_state(step)
         return CheckpointState(**{name: value for name, value in data.items() if name not in ("files", "sha256")})
 
-    def verify(self, step: int) -> CheckpointState:
-        """Compare files with their sha256 in state.json; return the state. Raises DamagedCheckpoint if one differs."""
-        verify_folder(self.root / str(step))
-        return self.state(step)
-
     def load(self, step: int, update: CriticUpdate) -> CheckpointState:
         """Load weights and optimizer of `step` into `update`, set torch's random state, and return the saved state.
 
@@ -113,17 +94,9 @@ class CheckpointFolder:
             DamagedCheckpoint: a file is missing or does not match its sha256; `update` is unchanged.
             CheckpointError: it was saved with different `trainer.lora_...` settings; `update` is unchanged.
         """
-        state = self.verify(step)
-        folder = self.root / str(step)
+        state, folder = self.state(step), self.root / str(step)
         _check_adapters(state, folder, update.settings)
-        if update.settings.lora_rank:
-            load_trained(update.critic.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "trainer")
-        else:
-            update.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        tensors = load_file(folder / OPTIMIZER_FILE)
-        torch.set_rng_state(tensors.pop(RANDOM_STATE))
-        load_state(update.optimizer, update.parameters, tensors)
-        update.optimizer_step = state.optimizer_step
+        update.read(folder, state.optimizer_step)
         return state
 
     def mark_asked(self, step: int) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -34,14 +36,16 @@ class CriticState:
 
     def __init__(
         self, settings: TrainerSection, store: WeightsStore, journal: Journal, checkpoints: CheckpointFolder,
-        progress: SidecarProgress, *, seed: int,
+        progress: SidecarProgress, *, seed: int, load: Callable[[Path], CriticUpdate] | None = None,
     ) -> None:  # fmt: skip
         """Create the state; call `restore_at_start` before any other method.
 
         Args:
             seed: seed of torch's random state before the first step.
+            load: returns the update of a critic with the weights in a folder; default: one in this process.
         """
         self._settings, self._seed = settings, seed
+        self._load = load or (lambda folder: CriticUpdate(build_critic(folder, settings, seed=seed), settings))
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
         # A checkpoint must have the same run and the same version 0; different settings only cause a warning.
         self.base_sha256 = store.manifest(0).sha256  # of version 0's weights
@@ -85,8 +89,7 @@ class CriticState:
         CheckpointError as `_load_newest` does.
         """
         with self._progress.working("loading a checkpoint"):
-            critic = build_critic(self._store.folder(0), self._settings, seed=self._seed)
-            self.update = CriticUpdate(critic, self._settings)
+            self.update = self._load(self._store.folder(0))
             state = self._load_newest(at_most)
         self.step = state.step if state else 0
         return state

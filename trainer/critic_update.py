@@ -9,21 +9,32 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.adamw import make_adamw
+from python_backend.models.adamw import load_state, make_adamw, state_tensors
+from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.collation import collate
 from python_backend.models.gradient_checkpointing import recomputing
-from python_backend.models.modeling import CriticModel
+from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.precision import computing
+from python_backend.parallel.sharding import read_tensors
+from python_backend.store.sealed_folder import hashes, verify_folder
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
 
+ADAPTERS_FILE = "adapters.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+RANDOM_STATE = "random_state/cpu"
 MAX_ROWS = 1024  # not a real limit: the token budget is reached long before
 
 
@@ -90,6 +101,7 @@ class CriticUpdate:
                 loss += self._accumulate(micro_batch, num_tokens)
                 done += 1
                 progress(done)
+            loss = self._total(loss)
             norm = self._step()
             if norm is None:
                 skipped += 1
@@ -109,6 +121,53 @@ class CriticUpdate:
             time.monotonic() - start,
         )
 
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write weights, optimizer and torch's random state to `folder`; return the sha256 of each file."""
+        if self.settings.lora_rank:
+            save_file(trained_tensors(self.critic.model), folder / ADAPTERS_FILE)
+        else:
+            save_critic(self.critic, folder)
+        save_file({**self._random_state(), **state_tensors(self.optimizer, self.parameters)}, folder / OPTIMIZER_FILE)
+        return hashes(folder)
+
+    def read(self, folder: Path, optimizer_step: int) -> None:
+        """Load what `write` wrote, in this process or on any number of ranks, and continue at this optimizer step.
+
+        Raises:
+            DamagedCheckpoint: a file is missing or does not match its sha256; nothing has changed.
+            CheckpointError: the adapters do not fit; nothing has changed.
+        """
+        verify_folder(folder)
+        if not (folder / OPTIMIZER_FILE).is_file():
+            self._read_slices(folder, no_dist=True)
+            self.optimizer_step = optimizer_step
+            return
+        if self.settings.lora_rank:
+            load_trained(self.critic.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "trainer")
+        else:
+            self.critic.model.load_state_dict(load_file(folder / WEIGHTS_FILE))
+        tensors = load_file(folder / OPTIMIZER_FILE)
+        torch.set_rng_state(tensors.pop(RANDOM_STATE))
+        load_state(self.optimizer, self.parameters, tensors)
+        self.optimizer_step = optimizer_step
+
+    def _read_slices(self, folder: Path, *, no_dist: bool = False) -> None:
+        """Load weights, optimizer and random state from files of any number of ranks."""
+        stored = {name for path in folder.glob("*.safetensors") for name in read_header(path)}
+        state, random_state = {}, self._random_state()
+        for name, parameter in self.parameters.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[f"{key}/{name}"] = torch.zeros_like(parameter, requires_grad=False)
+            state[f"step/{name}"] = torch.zeros(())
+        state = {name: tensor for name, tensor in state.items() if name in stored}  # none before the first step
+        read_tensors({**self.critic.model.state_dict(), **state, **random_state}, folder, no_dist=no_dist)
+        torch.set_rng_state(random_state[RANDOM_STATE])
+        load_state(self.optimizer, self.parameters, state)
+
+    @staticmethod
+    def _random_state() -> dict[str, Tensor]:
+        return {RANDOM_STATE: torch.get_rng_state()}
+
     def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         lengths = [row.tokens.size for row in batch]
         for indices in plan_micro_batches(lengths, token_budget=self.settings.token_budget, max_rows=MAX_ROWS):
@@ -127,11 +186,21 @@ class CriticUpdate:
             loss = clipped_value_loss(
                 values, prev_values, returns, mask, clip_value=settings.clip_value, num_tokens=num_tokens
             )
-            loss.backward()
+            self._backward(loss)
         return float(loss.detach())
 
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _total(self, loss: float) -> float:
+        """Return the loss of a batch, given that of the micro-batches of this process."""
+        return loss
+
+    def _clip(self) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.optimizer.grad_clip)
+
     def _step(self) -> float | None:
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.settings.optimizer.grad_clip)
+        norm = self._clip()
         finite = bool(torch.isfinite(norm))
         if finite:
             for group in self.optimizer.param_groups:

@@ -11,7 +11,6 @@ from trainer.control_plane import ControlPlaneError
 from trainer.critic_state import CriticState
 from trainer.progress import SidecarProgress
 from trainer.publish import Publisher, Reload, VersionRejected
-from trainer.verification import holds_weights
 
 logger = logging.getLogger(__name__)
 JOIN_S = 0.005
@@ -51,7 +50,7 @@ class CriticVersions:
         They may not be served because the step's version was rejected or skipped, or an operator rolled back.
         """
         with self._progress.working("comparing the served weights"):
-            served = holds_weights(self._store, self.current(), self._critic.update.critic)
+            served = self.publisher.holds_weights(self._critic.update.critic, self.current())
         return None if served else self.publish_again()
 
     def publish_again(self) -> str | None:

@@ -20,10 +20,10 @@ DECIDING = (
     "optimizer.betas", "optimizer.weight_decay", "optimizer.grad_clip", "clip_value", "global_batch_size", "epochs",
     "optimizer.kind", "precision", "lora_rank", "lora_alpha", "lora_targets",
 )  # fmt: skip
-ROUNDING = ("token_budget", "threads", "device", "gradient_checkpointing", "attention")
+ROUNDING = ("token_budget", "threads", "device", "gradient_checkpointing", "attention", "ranks")
 UNLESS_DEFAULT = {  # included only if they differ from these values, which older checkpoints were trained with
     "optimizer.kind": "adamw", "precision": "float32", "lora_rank": 0, "lora_alpha": 16, "lora_targets": "all-linear",
-    "gradient_checkpointing": False, "attention": "auto",
+    "gradient_checkpointing": False, "attention": "auto", "ranks": 1,
 }  # fmt: skip
 
 

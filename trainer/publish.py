@@ -13,12 +13,13 @@ import numpy as np
 
 from python_backend.config import CriticSection, RunConfig
 from python_backend.config.sections import constants_of
+from python_backend.models.canary import canary_row
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.control_key import control_key
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 from trainer.control_plane import ControlPlaneError, LoadRefused
 from trainer.servers import CriticServers, Loaded
-from trainer.verification import VersionRejected, canary_row, verify_version
+from trainer.verification import VersionRejected, holds_weights, verify_version
 
 logger = logging.getLogger(__name__)
 Working = Callable[[str], contextlib.AbstractContextManager[object]]
@@ -109,7 +110,7 @@ class Publisher:
             parent: the version that these weights are a copy of, after a rewind or rollback; they then always get a new
                 number. Without `parent`, the newest version is reused if it has the same content (a replay after a
                 crash).
-            write: writes the weights to a folder; default: `save_critic` of `critic`.
+            write: writes the weights to a folder; default: `write` of `critic`.
 
         Raises:
             VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
@@ -124,11 +125,13 @@ class Publisher:
             parent=self._store.current() if parent is None else parent,
             epoch=self._epoch,
             reuse=parent is None,
+            canary=self.canary(expected),
         )
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
         try:
             self.verify(manifest.version, critic, expected)
+            self.await_staging(manifest, beat)
             verified = time.monotonic()
             served_by = self._serve(manifest, beat)
         except (VersionRejected, WeightsError) as trouble:
@@ -140,6 +143,17 @@ class Publisher:
             manifest.version, self._reload, (written - start) * 1e3, (verified - written) * 1e3,
             (served - verified) * 1e3, served_by,
         )  # fmt: skip
+
+    def canary(self, expected: np.ndarray) -> list[float] | None:
+        """Return the values of the canary row for the manifest; None if no instance has to reproduce them."""
+        return None
+
+    def await_staging(self, manifest: Manifest, beat: Callable[[str], None]) -> None:
+        """Wait for the instances' verdict on a version that CURRENT does not name yet; by default there is none."""
+
+    def holds_weights(self, critic: CriticModel, version: int) -> bool:
+        """Return whether a version has the critic's weights, bit for bit."""
+        return holds_weights(self._store, version, critic)
 
     def verify(self, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
         """Verify a version of this store; see `verify_version`."""

@@ -8,23 +8,18 @@ import numpy as np
 import torch
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tensor_file import STORED_AS
 from python_backend.errors import RlhfError
+from python_backend.models.canary import canary_difference, canary_row
 from python_backend.models.modeling import CriticModel, load_critic
-from python_backend.models.tensor_file import STORED_AS
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
-CANARY_TOKENS = 16
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
 CROSS_DEVICE_TOLERANCE = 1e-3  # if one forward pass runs on a GPU and the other one on the CPU
 
 
 class VersionRejected(RlhfError):
     """A version failed verification, or an instance rejected it; the previous version keeps serving."""
-
-
-def canary_row(critic: CriticModel) -> np.ndarray:
-    """Return the token ids, int64 `[16]`, on which the stored and the trained critic are compared."""
-    return np.arange(CANARY_TOKENS, dtype=np.int64) % critic.limits.vocab_size
 
 
 def verify_version(store: WeightsStore, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
@@ -52,11 +47,11 @@ def verify_version(store: WeightsStore, version: int, critic: CriticModel, expec
             finally:
                 manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
     except (WeightsError, CheckpointError) as error:
-        raise _rejected(version, error) from error
+        raise rejected(version, error) from error
     _check_dtypes(manifest, critic)
     trained = critic.values([canary_row(critic)])[0] if expected is None else expected
-    difference = float(np.abs(served - trained).max())
-    if not difference <= tolerance * max(1.0, float(np.abs(trained).max())):
+    difference = canary_difference(served, trained)
+    if not difference <= tolerance:
         raise VersionRejected(
             f"version {version}: the values for the canary row differ by {difference:.3g} from the trained critic's"
         )
@@ -76,7 +71,7 @@ def verify_alone(store: WeightsStore, version: int) -> Manifest:
         critic = load_critic(store.folder(version))
         critic.check_finite()
     except (WeightsError, CheckpointError) as error:
-        raise _rejected(version, error) from error
+        raise rejected(version, error) from error
     if not np.isfinite(critic.values([canary_row(critic)])[0]).all():
         raise VersionRejected(f"version {version}: the values for the canary row are not finite")
     return manifest
@@ -91,7 +86,8 @@ def holds_weights(store: WeightsStore, version: int, critic: CriticModel) -> boo
     return all(torch.equal(tensor, stored[name]) for name, tensor in critic.weights().items())
 
 
-def _rejected(version: int, error: Exception) -> VersionRejected:
+def rejected(version: int, error: Exception) -> VersionRejected:
+    """Return the error of a version that failed a check with `error`; its message names the version."""
     text = str(error)
     return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")
 

@@ -112,9 +112,13 @@ class CriticModel:
 
     def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
         """Return standardised values `[B, S]` of `ids` `[B, S]` with attention mask `[B, S]`; differentiable."""
-        values = self._token_head(ids, attention).squeeze(-1)
+        values = self.outputs(ids, attention).squeeze(-1)
         at_least_fp32 = torch.promote_types(values.dtype, torch.float32)
         return standardise(values.to(at_least_fp32), self.mean, self.std)
+
+    def outputs(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Return the head's outputs `[B, S, 1]`, before standardisation."""
+        return self._token_head(ids, attention)
 
     def check_finite(self) -> None:
         """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
@@ -135,9 +139,10 @@ class CriticModel:
         """Return the weights as a version stores them, by name."""
         return {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
 
-    def write(self, folder: Path) -> None:
-        """Write a weights version to `folder`."""
+    def write(self, folder: Path) -> Mapping[str, str] | None:
+        """Write a weights version to `folder`; return the sha256 of each weights file if it was computed."""
         save_critic(self, folder)
+        return None
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes of `weights`, without computing these."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from python_backend.models.batching import padded_rows
+from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel
 from python_backend.serving.follower import Follower, Version
 from python_backend.serving.requests import RowReader, read_limits
@@ -49,8 +50,9 @@ class TritonPythonModel(TorchScoringModel):
         parameters = self.parameters
         self._served = Gauge(parameters.model, "rlhf_weights_version", "Version of the critic's weights that is served")
         self._versions = MetricCounters(parameters.model, COUNTERS)
+        self._store = WeightsStore(parameters.path("store"))
         self._follower = Follower(
-            WeightsStore(parameters.path("store")),
+            self._store,
             args["model_instance_name"],
             load=self._load,
             swaps=parameters.text("reload") == "swap",
@@ -103,7 +105,14 @@ class TritonPythonModel(TorchScoringModel):
         return answer
 
     def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
-        return self.load("load_critic", folder, served)
+        critic: CriticModel = self.load("load_critic", folder, served)
+        canary = self._store.manifest(int(folder.name)).canary
+        if canary is not None:  # several ranks wrote the version, and none of them has loaded it whole
+            row = canary_row(critic)
+            with self.on_all_ranks(critic, [row], row.size):
+                values = critic.values([row], row.size)[0]
+            check_canary(critic, values, canary)
+        return critic
 
     def _count(self, number: int, rejected: bool) -> None:
         self._versions.add((not rejected, rejected))

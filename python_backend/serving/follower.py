@@ -9,13 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.store.serving_records import ServingRecord
-from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore
+from python_backend.store.weights import FIRST_VERSION, WeightsError, WeightsStore, weights_files
 
 TOUCH_INTERVAL_S = 2.0
 POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or more), and each read is small
@@ -33,7 +32,7 @@ class Version:
 
     number: int
     critic: Any
-    stamp: tuple[int, ...] = ()  # inode, size and mtime of the file when it was loaded; detects a later change
+    stamp: tuple[int, ...] = ()  # inode, size and mtime of each file when it was loaded; detects a later change
 
 
 class Follower:
@@ -143,9 +142,19 @@ class Follower:
         known = {*self._unusable, *([self._staged.number] if self._staged else [])}
         if announced is not None and announced > self.version.number and announced not in known:
             self._stage(announced)
+            if self._is_awaited(announced):
+                error = self._unusable.get(announced)
+                self._tell(replace(self._record, staged=announced, staging_error=error, time=time.time()))
+
+    def _is_awaited(self, number: int) -> bool:
+        """Return whether the sidecar waits until this instance has staged the version."""
+        try:
+            return self._store.manifest(number).canary is not None
+        except WeightsError:
+            return False
 
     def _stage(self, number: int) -> None:
-        """Load a version before CURRENT names it; a failure is reported only if CURRENT later names that version."""
+        """Load a version before CURRENT names it; a failure is an error only if CURRENT later names that version."""
         self._staged = None
         try:
             stamp = self._stamp(number)
@@ -156,10 +165,10 @@ class Follower:
 
     def _stamp(self, number: int) -> tuple[int, ...]:
         try:
-            status = (self._store.folder(number) / WEIGHTS_FILE).stat()
+            found = [path.stat() for path in weights_files(self._store.folder(number))]
         except OSError:
             return ()
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return tuple(number for status in found for number in (status.st_ino, status.st_size, status.st_mtime_ns))
 
     def _swap(self, number: int) -> None:
         """Serve version `number`, or record why this instance rejects it and keep serving the old one."""

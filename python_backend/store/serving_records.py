@@ -36,6 +36,8 @@ class ServingRecord:
     loading: int | None = None  # version whose files it is reading
     rejected: int | None = None  # last version that it refused to serve
     error: str | None = None  # why it was rejected
+    staged: int | None = None  # announced version that it has tried to load, if the version has a canary row
+    staging_error: str | None = None  # why it could not, or must not serve it
 
     @classmethod
     def of_this_process(cls, instance: str, version: int | None, **more: object) -> ServingRecord:

@@ -2,7 +2,7 @@
 
 Does not import torch, because servers, the sidecar and the tools all use it.
 
-    <root>/<version>/{model.safetensors, config.json, manifest.json}
+    <root>/<version>/{model.safetensors, config.json, manifest.json}    or several weights files with an index
     <root>/CURRENT    version number, replaced by rename: the single source of truth for what is served
     <root>/NEXT       number of the version being verified; instances load it meanwhile
     <root>/serving/   one record per instance (serving_records.py)
@@ -15,12 +15,12 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import WEIGHTS_FILE, stored_adapters
+from python_backend.checkpoints.inspection import INDEX_FILE, WEIGHTS_FILE, stored_adapters
 from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.errors import RlhfError
 from python_backend.store import durable
@@ -44,11 +44,18 @@ class Manifest:
     version: int
     run_id: str
     step: int  # number of critic updates in these weights
-    sha256: str  # of model.safetensors
+    sha256: str  # of model.safetensors; of `files`, if there are several
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from
     epoch: int  # journal epoch of the sidecar that wrote it
     base: int | None = None  # version that holds the other weights, if this one holds only adapters
+    files: dict[str, str] | None = None  # sha256 of each file with weights and of their index, if there are several
+    canary: list[float] | None = None  # values of the canary row that an instance must reproduce before it serves them
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields, without the optional ones that are None."""
+        optional = {"base", "files", "canary"}
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in optional}
 
 
 class WeightsStore:
@@ -119,37 +126,41 @@ class WeightsStore:
 
     def add(
         self,
-        write: Callable[[Path], None],
+        write: Callable[[Path], Mapping[str, str] | None],
         *,
         run_id: str,
         step: int,
         parent: int | None,
         epoch: int,
         reuse: bool = True,
+        canary: Sequence[float] | None = None,
     ) -> Manifest:
         """Write a new version and return its manifest; CURRENT does not change.
 
         Args:
-            write: writes model.safetensors and config.json into the given folder.
+            write: writes weights and config.json into the given folder; returns the sha256 of each weights file and of
+                the index if it has computed them.
             reuse: if the newest version has the same run, step and content, return it instead of adding one. This
                 happens when a step is replayed after a crash. Older versions are never reused: numbers must increase
                 when steps are trained again after a rewind.
+            canary: values of the canary row, for instances to reproduce.
 
         Raises:
             OSError: the write failed; nothing is left behind.
         """
         with self._writing(), durable.staged_folder(self.root) as staging:
-            write(staging)
-            digest = sha256_of(staging / WEIGHTS_FILE)
+            files = write(staging) or {path.name: sha256_of(path) for path in weights_files(staging)}
+            digest = files.get(WEIGHTS_FILE) or _digest_of(files)
             existing = self._find(run_id=run_id, step=step, sha256=digest) if reuse else None
             if existing is not None:
                 return existing
-            tensors = tensor_types(staging / WEIGHTS_FILE)
             adapters = stored_adapters(staging)
-            base = None if adapters is None else adapters.base
-            manifest = Manifest(self.next_version(), run_id, step, digest, tensors, parent, epoch, base)
-            content = {name: value for name, value in asdict(manifest).items() if name != "base" or base is not None}
-            (staging / MANIFEST_FILE).write_text(json.dumps(content, indent=1))
+            manifest = Manifest(
+                self.next_version(), run_id, step, digest, self._tensor_types(staging), parent, epoch,
+                None if adapters is None else adapters.base, None if WEIGHTS_FILE in files else dict(files),
+                None if canary is None else list(canary),
+            )  # fmt: skip
+            (staging / MANIFEST_FILE).write_text(json.dumps(manifest.to_json(), indent=1))
             for path in staging.iterdir():
                 path.chmod(READ_ONLY)  # instances mmap the file: truncating it in place would kill them (SIGBUS)
             durable.sync_tree(staging)
@@ -162,30 +173,41 @@ class WeightsStore:
         return max([*durable.numbers_in(self.root), self.current() or -1], default=-1) + 1
 
     def verify_files(self, version: int) -> Manifest:
-        """Compare the weights file with the manifest: sha256, names, dtypes and shapes; return the manifest.
+        """Compare the weights files with the manifest: sha256, names, dtypes and shapes; return the manifest.
 
         A base that adapters belong to is compared once in the lifetime of this object.
 
         Raises WeightsError if they differ or a file is unreadable.
         """
         manifest = self.manifest(version)
-        path = self.folder(version) / WEIGHTS_FILE
         try:
-            digest = sha256_of(path)
-            tensors = tensor_types(path)
+            tensors = self._tensor_types(self.folder(version))
         except (OSError, ValueError) as error:
             raise WeightsError(f"version {version}: cannot read {WEIGHTS_FILE}: {error}") from error
-        if digest != manifest.sha256:
-            raise WeightsError(
-                f"version {version}: {WEIGHTS_FILE} has sha256 {digest[:12]}…, its manifest says "
-                f"{manifest.sha256[:12]}…"
-            )
+        self.verify_hashes(manifest)
         if tensors != manifest.tensors:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
         if manifest.base is not None and manifest.base not in self._verified:
             self.verify_files(manifest.base)
             self._verified.add(manifest.base)
         return manifest
+
+    def verify_hashes(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
+        """Compare the sha256 of the weights files, or of every `parts`-th of them, with the manifest.
+
+        Raises WeightsError if one differs or is unreadable.
+        """
+        expected = manifest.files or {WEIGHTS_FILE: manifest.sha256}
+        for name in sorted(expected)[part::parts]:
+            try:
+                digest = sha256_of(self.folder(manifest.version) / name)
+            except OSError as error:
+                raise WeightsError(f"version {manifest.version}: cannot read {name}: {error}") from error
+            if digest != expected[name]:
+                raise WeightsError(
+                    f"version {manifest.version}: {name} has sha256 {digest[:12]}…, its manifest says "
+                    f"{expected[name][:12]}…"
+                )
 
     def serving(self) -> list[ServingRecord]:
         """Return the records of live instances that serve a version."""
@@ -216,6 +238,11 @@ class WeightsStore:
         with durable.exclusive_lock(self.root / "WRITER", patience_s=WRITER_PATIENCE_S):
             yield
 
+    @staticmethod
+    def _tensor_types(folder: Path) -> dict[str, list[Any]]:
+        files = [path for path in weights_files(folder) if path.name != INDEX_FILE]
+        return dict(sorted(found for file in files for found in tensor_types(file).items()))
+
     def _find(self, *, run_id: str, step: int, sha256: str) -> Manifest | None:
         newest = next(reversed(self.manifests()), None)
         same = newest is not None and (newest.run_id, newest.step, newest.sha256) == (run_id, step, sha256)
@@ -232,9 +259,19 @@ def sha256_of(path: Path) -> str:
     return state.hexdigest()
 
 
+def weights_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a version or checkpoint, and their index if there are several."""
+    single = folder / WEIGHTS_FILE
+    return [single] if single.is_file() else [*sorted(folder.glob("*.safetensors")), folder / INDEX_FILE]
+
+
 def tensor_types(path: Path) -> dict[str, list[Any]]:
     """Return `{name: [dtype, shape]}` of a safetensors file. Raises ValueError if it is damaged."""
     return {name: [info.dtype, list(info.shape)] for name, info in sorted(read_header(path).items())}
+
+
+def _digest_of(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def _read_number(path: Path) -> int | None:

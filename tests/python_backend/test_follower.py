@@ -66,12 +66,12 @@ def instance(store: WeightsStore) -> Iterator[Instance]:
     assert store.records.alive() == []
 
 
-def add(store: WeightsStore, value: float) -> int:
+def add(store: WeightsStore, value: float, *, canary: list[float] | None = None) -> int:
     def write(folder: Path) -> None:
         save_file({"w": np.full(1, value, np.float32)}, folder / WEIGHTS_FILE)
         (folder / "config.json").write_text("{}")
 
-    return store.add(write, run_id="run", step=len(store.versions()), parent=None, epoch=1).version
+    return store.add(write, run_id="run", step=len(store.versions()), parent=None, epoch=1, canary=canary).version
 
 
 def publish(store: WeightsStore, value: float) -> int:
@@ -248,3 +248,19 @@ def test_an_unreadable_current_freezes_nothing(
     (store.root / "CURRENT").write_text("0")
     version = publish(store, 8.0)
     until(lambda: instance.record.version == version)
+
+
+def test_the_verdict_on_an_announced_version_with_a_canary_row_is_recorded(instance: Instance, store: WeightsStore):
+    """Several ranks wrote it, and none of them has loaded it whole: the sidecar waits for this."""
+    plain = add(store, 1.0)
+    store.announce(plain)
+    until(lambda: plain in [number for number, _ in instance.loaded])
+    good = add(store, 2.0, canary=[0.5])
+    store.announce(good)
+    until(lambda: instance.record.staged == good)
+    assert (instance.record.version, instance.record.staging_error) == (0, None)
+    bad = add(store, float("nan"), canary=[0.5])
+    store.announce(bad)
+    until(lambda: instance.record.staged == bad)
+    assert instance.record.staging_error == "w has values that are not finite"
+    assert (instance.record.version, instance.record.rejected) == (0, None)

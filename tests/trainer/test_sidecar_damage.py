@@ -14,6 +14,7 @@ import torch
 from sidecar_rig import Rig, payload
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.store.sealed_folder import verify_folder
 from trainer.sidecar import Sidecar
 
 pytest_plugins = ["sidecar_fixtures"]
@@ -176,7 +177,7 @@ def test_a_folder_that_is_no_checkpoint_is_no_obstacle(make: Callable[..., Rig],
     (rig.checkpoints.root / "2").mkdir(parents=True)
     (rig.checkpoints.root / "2" / "model.safetensors").write_bytes(b"what is this")
     rig.start().train(1, 2, 3)
-    assert rig.checkpoints.verify(2).step == 2
+    assert verify_folder(rig.checkpoints.root / "2")["step"] == 2
     assert (rig.checkpoints.root / "damaged-2" / "model.safetensors").is_file()
     assert torch.equal(rig.weights(), straight.weights(3))
 

@@ -54,6 +54,7 @@ class Ranks:
         self._closing = threading.Lock()  # held for ever by the first of `close` and `_end`
         self._ended = threading.Event()
         self._sending = threading.Lock()
+        self._forwards = threading.Lock()  # requests, and the canary row of a version that is being staged
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
@@ -90,13 +91,14 @@ class Ranks:
     @contextlib.contextmanager
     def forward(self, model: Model, rows: list[np.ndarray], width: int) -> Iterator[None]:
         """Run the block, which is rank 0's forward pass, while the other ranks run theirs. One at a time."""
-        try:
-            self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
-            yield
-        except Exception as error:  # the ranks are out of step now, whatever the cause
-            self._ended.wait(WATCHER_S)
-            self._end(f"a forward pass failed: {type(error).__name__}: {error}")
-            raise
+        with self._forwards:
+            try:
+                self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
+                yield
+            except Exception as error:  # the ranks are out of step now, whatever the cause
+                self._ended.wait(WATCHER_S)
+                self._end(f"a forward pass failed: {type(error).__name__}: {error}")
+                raise
 
     def close(self) -> None:
         """Stop the other ranks. Call when no forward pass is running."""

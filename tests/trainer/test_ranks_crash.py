@@ -1,0 +1,171 @@
+"""The sidecar on two ranks, as real processes: killed in each phase, stopped by a signal, and failing for good."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from sidecar_rig import payload
+from tiny_checkpoints import save_tiny
+
+from python_backend.config import load_config
+from python_backend.models.canary import canary_row, check_canary
+from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.serving.follower import Follower
+from python_backend.store.journal import Entry, Journal, Result
+from python_backend.store.weights import WeightsStore
+
+PATIENCE_S = 200.0
+POLL_S = 0.002
+GONE_S = 5.0
+STEPS = 7
+
+pytestmark = pytest.mark.slow
+
+
+class Job:
+    """A sidecar of two ranks, and an instance that serves its critic."""
+
+    def __init__(self, folder: Path, checkpoint: Path) -> None:
+        schedule = {"lr": 1e-2, "warmup_steps": 2, "constant_steps": 0, "max_steps": 100}
+        path = folder / "run.yaml"
+        path.write_text(yaml.safe_dump({
+            "run": {"dir": str(folder), "run_id": "run"}, "critic": {"checkpoint": str(checkpoint)},
+            "server": {"grpc_port": 1},
+            "trainer": {
+                "ranks": 2, "optimizer": schedule, "global_batch_size": 4, "token_budget": 20, "checkpoint_every": 3,
+                "reload_on_save": "none", "publish": {"keep": 100}, "nice": 0,
+            },
+        }))  # fmt: skip
+        self.path, config = path, load_config(path)
+        self.journal, self.store = Journal(config.run.journal_dir, "run"), WeightsStore(config.run.weights_dir)
+        self.log, self.checkpoints = folder / "sidecar.log", config.run.dir / "checkpoints" / "critic"
+        self.served = Follower(self.store, "critic_0", load=self._load, swaps=True, log_error=print)
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "trainer", "--config", str(self.path)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        found = {}
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error, KeyError):  # it has just ended
+                found[int(process.environ()["RANK"])] = process
+        return found
+
+    def answers(self, *entries: Entry) -> list[Result]:
+        return [self.until(lambda entry=entry: self.journal.result(entry)) for entry in entries]  # type: ignore[misc]
+
+    def until(self, look: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := look()):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(POLL_S)
+        return found
+
+    def send(self, step: int) -> Entry:
+        return self.journal.accept_training(payload(step), run_id="run", step=step)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if hasattr(self.served, "version"):
+            self.served.stop()
+
+    def _load(self, folder: Path, served: CriticModel | None) -> CriticModel:
+        """As in the critic's Triton model."""
+        critic = load_critic(folder) if served is None else served.with_weights(folder)
+        canary = self.store.manifest(int(folder.name)).canary
+        if canary is not None:
+            check_canary(critic, critic.values([canary_row(critic)])[0], canary)
+        return critic
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
+    save_tiny(tmp_path / "critic", "llama", "critic")
+    jobs: list[Job] = []
+
+    def new(name: str) -> Job:
+        (tmp_path / name).mkdir()
+        jobs.append(Job(tmp_path / name, tmp_path / "critic"))
+        jobs[-1].until(lambda: jobs[-1].store.current() is not None and jobs[-1].journal.is_followed())
+        jobs[-1].served.start()
+        return jobs[-1]
+
+    yield new
+    for job in jobs:
+        job.close()
+
+
+def kill(job: Job, victim: psutil.Process, others: list[psutil.Process]) -> None:
+    victim.kill()
+    _, alive = psutil.wait_procs([victim, *others], timeout=GONE_S)
+    assert not alive
+
+
+def staging(job: Job) -> bool:
+    return any(name.startswith(".staging-") for name in os.listdir(job.store.root))  # noqa: PTH208 - only names
+
+
+def test_any_rank_may_die_at_any_time(make: Callable[[str], Job]) -> None:
+    calm, rough = make("calm"), make("rough")
+    expected = calm.answers(*(calm.send(step) for step in range(1, STEPS + 1)))
+    entries = [rough.send(1)]
+    rough.answers(*entries)
+    for rank in (0, 1):
+        for phase in ("idle", "training", "publishing"):
+            ranks = rough.until(lambda: len(found := rough.ranks()) == 2 and found)
+            rough.until(lambda: rough.journal.is_followed() and rough.journal.heartbeat().state == "idle")
+            if phase != "idle":
+                entries.append(rough.send(len(entries) + 1))
+            if phase == "publishing":
+                rough.until(lambda: staging(rough))
+            kill(rough, ranks[rank], [ranks[1 - rank]])
+            if phase == "idle":
+                entries.append(rough.send(len(entries) + 1))
+            rough.answers(*entries)
+    assert [(r.weights_version, r.loss_mean, r.error) for r in rough.answers(*entries)] == [
+        (r.weights_version, r.loss_mean, r.error) for r in expected
+    ]
+    for version in range(STEPS + 1):
+        assert rough.store.manifest(version).sha256 == calm.store.manifest(version).sha256
+    assert rough.served.version.number == STEPS
+    assert (calm.stop(), rough.stop()) == (0, 0)
+    for path in (calm.checkpoints / str(STEPS)).glob("*.safetensors"):
+        ours, theirs = load_file(path), load_file(rough.checkpoints / str(STEPS) / path.name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_an_error_ends_all_ranks_once_and_a_killed_agent_leaves_none(make: Callable[[str], Job]) -> None:
+    job = make("run")
+    ranks = list(job.until(lambda: len(found := job.ranks()) == 2 and found).values())
+    job.process.kill()
+    assert not psutil.wait_procs(ranks, timeout=GONE_S)[1]
+    job.process.wait()
+    state = job.checkpoints / "9" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")  # a damaged checkpoint that cannot be recomputed
+    job.start()
+    assert job.process.wait(PATIENCE_S) == 2
+    assert job.log.read_text().count("error: ") == 1
