@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also damage actor checkpoints N times, in a separate small run",
     )
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
+    parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
     args = parser.parse_args(argv)
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         verdicts = run_chaos(
             args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
-            actor_rounds=args.actor_rounds,
+            actor_rounds=args.actor_rounds, ranks=args.ranks,
         )  # fmt: skip
     except RlhfError as error:
         return report(error, 1)
@@ -89,7 +90,7 @@ def _enough(event: threading.Event, number: int, frame: FrameType | None) -> Non
 
 def run_chaos(
     out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
-    actor_rounds: int = 0,
+    actor_rounds: int = 0, ranks: int = 1,
 ) -> list[verdict.Verdict]:  # fmt: skip
     """Run the system in `out`, kill its processes, compare it with a reference run, and return the verdicts.
 
@@ -102,6 +103,7 @@ def run_chaos(
         enough: once set, no more processes are killed, and the verdicts cover the run so far.
         hung: also stop (SIGSTOP) servers and models permanently; the supervisor must replace them.
         actor_rounds: how many times a checkpoint of a small actor is damaged, in a separate run.
+        ranks: number of ranks that train the critic; any of them may be killed.
 
     Raises:
         ServerStartError: the server did not start at the beginning, or FAILED_STARTS restarts failed.
@@ -111,8 +113,8 @@ def run_chaos(
     out.mkdir(parents=True, exist_ok=True)
     about = {"date": now_utc(), "seed": seed, "machine": describe_machine(), "versions": describe_versions()}
     started = time.monotonic()
-    plan = plan_kills(num_kills, seed)
-    path = write_config(out, given)
+    plan = plan_kills(num_kills, seed, ranks=ranks)
+    path = write_config(out, given, ranks)
     system = ChaosSystem(path, random.Random(seed + 1), log)
     config = system.config
     accepting = functools.partial(stop_accepting, system)
@@ -127,7 +129,7 @@ def run_chaos(
         traffic.give_up()
         system.stop()
     log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; running the same steps without faults …")
-    reference = run_reference(config, seed, shape_of(config), traffic.last_step, out / "reference")
+    reference = run_reference(config, path, seed, shape_of(config), traffic.last_step, out / "reference")
     verdicts = _verdicts(system, traffic.record, reference, killer)
     if actor_rounds:
         verdicts.append(damage_actor_checkpoints(out / "actor", actor_rounds, random.Random(seed + 3), log))

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from chaos.points import NOTHING, Points
+from chaos.points import NOTHING, RANK, Points
 from chaos.stopping import HUNG_S, STOP_S, stop_for, stop_for_good, ways_of
 from chaos.system import ChaosSystem
 from chaos.traffic import Traffic
@@ -106,7 +106,10 @@ class Killer:
             "number": len(self.done) + 1, "time_s": round(self._traffic.record.now(), 3), "victim": victim,
             "point": point, "way": way, "seen": seen, "step": self._traffic.last_step,
         }  # fmt: skip
+        ranks = self._system.ranks()
         kill["hit"] = hit = seen != NOTHING and self._hit(victim, self._random.choice(processes), way)
+        if hit and way == "killed" and _trains(victim):
+            kill["ranks_gone_s"] = self._system.await_end(ranks)
         self._traffic.hold.clear()
         self.kills.append(kill)
         self._log(
@@ -118,7 +121,7 @@ class Killer:
     def _hit(self, victim: str, process: psutil.Process, way: str) -> bool:
         if way == "stopped":
             return stop_for(process, self._random.uniform(0, STOP_S), self._give_up)
-        if way == "hung" and victim != "sidecar":  # a hung sidecar has no supervisor to replace it
+        if way == "hung" and not _trains(victim):  # a hung sidecar has no supervisor to replace it
             if not stop_for_good(process, self._give_up):
                 self._system.troubles.append(f"the {victim} hung for {HUNG_S:g} s, and nothing replaced it")
             return True
@@ -136,3 +139,7 @@ class Killer:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{otherwise} within {RECOVERY_S:g} s")
             self._give_up.wait(LOOK_EVERY_S)
+
+
+def _trains(victim: str) -> bool:
+    return victim == "sidecar" or victim.startswith(RANK)

@@ -27,14 +27,15 @@ def draw(path: Path, record: RequestRecord, kills: Sequence[dict[str, Any]]) -> 
 
 
 def _draw_kills(axes: Axes, kills: Sequence[dict[str, Any]]) -> None:
+    victims = [*VICTIMS, *sorted({kill["victim"] for kill in kills} - {*VICTIMS})]  # ranks are named by their number
     for point, mark, colour in zip(POINTS, MARKS, COLOURS, strict=True):
         of_point = [kill for kill in kills if kill["hit"] and kill["point"] == point]
         axes.scatter(
-            [kill["time_s"] for kill in of_point], [VICTIMS.index(kill["victim"]) for kill in of_point],
+            [kill["time_s"] for kill in of_point], [victims.index(kill["victim"]) for kill in of_point],
             marker=mark, color=colour, s=52, label=point, zorder=3,
         )  # fmt: skip
-    axes.set_yticks(range(len(VICTIMS)), VICTIMS)
-    axes.set_ylim(len(VICTIMS) - 0.5, -0.5)
+    axes.set_yticks(range(len(victims)), victims)
+    axes.set_ylim(len(victims) - 0.5, -0.5)
     axes.set_title(f"{sum(kill['hit'] for kill in kills)} processes killed or stopped, by victim and kill point")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), title="killed at")
 

@@ -18,15 +18,20 @@ VICTIMS = ("tritonserver", "critic", "critic_train", "critic_save", "reward_mode
 POINTS = ("journal write", "training", "verify", "CURRENT", "reload", "checkpoint", "idle")
 FIRST_GUESS_S = {"training": 0.3, "reload": 4.0}  # assumed durations, until the sidecar's metrics report them
 NOTHING = "nothing"
+RANK = "rank "  # and its number: a victim
 
 
-def plan_kills(num_kills: int, seed: int) -> list[tuple[str, str]]:
-    """Return (victim, kill point) of each kill; for every seed, 42 kills cover each pair once."""
+def plan_kills(num_kills: int, seed: int, *, ranks: int = 1) -> list[tuple[str, str]]:
+    """Return (victim, kill point) of each kill; for every seed, 42 kills cover each pair once.
+
+    Args:
+        ranks: number of ranks that train the critic; above 1, each is a victim, too.
+    """
     generator = random.Random(seed)
-    victims, points = list(VICTIMS), list(POINTS)
+    victims, points = [*VICTIMS, *(f"{RANK}{rank}" for rank in range(ranks) if ranks > 1)], list(POINTS)
     generator.shuffle(victims)
     generator.shuffle(points)
-    # 6 victims and 7 points have no common divisor, so stepping through both covers all pairs.
+    # 6 victims (8 with two ranks) and 7 points have no common divisor, so stepping through both covers all pairs.
     return [(victims[i % len(victims)], points[i % len(points)]) for i in range(num_kills)]
 
 

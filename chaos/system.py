@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import psutil
 import yaml
 
 from benchmarks.support.workload import SIZES, make_checkpoint
+from chaos.points import RANK
 from chaos.traffic import Shape
 from python_backend.checkpoints.positions import max_positions
 from python_backend.config import RunConfig, load_config
@@ -33,9 +34,11 @@ SIDECAR_STOP_S = 90.0
 LONGEST_PAUSE_S = 1.5  # before a sidecar that has ended is restarted
 LONGEST_ROW = 96
 FAILED_STARTS = 3
+GONE_S = 5.0  # how long the other ranks may outlive one that was killed
+POLL_S = 0.02
 
 
-def write_config(folder: Path, given: Path | None) -> Path:
+def write_config(folder: Path, given: Path | None, ranks: int = 1) -> Path:
     """Write the YAML of a run with free ports in `folder`, and small checkpoints unless `given`; return its path."""
     data: dict[str, Any] = {"reward": {}, "critic": {}, "trainer": {}}
     if given is not None:
@@ -52,7 +55,7 @@ def write_config(folder: Path, given: Path | None) -> Path:
     data["trainer"] |= {
         "optimizer": {**data["trainer"].get("optimizer", {}), **schedule}, "global_batch_size": 12,
         "token_budget": 512, "checkpoint_every": 5, "keep_checkpoints": 3, "reload_on_save": "triton",
-        "publish": {"every": 1, "keep": 100_000},
+        "publish": {"every": 1, "keep": 100_000}, "ranks": ranks,
     }  # fmt: skip
     path = folder / "chaos.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
@@ -119,11 +122,13 @@ class ChaosSystem:
         server = self._supervisor.server
         if not self._ready.is_set() or server.poll() is not None or self._sidecars[-1].poll() is not None:
             return False
-        return all(server.processes().values())
+        return all(server.processes().values()) and len(self.ranks()) == self.config.trainer.ranks
 
     def processes_of(self, victim: str) -> list[psutil.Process]:
         """Return the victim's processes; empty while there is none."""
         try:
+            if victim.startswith(RANK):
+                return [process for process in self.ranks() if process.environ()["RANK"] == victim.removeprefix(RANK)]
             if victim == "sidecar":
                 return [psutil.Process(self._sidecars[-1].process.pid)]
             if victim == "tritonserver":
@@ -131,6 +136,25 @@ class ChaosSystem:
         except psutil.NoSuchProcess:
             return []
         return self._supervisor.server.processes_of(victim)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the processes that train the critic: those of the ranks, or the sidecar itself if it trains alone."""
+        try:
+            sidecar = psutil.Process(self._sidecars[-1].process.pid)
+            children = sidecar.children() if self.config.trainer.ranks > 1 else [sidecar]
+            return [process for process in children if process.status() != psutil.STATUS_ZOMBIE]
+        except psutil.NoSuchProcess:
+            return []
+
+    def await_end(self, ranks: Sequence[psutil.Process]) -> float:
+        """Wait until these processes have ended; return the seconds, and complain if they are more than GONE_S."""
+        start = time.monotonic()
+        while any(_runs(process) for process in ranks):
+            if time.monotonic() - start > GONE_S:
+                self.troubles.append(f"a rank still runs {GONE_S:g} s after another one was killed")
+                break
+            time.sleep(POLL_S)
+        return time.monotonic() - start
 
     def kill(self, process: psutil.Process) -> bool:
         """Send SIGKILL; return False if the process has ended."""
@@ -195,3 +219,10 @@ class ChaosSystem:
     def _quiet(self, line: str) -> None:
         if "died" in line or ("serv" in line and "again" in line):
             self._log(f"  {line.splitlines()[0]}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

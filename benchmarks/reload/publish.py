@@ -64,7 +64,7 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
 
 def _alone(service: CriticService, version: int) -> dict[str, float]:
     """Return the milliseconds of each unavoidable step on its own: hash, load, canary."""
-    from trainer.verification import canary_row  # torch: not for --help
+    from python_backend.models.canary import canary_row  # torch: not for --help
 
     folder = service.store.folder(version)
     hash_ms, _ = _timed(lambda: sha256_of(folder / WEIGHTS_FILE))

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from chaos.command import main
+from chaos.picture import draw
 from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
 from chaos.stopping import stop_for, stop_for_good, ways_of
 from chaos.summary import kills_with_recovery, outages, summary
@@ -36,6 +37,16 @@ SHORT_FORM_KILLS = 6
 def test_a_long_plan_meets_every_pair(seed: int):
     plan = plan_kills(42, seed)
     assert set(plan) == {(victim, point) for victim in VICTIMS for point in POINTS}
+
+
+def test_each_of_several_ranks_is_a_victim(tmp_path: Path):
+    victims = {*VICTIMS, "rank 0", "rank 1"}
+    plan = plan_kills(56, 1, ranks=2)
+    assert set(plan) == {(victim, point) for victim in victims for point in POINTS}
+    assert load_config(write_config(tmp_path, None, 2)).trainer.ranks == 2
+    kills = [{"victim": victim, "point": point, "hit": True, "time_s": 1.0} for victim, point in plan]
+    draw(tmp_path / "chaos.png", RequestRecord(latencies=[(0.5, 0.01)]), kills)
+    assert (tmp_path / "chaos.png").stat().st_size
 
 
 def test_a_short_plan_meets_every_victim_and_twenty_kills_every_moment():
