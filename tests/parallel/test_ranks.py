@@ -84,7 +84,8 @@ def test_a_dead_rank_ends_the_job(lost: int, errors: str) -> None:
 
 
 def dying(ranks: Ranks, lost: int) -> None:
-    """Rank `lost` dies; the other one waits for it."""
+    """Rank `lost` dies once both have joined; the other one waits for it."""
+    dist.barrier()
     if ranks.rank == lost:
         os._exit(1)
     if ranks.rank:
