@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ def write_checkpoint(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) 
     ranks.together(create)
     ranks.together(write)
     mine = [paths[ranks.rank], *([folder / INDEX_FILE] if ranks.rank == 0 else [])]
-    parts = ranks.gather(ranks.together(lambda: {path.name: sha256_of(path) for path in mine}))
+    parts = ranks.gather(ranks.together(lambda: {path.name: _sync_and_hash(path) for path in mine}))
     return {name: digest for part in parts for name, digest in part.items()}
 
 
@@ -136,16 +136,20 @@ def _write_rows(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, 
             if tensor.numel():
                 file.seek(start + offset)
                 file.write(raw_bytes(tensor.cpu().contiguous()))
-        file.flush()
-        os.fsync(file.fileno())
+
+
+def _sync_and_hash(path: Path) -> str:
+    with ThreadPoolExecutor(1, "sync") as beside:  # the disk writes while the processor hashes
+        synced = beside.submit(sync_file, path)
+        digest = sha256_of(path)
+        synced.result()
+    return digest
 
 
 def _write_index(tensors: Mapping[str, Tensor], files: Mapping[str, str], folder: Path) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    path = folder / INDEX_FILE
-    path.write_text(json.dumps(index, indent=2))
-    sync_file(path)
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
 def _owners(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:
