@@ -87,7 +87,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {eval_steps: 1}", "did you mean actor.validation.every?"),
         ("actor: {mask_truncated_completions: true}", "did you mean actor.algorithm.mask_unfinished?"),
         ("actor: {kl_coef: 1}", "unknown key actor.kl_coef; did you mean actor.kl.coef?"),
-        ("actor: 3", "actor is a section, not a value (got 3); its keys are steps, max_minutes,"),
+        ("actor: 3", "actor is a section, not a value (got 3); its keys are ranks, steps,"),
         (
             "actor: {prompts: a.jsonl}",
             "actor.prompts is a section, not a value (got 'a.jsonl'); its keys are path, max_tokens, too_long",
