@@ -7,14 +7,19 @@ sentence; 130 after Ctrl-C or SIGTERM, normally with a checkpoint of the last co
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
-from python_backend.parallel.launch import launch_ranks
+from python_backend.parallel.launch import ended, launch_ranks, stop_signals
+
+if TYPE_CHECKING:
+    from python_backend.parallel.ranks import Ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,36 +30,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_files(config, actor=True)
         launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
         log_to_stderr()
-        interrupt_on_signals()
-        return _run(config)
+        if os.environ.get("RANK", "0") == "0":
+            interrupt_on_signals(stop_signals())
+        return ended(_run(config))
     except REPORTED as error:
-        return report(error, 2)
+        return ended(report(error, 2))
     except KeyboardInterrupt:
         print("stopped; the next start resumes from the newest checkpoint", file=sys.stderr)
-        return 130
+        return ended(130)
 
 
 def _run(config: RunConfig) -> int:
     import torch  # deferred, so that --help and configuration errors do not wait for the import
 
-    from actor.loop import PPORun
-    from actor.run.lock import only_actor
-    from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
-    from actor.scoring.client import TritonClient
+    from actor.run.policies import follow
     from python_backend.models.modeling import quiet_transformers
-    from python_backend.wire.contract import REWARD_MODEL
+    from python_backend.parallel.ranks import Ranks
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
     quiet_transformers()
+    if config.actor.ranks == 1:
+        return _train(config)
+    with Ranks.joined(config.actor.policy.device) as ranks:
+        if ranks.rank == 0:
+            return _train(config, ranks)
+        follow(config, ranks)
+    os._exit(0)  # at once: its sampling thread may still be at work
+
+
+def _train(config: RunConfig, ranks: Ranks | None = None) -> int:
+    from actor.loop import PPORun
+    from actor.run.lock import only_actor
+    from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
+    from actor.scoring.client import TritonClient
+    from python_backend.wire.contract import REWARD_MODEL
 
     async def ppo() -> None:
         key = config.server.training_key_env
         async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
             await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
-            run = PPORun(config, client)
+            run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.
-            stop_on_signals(run.stop, config.actor.stop_grace_s)
+            stop_on_signals(run.stop, config.actor.stop_grace_s, stop_signals())
             await run.run()
 
     try:

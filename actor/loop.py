@@ -108,6 +108,7 @@ class PPORun(RunParts):
 
     async def leave(self) -> None:
         """Cancel the work in flight, and write the checkpoints of policy and critic for the last complete step."""
+        self.policy.close()
         models = (self.policy.model, self.policy.sampler, self.policy.reference)
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()

@@ -48,17 +48,27 @@ class Generation:
                 prompt, its index and `seed`, not on the rows decoded beside it (except for rounding of probabilities).
             greedy: take the most likely token instead of sampling.
         """
+        self.run_rows(range(len(prompts)), prompts, finished, seed=seed, greedy=greedy)
+
+    def run_rows(
+        self, rows: range, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool
+    ) -> None:
+        """Generate the responses of `run` to the prompts with the indices `rows` only."""
         if self._decodes is None:
             self._decodes = self._settings.engine == "slots" and self._is_proven(prompts)
+        if not rows:
+            return
+        chosen, seen = [prompts[row] for row in rows], lambda index, response: finished(rows[index], response)
         if not self._decodes:
-            self._plain(prompts, finished, seed=seed, greedy=greedy)
+            self._plain(chosen, seen, seed=seed + rows.start, greedy=greedy)
             return
         draws = None
         if not greedy:
             shape = len(prompts), self._settings.max_new_tokens
             draws = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            draws = draws[rows.start : rows.stop]
         decoder = Decoder(self._model, self._rules(), slots=self._settings.batch_size)
-        decoder.run(prompts, draws, finished)
+        decoder.run(chosen, draws, seen)
 
     def _rules(self) -> Rules:
         s = self._settings

@@ -5,6 +5,7 @@ state.json also holds the sha256 of each file, so that a damaged checkpoint is d
 
     <root>/<step>/{Hugging Face folder, optimizer.safetensors, state.json}
     <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA
+    <root>/<step>/{weights or adapters, optimizer}/, state.json    on several ranks, one file per rank in each folder
     <root>/<step>.set-aside/    skipped by a resume: damaged, or of a step that the critic never received
 """
 
@@ -12,26 +13,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.shaping import RewardShaper, RunningMoments
 from actor.policy.policy import Policy
+from actor.policy.state_files import ADAPTERS
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
-from python_backend.models.adamw import load_state, state_tensors
-from python_backend.models.adapters import load_trained, trained_tensors
 from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-ADAPTERS_FILE = "adapters.safetensors"
+logger = logging.getLogger(__name__)
 WAY_OUT = "or start a run in another folder (run.dir)"
 
 
@@ -71,19 +69,15 @@ def set_aside(root: Path, step: int) -> Path:
 def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep: int) -> None:
     """Write the checkpoint of `state["step"]` and delete all but the `keep` newest checkpoints."""
     policy = run.policy
+    world_size = {"world_size": policy.world_size} if policy.world_size > 1 else {}
     whole = {
-        **state, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
+        **state, **world_size, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
         "reward_moments": run.shaper.moments.state(), "lora_alpha": policy.settings.lora_alpha,
         "start": str(policy.settings.checkpoint), "start_fingerprint": policy.fingerprint,
     }  # fmt: skip
 
     def fill(folder: Path) -> None:
-        if policy.settings.lora_rank:
-            save_file(trained_tensors(policy.model), folder / ADAPTERS_FILE)
-        else:
-            policy.save(folder)
-        parameters = dict(policy.model.named_parameters())
-        save_file(state_tensors(policy.optimizer, parameters), folder / OPTIMIZER_FILE)
+        policy.write_state(folder)
         (folder / STATE_FILE).write_text(json.dumps(seal(whole, folder)))
 
     write_folder(root / str(state["step"]), fill)
@@ -126,7 +120,7 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
             f"{folder} was saved by a run whose KL was measured against {state['reference']}, but reference.checkpoint "
             f"has different weights now; set it back, {WAY_OUT}"
         )
-    has_adapters = ADAPTERS_FILE in state["files"]
+    has_adapters = any(name.startswith(ADAPTERS) for name in state["files"])
     if has_adapters != bool(settings.lora_rank):
         was = "adapters" if has_adapters else "a full policy without adapters"
         raise CheckpointError(
@@ -144,11 +138,12 @@ def check_checkpoint_of(policy: Policy, folder: Path, *, reference: str | None =
 def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     """Load a checkpoint that passed `check_checkpoint_of` into `run`."""
     policy = run.policy
-    if policy.settings.lora_rank:
-        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "actor.policy")
-    else:
-        policy.load(folder)
-    load_state(policy.optimizer, dict(policy.model.named_parameters()), load_file(folder / OPTIMIZER_FILE))
+    if (saved := state.get("world_size", 1)) != policy.world_size:
+        logger.warning(
+            "the checkpoint is from %d ranks, and the run continues on %d: its results will differ by rounding",
+            saved, policy.world_size,
+        )  # fmt: skip
+    policy.read_state(folder)
     policy.optimizer_step = state["optimizer_step"]
     run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])

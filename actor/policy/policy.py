@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from actor.algorithms.advantages import response_mask
 from actor.data.rollout import Prompt, Rollout
 from actor.generation.engine import Generation
 from actor.generation.shared_prompts import can_share, response_hidden
-from actor.generation.slots import Response
-from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights, stored_dtypes
-from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
+from actor.generation.slots import Finished, Response
+from actor.policy.loading import check_positions, load_model
+from actor.policy.state_files import read_state, write_state
+from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, fingerprint_weights
 from python_backend.checkpoints.tokenization import load_tokenizer, special_tokens
 from python_backend.config import ActorSection, GenerationSection, OptimizerSection, PolicySection
 from python_backend.models.adamw import make_adamw
@@ -36,6 +35,7 @@ from python_backend.models.loading import load_weights, map_tensors
 from python_backend.models.logprobs import sampling_entropy, target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
+from python_backend.parallel.sharding import whole
 
 logger = logging.getLogger(__name__)
 PROOF_ROWS = 16  # of the first rollout, to compare generation's log-probs with those of a forward pass
@@ -46,6 +46,8 @@ FinishedRow = Callable[[int, Rollout], None]
 
 class Policy:
     """The trained model, its frozen initial copy (the reference) and its optimizer."""
+
+    rank, world_size = 0, 1
 
     def __init__(
         self, settings: PolicySection, generation: GenerationSection, optimizer: OptimizerSection, *,
@@ -65,10 +67,10 @@ class Policy:
         self.temperature = generation.temperature
         try:
             self.tokenizer = load_tokenizer(folder)
-            model = _load_model(settings)
+            model = load_model(settings)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} cannot be loaded as a policy: {error}") from error
-        _check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
+        check_positions(model, folder, max_prompt_tokens, generation.max_new_tokens)
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
         self.fingerprint = fingerprint_weights(folder)
         if settings.lora_rank:
@@ -78,7 +80,7 @@ class Policy:
             model = with_adapters(model, lora, model.get_output_embeddings(), task="CAUSAL_LM")
         use_attention(self._causal(model), settings.attention, "actor.policy.attention")
         self._prepare(model)  # on the CPU, so that the device holds frozen matrices in bfloat16 only
-        self.model = model.to(settings.device).eval()
+        self.model = self._placed(model.eval())
         # With LoRA, the reference is the policy with its adapters disabled: no second copy needed.
         self.reference = self._frozen_copy() if keeps_reference and not settings.lora_rank else None
         self.sampler = self._frozen_copy() if keeps_sampler else self.model
@@ -98,6 +100,7 @@ class Policy:
         # Whether generation's log-probs match those of a forward pass. None: checked on the first rollout. In bfloat16
         # rounding differs, so they are assumed not to match.
         self._generation_agrees: bool | None = None if settings.precision == "float32" else False
+        self._distribute()
         self.optimizer = make_adamw(
             dict(self.model.named_parameters()), lr=optimizer.lr, betas=optimizer.betas,
             weight_decay=optimizer.weight_decay, kind=optimizer.kind,
@@ -106,13 +109,20 @@ class Policy:
         self.optimizer_step = 0
 
     @classmethod
-    def of(cls, actor: ActorSection) -> Policy:
-        """Load the policy of a run. Raises CheckpointError."""
+    def of(cls, actor: ActorSection, **others: Any) -> Policy:
+        """Load the policy of a run; `others` are further arguments of the class. Raises CheckpointError."""
         return cls(
             actor.policy, actor.generation, actor.optimizer, max_prompt_tokens=actor.prompts.max_tokens,
             keeps_reference=actor.kl.uses_reference and actor.kl.reference == "actor",
-            keeps_sampler=actor.one_step_off_policy,
+            **{"keeps_sampler": actor.one_step_off_policy, **others},
         )  # fmt: skip
+
+    def _placed(self, model: Any) -> Any:
+        """Return the trained model on the device where its copies are made."""
+        return model.to(self.settings.device)
+
+    def _distribute(self) -> None:
+        """Shard the trained model if there are several ranks; called before its optimizer is created."""
 
     def _causal(self, model: Any) -> Any:
         """Return the causal LM itself, without the adapters' wrapper if there is one."""
@@ -126,7 +136,7 @@ class Policy:
     def _frozen_copy(self) -> Any:
         model = copy.deepcopy(self.model).requires_grad_(False)
         self._prepare(model)
-        return model
+        return model.to(self.settings.device)
 
     @torch.no_grad()
     def generate(
@@ -149,8 +159,12 @@ class Policy:
             finished(index, row)
 
         with self.computing():
-            self.generation.run([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
+            self._respond([prompt.tokens for prompt in prompts], keep, seed=seed, greedy=greedy)
         return join_rollouts([row for row in rows if row is not None], self.pad_id)
+
+    def _respond(self, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
+        """Generate the responses to tokenised prompts; see `Generation.run`."""
+        self.generation.run(prompts, finished, seed=seed, greedy=greedy)
 
     def logprobs(self, rollout: Rollout, *, reference: bool = False) -> Tensor:
         """Return log-probs `[B, S-1]` of the response tokens, 0 elsewhere, under the sampler or the reference.
@@ -195,25 +209,26 @@ class Policy:
         """Copy the policy's weights into the sampler. Call only while both are idle."""
         if self.sampler is not self.model:
             for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
-                mine.copy_(current)
+                if current.requires_grad:
+                    mine.copy_(whole(current))
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights."""
         if self.settings.lora_rank:
-            self._save_merged(folder)
+            self._save_in_parts(folder)
         else:
             self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-    def _save_merged(self, folder: Path) -> None:
-        """Save the policy with its adapters merged in.
+    def _save_in_parts(self, folder: Path) -> None:
+        """Save the policy, with its adapters merged in if it has any, one tensor at a time.
 
-        The merged weights go through a file, from which `save_pretrained` maps them: a merged copy may not fit into
-        memory beside the policy.
+        The weights go through a file, from which `save_pretrained` maps them: a merged or gathered copy may not fit
+        into memory beside the policy.
         """
-        causal, merged = self._causal(self.model), folder / "merged.safetensors"
+        causal, merged = self._causal(self.sampler), folder / "merged.safetensors"
         folder.mkdir(parents=True, exist_ok=True)
-        MergedWeights(causal).write(merged)
+        self._write_weights(merged)
         try:
             tensors = map_tensors([merged])
             for tied in causal.all_tied_weights_keys:
@@ -222,9 +237,23 @@ class Policy:
         finally:
             merged.unlink()
 
+    def _write_weights(self, file: Path) -> None:
+        MergedWeights(self._causal(self.model)).write(file)
+
     def load(self, folder: Path) -> None:
         """Load the weights that `save` wrote; not for LoRA, whose saved weights are merged. Raises CheckpointError."""
         load_weights(self.model, folder)
+
+    def write_state(self, folder: Path) -> None:
+        """Write the trained weights and the optimizer's state."""
+        write_state(self, folder)
+
+    def read_state(self, folder: Path) -> None:
+        """Load what `write_state` wrote, with any number of ranks. Raises CheckpointError."""
+        read_state(self, folder)
+
+    def close(self) -> None:
+        """Let calls in other threads that wait for other ranks raise."""
 
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:
@@ -237,6 +266,18 @@ class Policy:
             assert self.settings.lora_rank, "the reference is on the server"
             with self.sampler.disable_adapter():
                 yield self.sampler
+
+    def share(self, lengths: Tensor) -> list[list[int]]:
+        """Return the micro-batches of this rank, as `plan` does; an empty one stands for a pass over no row."""
+        return self.plan(lengths)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's part of the loss."""
+        loss.backward()
+
+    def summed(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the sums over all ranks."""
+        return sums
 
     def plan(self, lengths: Tensor) -> list[list[int]]:
         """Return micro-batches within the token budget, each as a list of indices into `lengths`."""
@@ -252,47 +293,35 @@ class Policy:
         for positions inside the mask.
         """
         tokens, inside = tokens.to(model.device), mask.to(model.device) != 0
-        attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(model.device)
+        logprobs, entropies = self._response_logprobs(self._causal(model), tokens, lengths, inside, with_entropy)
+        return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
+
+    def _response_logprobs(
+        self, causal: Any, tokens: Tensor, lengths: Tensor, inside: Tensor, with_entropy: bool,
+        *, shares_prompts: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Return the log-probs and entropies of `token_logprobs` `[N]` at the N positions that `inside` marks."""
+        attention = (torch.arange(tokens.shape[1])[None] < lengths[:, None]).long().to(tokens.device)
         inputs = {"input_ids": tokens, "attention_mask": attention, "use_cache": False}
         targets = tokens[:, 1:][inside]
         sampling: dict[str, Any] = {"temperature": self.temperature, "banned_token_ids": self.banned_ids}
-        causal = self._causal(model)
         if self._head_is_linear:
             with self.computing():
                 hidden = None
-                if self._shares_prompts:
+                if self._shares_prompts and shares_prompts:
                     hidden = response_hidden(causal.base_model, tokens, lengths, inside)
                 if hidden is None:
                     hidden = causal.base_model(**inputs)[0][:, :-1][inside]
             head = causal.get_output_embeddings()
-            logprobs, entropies = head_logprobs(hidden, head, targets, with_entropy=with_entropy, **sampling)
-        else:
-            with self.computing():
-                logits = causal(**inputs).logits[:, :-1][inside]
-            logprobs = target_logprobs(logits, targets, **sampling)
-            entropies = sampling_entropy(logits, **sampling) if with_entropy else None
-        return _scattered(logprobs, inside), None if entropies is None else _scattered(entropies, inside)
+            return head_logprobs(hidden, head, targets, with_entropy=with_entropy, **sampling)
+        with self.computing():
+            logits = causal(**inputs).logits[:, :-1][inside]
+        logprobs = target_logprobs(logits, targets, **sampling)
+        return logprobs, sampling_entropy(logits, **sampling) if with_entropy else None
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context manager that makes forward passes compute in `actor.policy.precision`."""
         return computing(self.model.device, self.settings.precision)
-
-
-def _load_model(settings: PolicySection) -> Any:
-    """Load the causal LM in float32, or in bfloat16 if it is stored so and its frozen matrices stay so.
-
-    Raises OSError or ValueError.
-    """
-    load = functools.partial(
-        AutoModelForCausalLM.from_pretrained, str(settings.checkpoint), local_files_only=True, trust_remote_code=False,
-        use_safetensors=True,
-    )  # fmt: skip
-    if settings.lora_rank and settings.precision == "bfloat16" and stored_dtypes(settings.checkpoint) == {"BF16"}:
-        model = load(dtype=torch.bfloat16)
-        # Some families compute tables in the dtype that they are loaded in; those would be less exact.
-        if all(buffer.dtype != torch.bfloat16 for buffer in model.buffers()):
-            return model
-    return load(dtype=torch.float32)
 
 
 def _row_logprobs(prompt: Prompt, response: Response) -> Tensor | None:
@@ -325,35 +354,3 @@ def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
     if len(known) < len(parts):
         return None
     return torch.cat([torch.nn.functional.pad(logprobs, (0, width - 1 - logprobs.shape[1])) for logprobs in known])
-
-
-def _check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Keep the model's rotary table as loaded; raise CheckpointError if rows may exceed the model's positions."""
-    fix_rotary(model)
-    config, longest = model.config.to_dict(), max_prompt_tokens + max_new_tokens
-    limit, reason = rotary_limit(config), "beyond which the model's rotary table changes with the row length"
-    if limit is None:
-        limit, reason = max_positions(config), "the number of positions that the model has embeddings for"
-        if limit is not None and longest > limit and _takes_rows_of(model, longest):
-            return
-    if limit is not None and longest > limit:
-        raise CheckpointError(
-            f"{folder}: actor.prompts.max_tokens ({max_prompt_tokens}) + actor.generation.max_new_tokens "
-            f"({max_new_tokens}) is above {limit}, {reason}; lower them"
-        )
-
-
-@torch.no_grad()
-def _takes_rows_of(model: Any, length: int) -> bool:
-    """Return whether the model accepts rows of `length` tokens, e.g. because it computes its position embeddings.
-
-    Call it while the model is on the CPU, where an index beyond an embedding table raises an error.
-    """
-    last = {"position_ids": torch.tensor([[length - 1]])}
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    width, inputs = (1, last) if takes_positions else (length, {})
-    try:
-        model(input_ids=torch.zeros(1, width, dtype=torch.int64), use_cache=False, **inputs)
-    except (IndexError, RuntimeError):
-        return False
-    return True

@@ -5,6 +5,9 @@ The split into micro-batches does not change the result.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
 from python_backend.models.adapters import adapter_dropouts, in_training
 from python_backend.models.gradient_checkpointing import recomputing
+from python_backend.parallel.sharding import whole
 
 
 class PolicyUpdate:
@@ -38,11 +42,11 @@ class PolicyUpdate:
         self._dropouts = adapter_dropouts(policy.model)
 
     @classmethod
-    def of(cls, actor: ActorSection, policy: Policy, method: Method) -> PolicyUpdate:
-        """Create the policy update that the configuration describes."""
+    def of(cls, actor: ActorSection, policy: Policy, method: Method, **others: Any) -> PolicyUpdate:
+        """Create the policy update that the configuration describes; `others` are further arguments of the class."""
         return cls(
             policy, method, actor.update, actor.optimizer, is_one_update=actor.is_one_update,
-            total_steps=actor.optimizer_steps,
+            total_steps=actor.optimizer_steps, **others,
         )  # fmt: skip
 
     def run(self, batch: PPOBatch, *, seed: int, kl_coef: float) -> dict[str, float]:
@@ -57,7 +61,8 @@ class PolicyUpdate:
         s = self._settings
         generator = torch.Generator().manual_seed(seed)
         if self._dropouts:
-            torch.manual_seed(seed)  # dropout draws from torch's own generator
+            # Dropout draws from torch's own generator; the rows of each rank need draws of their own.
+            torch.manual_seed(seed + self._policy.rank)
         totals: dict[str, float] = {}
         seen = taken = norms = 0.0
         for rows in self._minibatches(len(batch.lengths), generator):
@@ -89,13 +94,14 @@ class PolicyUpdate:
     def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens."""
         sums: dict[str, float] = {}
-        for chunk in self._policy.plan(batch.lengths[rows]):
+        for chunk in self._policy.share(batch.lengths[rows]):
+            part = batch if chunk else _unweighted(batch)
             with recomputing(self._policy.model), in_training(self._dropouts):
-                loss, stats = self._loss(batch, rows[chunk], total, kl_coef)
-                loss.backward()
+                loss, stats = self._loss(part, rows[chunk or [0]], total, kl_coef)
+                self._policy.backward(loss)
             for name, value in {**stats, "loss": loss.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
-        return sums
+        return self._policy.summed(sums)
 
     def _loss(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the share of a micro-batch in the minibatch loss, and the statistics of the micro-batch."""
@@ -128,7 +134,9 @@ class PolicyUpdate:
 
     def _step(self) -> float:
         policy = self._policy
-        norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), self._optimizer.grad_clip)
+        parameters = [parameter for parameter in policy.model.parameters() if parameter.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._optimizer.grad_clip, norm)
         if not torch.isfinite(norm):
             policy.optimizer.zero_grad(set_to_none=True)
             raise NotFinite(
@@ -144,3 +152,8 @@ class PolicyUpdate:
 
     def _learning_rate(self, step: int) -> float:
         return self._optimizer.learning_rate(step, total_steps=self._total_steps)
+
+
+def _unweighted(batch: PPOBatch) -> PPOBatch:
+    """Return the batch with weight 0 everywhere, for a pass that only takes part in the collectives of other ranks."""
+    return dataclasses.replace(batch, policy_weights=torch.zeros_like(batch.policy_weights))

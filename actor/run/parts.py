@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.methods import Method
 from actor.algorithms.shaping import RewardShaper
@@ -13,9 +11,8 @@ from actor.data.compute import in_a_thread_of
 from actor.data.prompts import read_prompts
 from actor.data.step_inputs import StepInputs
 from actor.policy.checkpoint import RunState
-from actor.policy.policy import Policy
-from actor.policy.update import PolicyUpdate
 from actor.run.critic_updates import CriticUpdates
+from actor.run.policies import make_policy
 from actor.run.recorder import Bookkeeper
 from actor.run.rollouts import Rollouts
 from actor.run.stopping import Stop
@@ -24,19 +21,19 @@ from actor.scoring.client import TritonClient
 from actor.scoring.reference import make_reference
 from actor.scoring.scorer import Scorer
 from python_backend.config import RunConfig
+from python_backend.parallel.ranks import Ranks
 
 
 class RunParts:
     """Base class of the training loop: creates the parts of the run as attributes."""
 
-    def __init__(self, config: RunConfig, client: TritonClient) -> None:
+    def __init__(self, config: RunConfig, client: TritonClient, ranks: Ranks | None = None) -> None:
+        """`ranks`: the processes that train the policy, of which this is rank 0; None if it is the only one."""
         self.settings = actor = config.actor
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
-        torch.manual_seed(seed)  # LoRA adapters are initialised randomly
-        self.policy = Policy.of(actor)
+        self.policy, self.policy_update = make_policy(config, ranks)
         self.method = Method.of(actor.algorithm, actor.kl)
-        self.policy_update = PolicyUpdate.of(actor, self.policy, self.method)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
         self.scorer = Scorer(

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
+
+from python_backend.parallel.launch import ended
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -71,8 +73,8 @@ class TimeLimit:
         return True
 
 
-def stop_on_signals(stop: Stop, grace_s: float) -> None:
-    """Request `stop` at the first signal; end the process at the second, or `grace_s` after the first.
+def stop_on_signals(stop: Stop, grace_s: float, numbers: Iterable[signal.Signals] = SIGNALS) -> None:
+    """Request `stop` at the first of these signals; end the process at the second, or `grace_s` after the first.
 
     Call in the main thread, with the event loop running. The loop's own handler is used because it wakes the loop even
     if the signal arrives just before it waits. The handler of `signal.signal` only restores the default action for
@@ -88,10 +90,10 @@ def stop_on_signals(stop: Stop, grace_s: float) -> None:
         timer.start()
 
     def received(_: int, __: FrameType | None) -> None:
-        for number in SIGNALS:
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
-    for number in SIGNALS:
+    for number in numbers:
         loop.add_signal_handler(number, begin)
         signal.signal(number, received)
 
@@ -109,4 +111,4 @@ def end_forwards(*models: Any) -> None:
 def _give_up(grace_s: float) -> None:
     """Exit at once; a regular exit would wait for the compute threads."""
     logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) expired; %s", grace_s, RESUMES)
-    os._exit(INTERRUPTED)
+    os._exit(ended(INTERRUPTED))

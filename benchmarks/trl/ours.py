@@ -21,8 +21,8 @@ def main() -> int:
     class InTurns(loop.PPORun):
         """A run that waits for its turn before each step, and reports the step's timers from metrics.jsonl."""
 
-        def __init__(self, config: RunConfig, client: Any) -> None:
-            super().__init__(config, client)
+        def __init__(self, config: RunConfig, client: Any, ranks: Any = None) -> None:
+            super().__init__(config, client, ranks)
             self._lines = config.run.dir / "metrics.jsonl"
 
         async def one_step(self, step: int, *, is_last: bool) -> None:

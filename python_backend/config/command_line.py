@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -37,9 +38,9 @@ def log_to_stderr() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 
-def interrupt_on_signals() -> None:
-    """Raise KeyboardInterrupt for SIGTERM and SIGINT, even if a background job inherited SIGINT as ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+def interrupt_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
+    """Raise KeyboardInterrupt for these signals, even if a background job inherited SIGINT as ignored."""
+    for number in numbers:
         signal.signal(number, signal.default_int_handler)
 
 

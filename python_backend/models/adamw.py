@@ -41,13 +41,18 @@ def make_adamw(
     return AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
-def state_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the optimizer's state as `<key>/<parameter name>` tensors on the CPU."""
+def named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the optimizer's state as `<key>/<parameter name>` tensors, sharded as the parameters are."""
     return {
-        f"{key}/{name}": torch.as_tensor(value).detach().cpu().contiguous()  # bitsandbytes counts steps in an int
+        f"{key}/{name}": torch.as_tensor(value).detach()  # bitsandbytes counts steps in an int
         for name, parameter in parameters.items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def state_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the optimizer's state as `<key>/<parameter name>` tensors on the CPU."""
+    return {name: tensor.cpu().contiguous() for name, tensor in named_state(optimizer, parameters).items()}
 
 
 def load_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:

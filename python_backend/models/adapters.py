@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from python_backend.checkpoints.inspection import CheckpointError, StoredAdapters
@@ -122,7 +122,8 @@ def _plain(path: str) -> str:
 class MergedWeights(Mapping[str, Tensor]):
     """The weights of a model by plain name, with its adapters merged in: at least float32, on the CPU.
 
-    Each tensor is computed when it is read, so that merging needs the memory of one tensor only.
+    Each tensor is computed when it is read, so that merging needs the memory of one tensor only. If the model is
+    sharded, reading is collective.
     """
 
     def __init__(self, model: Any) -> None:
@@ -135,10 +136,12 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
+        from python_backend.parallel.sharding import whole  # adds seconds to the start of a serving process
+
         tensor = self.plain[name].detach().to(self.dtype(name))
         if name in self.adapted:
             tensor = tensor + self.adapted[name].get_delta_weight("default")
-        return tensor.cpu().contiguous()
+        return whole(tensor).cpu().contiguous()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain)
@@ -216,10 +219,16 @@ def load_trained(model: Any, tensors: dict[str, Tensor], source: Path, section: 
         CheckpointError: names or shapes differ from the model's adapters.
     """
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if {name: p.shape for name, p in own.items()} != {name: tensor.shape for name, tensor in tensors.items()}:
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_trained({name: p.shape for name, p in own.items()}, shapes, source, section)
+    for name, parameter in own.items():
+        parameter.data.copy_(tensors[name])
+
+
+def check_trained(own: Mapping[str, Size], stored: Mapping[str, Size], source: Path, section: str) -> None:
+    """Compare the shapes of a model's trainable parameters with those of stored ones, as `load_trained` does."""
+    if own != stored:
         raise CheckpointError(
             f"the adapters in {source} do not match {section}.lora_rank and {section}.lora_targets; restore "
             "these settings, or start a run in another folder (run.dir)"
         )
-    for name, parameter in own.items():
-        parameter.data.copy_(tensors[name])

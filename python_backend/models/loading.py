@@ -141,6 +141,8 @@ def load_weights(model: Any, folder: Path) -> None:
     Raises:
         CheckpointError: names or shapes differ, or a file is damaged.
     """
+    from python_backend.parallel.sharding import sharded_like  # adds seconds to the start of a serving process
+
     info = inspect_checkpoint(folder)
     with as_checkpoint_error(folder):
         saved, report = type(model).from_pretrained(
@@ -155,7 +157,7 @@ def load_weights(model: Any, folder: Path) -> None:
     own = model.state_dict()
     with torch.no_grad():
         for name, tensor in saved.state_dict().items():
-            own[name].copy_(tensor)
+            own[name].copy_(sharded_like(tensor, own[name]))
 
 
 def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> Any:

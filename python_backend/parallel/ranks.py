@@ -48,7 +48,7 @@ class Ranks:
     """The process group of one training job, seen from one rank."""
 
     def __init__(self, rank: int, size: int, store: Any, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self._store = rank, size, device, store
         self.operations = Operations(rank, dist.PrefixStore("operations", store))
         self._errors, self._shapes = dist.PrefixStore("errors", store), dist.PrefixStore("shapes", store)
         self._values = dist.PrefixStore("values", store)
@@ -83,6 +83,10 @@ class Ranks:
         """On rank 0, let the other ranks execute operation `name`; on the others, which execute it, do nothing."""
         if self.rank == 0:
             self.operations.announce(name, **arguments)
+
+    def connection(self, name: str) -> Any:
+        """Return a further connection to the store, with keys of its own: another thread can wait on it."""
+        return dist.PrefixStore(name, self._store.clone())
 
     def together(self, work: Callable[[], T]) -> T:
         """Execute local `work` on every rank; if it fails on one of them, raise on all.

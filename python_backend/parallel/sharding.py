@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -87,6 +88,19 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         found = re.search(r"os error (\d+)", str(error))  # the errno is only in the text of Rust's I/O error
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
         raise OSError(number, f"rank {rank}: {type(error).__name__}: {error}", str(folder)) from failed
+
+
+def stored_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Return the names and shapes of the whole tensors in the safetensors files in `folder`."""
+    stored = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: tensor.size for name, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor, sharded as `like` is; any rank may call it alone."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def write_checkpoint(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, str]:
@@ -181,9 +195,7 @@ def _equal(tensor: Tensor, stored: Tensor) -> bool:
     if (tensor.dtype, tensor.shape) != (stored.dtype, stored.shape):
         return False
     if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
-        stored = distribute_tensor(stored.to(tensor.device), mesh, placements, src_data_rank=None).to_local()
-        tensor = tensor.to_local()
+        tensor, stored = tensor.to_local(), sharded_like(stored, tensor).to_local()  # type: ignore[attr-defined]
     return torch.equal(tensor, stored.to(tensor.device))
 
 

@@ -1,0 +1,64 @@
+"""Creates the policy and its update on one or several ranks, and executes them on other ranks than 0."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+
+import torch
+
+from actor.algorithms.methods import Method
+from actor.policy.policy import Policy
+from actor.policy.ranked_update import RankedUpdate
+from actor.policy.sharded import ShardedPolicy
+from actor.policy.update import PolicyUpdate
+from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
+from python_backend.parallel.ranks import RankLost, Ranks
+
+logger = logging.getLogger(__name__)
+
+
+def make_policy(config: RunConfig, ranks: Ranks | None) -> tuple[Policy, PolicyUpdate]:
+    """Load the policy of a run, and create its update; `ranks` is None if this is the only process."""
+    actor = config.actor
+    method = Method.of(actor.algorithm, actor.kl)
+    torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
+    if ranks is None:
+        policy = Policy.of(actor)
+        return policy, PolicyUpdate.of(actor, policy, method)
+    sharded = ShardedPolicy.of(actor, ranks=ranks)
+    return sharded, RankedUpdate.of(actor, sharded, method, ranks=ranks)
+
+
+def follow(config: RunConfig, ranks: Ranks) -> None:
+    """Execute what rank 0 announces until it ends the job. All ranks but rank 0.
+
+    Raises:
+        RankLost: rank 0 has died.
+    """
+    try:
+        policy, update = make_policy(config, ranks)
+    except RlhfError as error:  # process edge: rank 0, which has the same files, reports it and ends the job
+        logger.warning("the policy cannot be loaded: %s", error)
+        ranks.operations.follow({})
+        return
+    assert isinstance(policy, ShardedPolicy)
+    assert isinstance(update, RankedUpdate)
+    sampling = threading.Thread(target=_sample, args=(policy, config.actor.threads), daemon=True)
+    sampling.start()
+    ranks.operations.follow({**policy.operations, "update": functools.partial(update.run, None)})
+
+
+def _sample(policy: ShardedPolicy, threads: int) -> None:
+    torch.set_num_threads(threads)  # a setting of each thread
+    try:
+        policy.follow_sampling()
+    except RankLost:  # the main thread ends this process
+        return
+    except BaseException:  # thread edge: without this thread, rank 0 would wait for rows forever
+        logger.exception("rank %d cannot go on", policy.rank)
+        logging.shutdown()
+        os._exit(1)
