@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +28,12 @@ from actor.run.policies import follow, make_policy
 from python_backend.models.adamw import named_state
 from python_backend.parallel.ranks import Ranks
 from python_backend.parallel.sharding import whole
+from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
-from tests.support.ranks import on_ranks
 from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
+on_ranks = partial(support.on_ranks, timeout_s=900)  # several models, one after the other
 LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
 GROUPS = {"algorithm_name": "grpo", "responses_per_prompt": 7, "rollout_size": 7}
 CASES: dict[str, dict[str, Any]] = {
