@@ -32,8 +32,8 @@ class RunParts:
         self.settings = actor = config.actor
         self.stop = Stop()
         seed, validation, has_critic = config.run.seed, actor.validation, actor.algorithm.uses_critic
-        self.policy, self.policy_update = make_policy(config, ranks)
         self.method = Method.of(actor.algorithm, actor.kl)
+        self.policy, self.policy_update = make_policy(config, self.method, ranks)
         self.shaper = RewardShaper(actor.rewards, max_new_tokens=actor.generation.max_new_tokens)
         self.kl = KLControl(actor.kl.coef, target=actor.kl.target, horizon=actor.kl.horizon)
         self.scorer = Scorer(

@@ -21,10 +21,9 @@ from python_backend.parallel.ranks import RankLost, Ranks
 logger = logging.getLogger(__name__)
 
 
-def make_policy(config: RunConfig, ranks: Ranks | None) -> tuple[Policy, PolicyUpdate]:
+def make_policy(config: RunConfig, method: Method, ranks: Ranks | None) -> tuple[Policy, PolicyUpdate]:
     """Load the policy of a run, and create its update; `ranks` is None if this is the only process."""
     actor = config.actor
-    method = Method.of(actor.algorithm, actor.kl)
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
     if ranks is None:
         policy = Policy.of(actor)
@@ -40,7 +39,7 @@ def follow(config: RunConfig, ranks: Ranks) -> None:
         RankLost: rank 0 has died.
     """
     try:
-        policy, update = make_policy(config, ranks)
+        policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
     except RlhfError as error:  # process edge: rank 0, which has the same files, reports it and ends the job
         logger.warning("the policy cannot be loaded: %s", error)
         ranks.operations.follow({})

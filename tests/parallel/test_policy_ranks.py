@@ -129,7 +129,7 @@ def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -
     if ranks is not None and ranks.rank:
         follow(config, ranks)
         return None
-    policy, update = make_policy(config, ranks)
+    policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
     root, ended, found = folder / f"written by {policy.world_size}, {case}", [], {}
     for step in (1, 2):
         policy.renew_sampler()
