@@ -20,6 +20,7 @@ from actor.algorithms.kl_control import KLControl
 from actor.algorithms.shaping import RewardShaper
 from actor.data.rollout import Prompt, Rollout, Scores
 from actor.policy.checkpoint import RunState, critic_steps, saved_steps
+from actor.policy.policy import Policy
 from actor.run.recorder import Bookkeeper
 from actor.run.validation import Validation
 from actor.scoring.client import RequestCounters, RequestFailed
@@ -33,6 +34,9 @@ from tests.support.settings import nested
 
 class TinyPolicy:
     """What checkpoints are made of, and nothing that generates."""
+
+    world_size = 1
+    write_state, read_state = Policy.write_state, Policy.read_state
 
     def __init__(self) -> None:
         self.settings = PolicySection()

@@ -180,7 +180,7 @@ def largest(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_results_are_those_of_one_process(folder: Path, size: int):
     runs = [(case, torch.float64) for case in CASES if case not in ("lora with dropout", "bfloat16")]
     for (case, dtype), *results in zip(runs, *on_ranks(size, all_cases, folder, trained, runs), strict=True):
@@ -203,7 +203,10 @@ def test_float32_stays_near_one_process_and_repeats_its_bits(folder: Path):
     assert found[2]["stats"][0][norm] == pytest.approx(first[norm], rel=0.02)
 
 
-@pytest.mark.parametrize(("size", "case"), [(2, "ppo"), (2, "lora"), pytest.param(4, "ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [pytest.param(size, case, marks=pytest.mark.slow) for size, case in ((2, "ppo"), (2, "lora"), (4, "ppo"))],
+)
 def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: str):
     """Generates the same responses, and leaves checkpoints that any number of ranks resumes from."""
     one, (found, *_) = session(None, folder, case), on_ranks(size, session, folder, case)
