@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import log_to_stderr, report, run_parser
@@ -58,14 +59,16 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
 def _run_ranks(config: RunConfig) -> None:
     """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
     from python_backend.parallel.ranks import Ranks
-    from trainer.sharded_update import follow_rank_0
+    from trainer.sharded_publish import ShardedPublisher
+    from trainer.sharded_update import ShardedUpdate, follow_rank_0
     from trainer.sidecar import follow
 
     with Ranks.joined(config.trainer.device) as ranks:
         if ranks.rank:
             follow_rank_0(config.trainer, config.run.seed, ranks)
         else:
-            follow(config, stop_event(*stop_signals()), ranks)
+            load = partial(ShardedUpdate, config.trainer, config.run.seed, ranks)
+            follow(config, stop_event(*stop_signals()), load=load, kind=ShardedPublisher)
 
 
 def _stay_out_of_the_way(settings: TrainerSection) -> None:

@@ -26,6 +26,7 @@ from trainer.progress import SidecarProgress
 from trainer.trained_critic import build_critic
 
 logger = logging.getLogger(__name__)
+LoadUpdate = Callable[[Path], CriticUpdate]  # loads a version's folder; several ranks share one update
 
 
 class CriticState:
@@ -36,7 +37,7 @@ class CriticState:
 
     def __init__(
         self, settings: TrainerSection, store: WeightsStore, journal: Journal, checkpoints: CheckpointFolder,
-        progress: SidecarProgress, *, seed: int, load: Callable[[Path], CriticUpdate] | None = None,
+        progress: SidecarProgress, *, seed: int, load: LoadUpdate | None = None,
     ) -> None:  # fmt: skip
         """Create the state; call `restore_at_start` before any other method.
 

@@ -6,34 +6,28 @@ import contextlib
 import logging
 import threading
 from dataclasses import dataclass
-from functools import partial
 
 from python_backend.config import RunConfig
-from python_backend.parallel.ranks import Ranks
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.journal_entry import DamagedEntry
 from python_backend.store.weights import WeightsStore
 from trainer.checkpoint import CheckpointFolder
 from trainer.critic_checkpoints import CriticCheckpoints
-from trainer.critic_state import CriticState
+from trainer.critic_state import CriticState, LoadUpdate
 from trainer.critic_versions import CriticVersions
 from trainer.patience import Patience, StoppedWaiting
 from trainer.pending_entries import PendingEntries
 from trainer.progress import SidecarProgress
 from trainer.publish import Publisher, initialise_store
-from trainer.sharded_publish import ShardedPublisher
-from trainer.sharded_update import ShardedUpdate
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
 
 
-def follow(config: RunConfig, stop: threading.Event, ranks: Ranks | None = None) -> None:
-    """Restore the critic and follow the journal until `stop` is set. Raises JournalLocked if another sidecar does.
-
-    Args:
-        ranks: the ranks that train the critic together, of which this process is rank 0; None if it trains alone.
-    """
+def follow(
+    config: RunConfig, stop: threading.Event, *, load: LoadUpdate | None = None, kind: type[Publisher] = Publisher
+) -> None:
+    """Restore the critic and follow the journal until `stop` is set. Raises JournalLocked if another sidecar does."""
     settings, journal = config.trainer, Journal(config.run.journal_dir, config.run.identity)
     store, folder = WeightsStore(config.run.weights_dir), CheckpointFolder(config.run.dir / "checkpoints" / "critic")
     with contextlib.ExitStack() as held:
@@ -42,8 +36,6 @@ def follow(config: RunConfig, stop: threading.Event, ranks: Ranks | None = None)
         progress = SidecarProgress(journal, config.run.dir / "critic_metrics.jsonl", epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_store(store, config.critic, run_id=journal.run_id))
-        kind = Publisher if ranks is None else ShardedPublisher
-        load = None if ranks is None else partial(ShardedUpdate, settings, config.run.seed, ranks)
         publisher = kind.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
         critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed, load=load)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)

@@ -70,6 +70,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor.optimizer.kind: adamw_8bit needs CUDA, and actor.policy.device is cpu; set it to adamw",
         ),
         (
+            "actor: {ranks: 2, policy: {device: cuda}, optimizer: {kind: adamw_8bit}}",
+            "actor.optimizer.kind: adamw_8bit is not supported with actor.ranks above 1; set adamw",
+        ),
+        (
             "trainer: {optimizer: {kind: adamw_8bit}}",
             "trainer.optimizer.kind: adamw_8bit needs CUDA, and trainer.device is cpu; set it to adamw",
         ),
