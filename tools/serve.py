@@ -149,15 +149,21 @@ def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> Tr
     """
     from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
 
-    render_repository(config, config.run.repository_dir)
+    render_repository(config, repository_of(config))
     return serve_rendered(config, log=log)
+
+
+def repository_of(config: RunConfig) -> Path:
+    """Return the folder of the model repository that this server renders and loads."""
+    return config.server_dir / config.run.repository_dir.name
 
 
 def serve_rendered(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
     """Start a server on the rendered repository and return it once every model has answered a request.
 
     The caller must stop the server. `section` of the server has the actual ports where the configuration has 0. `log`
-    receives progress messages and the readable lines of the server's log; the full log is in `run.logs_dir`.
+    receives progress messages and the readable lines of the server's log; the full log is in `logs/` of the server's
+    folder.
 
     Raises:
         ServerStartError: the server cannot start; nothing is left running.
@@ -165,16 +171,16 @@ def serve_rendered(config: RunConfig, *, log: Callable[[str], None] = print) -> 
     home = find_tritonserver(config.server.tritonserver)
     server = TritonServer(
         home,
-        config.run.repository_dir,
+        repository_of(config),
         config.server,
-        config.run.logs_dir / "tritonserver.log",
-        backends=lay_out_backends(home, config.run.dir / "backends"),
+        config.server_dir / config.run.logs_dir.name / "tritonserver.log",
+        backends=lay_out_backends(home, config.server_dir / "backends"),
         control_key=control_key(config.run.weights_dir),
         log=log,
     )
     try:
         server.start()
-        server.wait_ready(config.run.dir / "server.json")
+        server.wait_ready(config.server_dir / "server.json")
         _warn_if_exposed(server, log)
     except BaseException:  # also after a signal, since the caller has no server to stop yet
         server.stop()

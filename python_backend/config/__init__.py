@@ -138,6 +138,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def server_dir(self) -> Path:
+        """Folder of the server's own files."""
+        return self.server.dir or self.run.dir
+
+    @property
     def functions(self) -> dict[str, RewardTerm]:
         """The reward terms that are Python functions, by name."""
         return function_terms(self.rewards or {})

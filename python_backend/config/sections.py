@@ -86,6 +86,9 @@ class ServerSection(Section):
     """gRPC port, for model control."""
     metrics_port: Port = 8002
     """Port for Prometheus metrics."""
+    dir: Path | None = None
+    """Folder of this server's own files: the rendered model repository and its log; default: `run.dir`. Servers that
+    share one `run.dir` need one folder each."""
     tritonserver: Path | None = None
     """Path of the executable; default: the one in the nvidia-pytriton wheel, then the one on PATH."""
     start_timeout_s: Seconds = 180.0

@@ -18,7 +18,7 @@ from python_backend.store.control_key import VARIABLE
 from tools.render_configs import DEFAULT_REPOSITORY, main, parse_config, render_repository
 from tools.server.container import EXIT_TIMEOUT_S, copy_repository, training_key, tritonserver_command, weights_dir
 from tools.server.drain import main as drain
-from tools.server.healthcheck import main as healthcheck
+from tools.server.healthcheck import check as healthcheck
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile.triton").read_text()
@@ -130,9 +130,18 @@ def test_another_rendering_keeps_its_paths_relative(tmp_path: Path, monkeypatch:
     assert '"rewards/length.py:penalty"' in texts
 
 
-def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(tmp_path: Path) -> None:
+def make_current(folder: Path, version: int) -> None:
+    (folder / "weights").mkdir(exist_ok=True)
+    (folder / "weights" / "CURRENT").write_text(f"{version}\n")
+
+
+def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the wheel's server, but for the one option that it does not know yet."""
     write_repository(tmp_path / "source")
+    with (tmp_path / "source" / "critic" / "config.pbtxt").open("a") as config:
+        config.write(f'parameters {{ key: "store" value {{ string_value: "{tmp_path / "weights"}" }} }}\n')
     copy_repository(tmp_path / "source", tmp_path / "repository", "secret")
     assert (tmp_path / "repository" / "critic" / "1" / "__pycache__").is_dir()
     with tiny_server(tmp_path) as server:
@@ -142,6 +151,12 @@ def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(tmp_path: P
         assert {argument.partition("=")[0] for argument in asked} - known == {"--http-max-input-size"}
         url = f"http://{server.section.http_url}"
         assert healthcheck(tmp_path / "repository", url) == 0
+        make_current(tmp_path, 0)
+        assert healthcheck(tmp_path / "repository", url) == 0
+        make_current(tmp_path, 1)
+        assert healthcheck(tmp_path / "repository", url) == 1
+        assert "it serves version 0, but CURRENT is 1" in capsys.readouterr().err
+        make_current(tmp_path, 0)
         for stub in server.processes_of("reward_model"):
             stub.kill()
         assert healthcheck(tmp_path / "repository", url) == 1

@@ -38,12 +38,16 @@ def wait_until_gone(parent_pid: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals) -> None:
-    write_repository(run_dir / "model_repository")
-    process = serve(run_dir)
-    wait_for(run_dir / "server.json", process)
-    grpc_url = json.loads((run_dir / "server.json").read_text())["grpc"]
+@pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server-0")])
+def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str) -> None:
+    """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers."""
+    write_repository(run_dir / own / "model_repository")
+    shared = {path.name for path in run_dir.iterdir()}
+    process = serve(run_dir, *([] if own == "." else [f"server.dir={run_dir / own}"]))
+    state = run_dir / own / "server.json"
+    wait_for(state, process)
+    assert own == "." or {path.name for path in run_dir.iterdir()} == shared
+    grpc_url = json.loads(state.read_text())["grpc"]
     with ControlPlane(grpc_url) as control:
         control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=10)
     process.send_signal(number)
@@ -53,7 +57,7 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals) 
     assert out.endswith("stopped\n")
     assert server_processes(process.pid) == []
     assert regions(process.pid) == []
-    assert not (run_dir / "server.json").exists()
+    assert not state.exists()
 
 
 TWO_TOKENS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -12,14 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from python_backend.config import ServerSection
+from tools.server.container import BODY_LIMIT
 from tools.server.triton_home import (
     STUB,
     ServerStartError,
     TritonHome,
+    accepts,
     find_tritonserver,
     lay_out_backends,
     server_environment,
 )
+from tools.server.tritonserver import TritonServer
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 OTHER = "3.8"
@@ -83,6 +88,18 @@ def test_a_system_server_keeps_its_own_backends(wheel: TritonHome, tmp_path: Pat
     assert home.backend_source_dir == backends
     assert lay_out_backends(home, tmp_path / "elsewhere") == backends
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_an_option_is_known_if_the_server_lists_it(wheel: TritonHome, tmp_path: Path) -> None:
+    assert accepts(wheel, "--http-port")
+    assert not accepts(wheel, BODY_LIMIT)
+    newer = tmp_path / "tritonserver"
+    newer.write_text(f"#!/bin/sh\necho 'Usage: tritonserver [options]'\necho '  {BODY_LIMIT} <integer>' >&2; exit 1\n")
+    newer.chmod(0o755)
+    home = dataclasses.replace(wheel, binary=newer)
+    assert accepts(home, BODY_LIMIT)
+    server = TritonServer(home, tmp_path, ServerSection(), tmp_path / "log", backends=tmp_path, control_key="key")
+    assert f"{BODY_LIMIT}={256 << 20}" in server._command()
 
 
 def test_path_is_the_last_resort(wheel: TritonHome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

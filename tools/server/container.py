@@ -21,7 +21,8 @@ REPOSITORY = Path("model_repository")
 RUNS = Path("runs")
 KEY_VARIABLE = "TRAINING_KEY"
 EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10 s
-LARGEST_BODY_BYTES = 256 << 20  # a training payload may exceed the server's own limit of 64 MB
+BODY_LIMIT = "--http-max-input-size"  # from 25.06 on; the server's own limit is 64 MB, and training payloads are larger
+LARGEST_BODY_BYTES = 256 << 20
 SERVER_ARGUMENTS = (
     "--model-control-mode=explicit",
     "--load-model=*",  # all models, before the ports open: no client reaches a server without its models
@@ -92,7 +93,7 @@ def tritonserver_command(repository: Path, *, key: str, address: str, control_ad
         "--metrics-port=8002",
         f"--grpc-address={control_address}",
         "--grpc-port=8001",
-        f"--http-max-input-size={LARGEST_BODY_BYTES}",
+        f"{BODY_LIMIT}={LARGEST_BODY_BYTES}",
         *closing_arguments(key),
     ]
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -95,6 +96,15 @@ def server_environment(home: TritonHome) -> dict[str, str]:
     environment["HF_HUB_OFFLINE"] = "1"
     environment["TOKENIZERS_PARALLELISM"] = "false"
     return environment
+
+
+def accepts(home: TritonHome, option: str) -> bool:
+    """Return whether this release of the server lists `option` in its usage text."""
+    command = [str(home.binary), "--help"]
+    usage = subprocess.run(
+        command, env=server_environment(home), capture_output=True, text=True, errors="replace", check=False, timeout=60
+    )
+    return option in (usage.stdout + usage.stderr).split()
 
 
 def _binary(explicit: Path | None) -> Path:

@@ -18,13 +18,13 @@ from python_backend.stop_signal import how_ended
 from python_backend.store.control_key import closing_arguments
 from python_backend.store.durable import write_json
 from tools.server.child import start_bound
-from tools.server.container import SERVER_ARGUMENTS
+from tools.server.container import BODY_LIMIT, LARGEST_BODY_BYTES, SERVER_ARGUMENTS
 from tools.server.drain import drain
 from tools.server.log import follow, poll_failure, set_aside_if_large, stub_failure, tail
 from tools.server.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.server.ports import check_ports, is_open, with_free_ports
 from tools.server.shared_memory import Regions, remove_abandoned
-from tools.server.triton_home import ServerStartError, TritonHome, server_environment
+from tools.server.triton_home import ServerStartError, TritonHome, accepts, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 KILL_AFTER_S = 10.0
@@ -246,6 +246,7 @@ class TritonServer:
             f"--grpc-port={section.grpc_port}",
             f"--metrics-address={section.host}",
             f"--metrics-port={section.metrics_port}",
+            *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(self.home, BODY_LIMIT) else []),
             *closing_arguments(self._control_key),
         ]
 
