@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Installs this package and its `serving` extra, in the pinned versions, into the Python that runs inside tritonserver.
-# Usage: [PYTHON=python3] tools/install_serving.sh. PYTHON must match the server's stub: in an NGC image it is python3.
+# Installs this package with some of its extras, in the pinned versions; Dockerfile.triton runs it.
+# Usage: [PYTHON=python3] tools/install.sh EXTRA[,EXTRA...], for example `serving` for the Python inside tritonserver.
+# PYTHON must then match the server's stub: in an NGC image it is python3.
 set -euo pipefail
 
+extras=${1:?usage: tools/install.sh EXTRA[,EXTRA...]}
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 
@@ -10,7 +12,7 @@ python=${PYTHON:-python3}
 # setuptools builds inside the source tree, and would also install what an older build/ contains.
 trap 'rm -rf -- "$root/build"' EXIT
 rm -rf -- "$root/build"
-"$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "$root[serving]"
+"$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "$root[$extras]"
 # Run from another folder, so that the installed package is imported and not the source tree.
 cd / && "$python" -c '
 import numpy, safetensors, tokenizers, torch, transformers, python_backend.wire.contract

@@ -1,0 +1,47 @@
+"""Renders the overlays of deploy/ and finds their pods and torchrun lines."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+OVERLAYS = sorted(path.name for path in (DEPLOY / "overlays").iterdir())
+Manifest = dict[str, Any]
+
+
+@functools.cache
+def rendered(overlay: str) -> str:
+    """Return the output of `kubectl kustomize`, of a copy that has a key: the repository has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(DEPLOY, Path(folder) / "deploy"))
+        (copy / "base" / "keys.env").write_text("TRAINING_KEY=test\n")
+        return kustomize(copy, overlay).stdout
+
+
+def kustomize(deploy: Path, overlay: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run `kubectl kustomize` on an overlay of the folder `deploy`."""
+    command = [Path(sys.executable).with_name("kubectl"), "kustomize", deploy / "overlays" / overlay]
+    return subprocess.run(command, capture_output=True, text=True, check=check)
+
+
+def manifests(overlay: str) -> list[Manifest]:
+    """Return the manifests of the overlay."""
+    return list(yaml.safe_load_all(rendered(overlay)))
+
+
+def pods(overlay: str) -> dict[str, Manifest]:
+    """Return the pod template of each StatefulSet and Job, by name."""
+    return {m["metadata"]["name"]: m["spec"]["template"] for m in manifests(overlay) if "template" in m.get("spec", {})}
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    """Return all containers of a pod template."""
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
