@@ -12,7 +12,7 @@ python=${PYTHON:-python3}
 # setuptools builds inside the source tree, and would also install what an older build/ contains.
 trap 'rm -rf -- "$root/build"' EXIT
 rm -rf -- "$root/build"
-"$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "$root[$extras]"
+"$python" -m pip install --no-cache-dir --constraint "$root/constraints.txt" "${root}[$extras]"
 # Run from another folder, so that the installed package is imported and not the source tree.
 cd / && "$python" -c '
 import numpy, safetensors, tokenizers, torch, transformers, python_backend.wire.contract

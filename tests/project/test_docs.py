@@ -29,9 +29,10 @@ INDENTED = re.compile(r"^ {4}(\S.*)$", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHONS = ("python", "python3", ".venv/bin/python")
-OTHER_PROGRAMS = ("docker", "apt", "tritonserver")  # not ours, and not installed everywhere
+# Not ours, and not installed everywhere.
+OTHER_PROGRAMS = ("docker", "apt", "tritonserver", "kubectl", "sbatch", "echo")
 MODULES = {
-    "pytest": None, "actor": "actor/__main__.py", "trainer": "trainer/__main__.py",
+    "pytest": None, "torch.distributed.run": None, "actor": "actor/__main__.py", "trainer": "trainer/__main__.py",
     "tools.server.drain": "tools/server/drain.py",
 }  # fmt: skip
 OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)+=.*")
@@ -42,6 +43,7 @@ FOLDERS = (
     "benchmarks",
     "chaos",
     "configs",
+    "deploy",
     "docs",
     "model_repository",
     "python_backend",

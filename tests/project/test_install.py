@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "install.sh"
 NOWHERE = {"pytriton", "matplotlib", "vaderSentiment", "pytest", "benchmarks", "chaos"}  # in no image
-TRAINING = {"peft", "tensorboard", "pyarrow", "rich"}
+TRAINING = {"peft", "tensorboard", "pyarrow"}
 STAGES = {
     "serving,operating": ("import tools.serve, tools.render_configs, tools.server.healthcheck", NOWHERE | TRAINING),
     "training": ("import tools.run, trainer.sidecar, actor.loop, peft, pyarrow, tensorboard", NOWHERE),
