@@ -1,4 +1,4 @@
-"""Every torchrun line of deploy/, executed on loopback: all nodes join, and a rank that dies is restarted."""
+"""Every torchrun line of deploy/, executed on loopback: all nodes join, and what dies is replaced."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from manifests import OVERLAYS, pods
+import yaml
+from manifests import OVERLAYS, Manifest, manifests, pods
+
+from tools.server.ports import is_open
 
 TORCHRUN = "torch.distributed.run"
-# In place of `actor` and `trainer`: joins the group as they do. Rank 1 dies in its first life.
+PODS = ("StatefulSet", "Job")
+# In place of `actor` and `trainer`: joins the group as they do. On node 1 the first one dies, and if so asked its agent.
 STAND_IN = """
 import json, os, pathlib, signal, sys
 import torch, torch.distributed as dist
@@ -23,8 +28,10 @@ dist.init_process_group("gloo")
 total = torch.tensor([1.0])
 dist.all_reduce(total)
 died = pathlib.Path("died")
-if dist.get_rank() == 1 and not died.exists():
+if os.environ["NODE"] == "1" and not died.exists():
     died.touch()
+    if os.environ["DIES"] == "node":
+        os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 print(json.dumps([dist.get_rank(), int(total), sys.argv[1:]]), flush=True)
@@ -62,25 +69,59 @@ def test_the_lines_are_found() -> None:
     assert set(LINES) == {"ranks-rlhf-actor", "ranks-rlhf-trainer"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", LINES)
-def test_all_nodes_join_and_a_dead_rank_is_restarted(name: str, tmp_path: Path) -> None:
+def test_the_numbers_agree(name: str) -> None:
+    overlay, _, workload = name.partition("-")
+    command, _ = LINES[name]
+    texts = [manifest["data"]["run.yaml"] for manifest in manifests(overlay) if manifest["kind"] == "ConfigMap"]
+    role = workload.removeprefix("rlhf-")
+    nodes = option(command, "nnodes")
+    assert yaml.safe_load(texts[0])[role]["ranks"] == nodes * option(command, "nproc-per-node")
+    (spec,) = [m["spec"] for m in manifests(overlay) if m["kind"] in PODS and m["metadata"]["name"] == workload]
+    assert {spec[key] for key in ("replicas", "completions", "parallelism") if key in spec} == {nodes}
+    pod = spec["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == str(option(command, "nproc-per-node"))
+    assert pod["terminationGracePeriodSeconds"] > option(command, "shutdown-timeout")
+    service = spec.get("serviceName") or pod["subdomain"]
+    assert f"--rdzv-endpoint={workload}-0.{service}:29400" in command
+    assert naming_service(overlay, service)["spec"]["selector"] == spec["template"]["metadata"]["labels"]
+
+
+def naming_service(overlay: str, name: str) -> Manifest:
+    """The headless service that gives the pods their names, also before they are ready."""
+    (service,) = [m for m in manifests(overlay) if (m["kind"], m["metadata"]["name"]) == ("Service", name)]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
+    return service
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dies"), [*((name, "rank") for name in LINES), ("ranks-rlhf-trainer", "node")])
+def test_all_nodes_join_and_what_dies_is_replaced(name: str, dies: str, tmp_path: Path) -> None:
     command, environment = LINES[name]
     nodes = option(command, "nnodes")
     module = command[command.index("-m", command.index(TORCHRUN)) + 1]
     (tmp_path / f"{module}.py").write_text(STAND_IN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    agents = [
-        subprocess.Popen(
-            on_loopback(command, port), cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **environment, "OMP_NUM_THREADS": "1", "PET_LOCAL_ADDR": "127.0.0.1"},
-        )
-        for _ in range(nodes)
-    ]  # fmt: skip
+
+    def start(node: int) -> subprocess.Popen[str]:
+        local = {"PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "NODE": str(node), "DIES": dies}
+        return subprocess.Popen(
+            on_loopback(command, port), cwd=tmp_path, env={**os.environ, **environment, **local}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    agents = [start(0)]
     try:
-        said = [agent.communicate(timeout=240) for agent in agents]
+        while not is_open(f"127.0.0.1:{port}"):  # node 0 has the rendezvous: no node can replace it
+            assert agents[0].poll() is None, agents[0].communicate()
+            time.sleep(0.1)
+        agents += [start(node) for node in range(1, nodes)]
+        if dies == "node":
+            agents[1].communicate()
+            agents[1] = start(1)
+        said = [agent.communicate() for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
