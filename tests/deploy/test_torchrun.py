@@ -19,7 +19,7 @@ from tools.server.ports import is_open
 
 TORCHRUN = "torch.distributed.run"
 PODS = ("StatefulSet", "Job")
-# In place of `actor` and `trainer`: joins the group as they do. On node 1 the first one dies, and if so asked its agent.
+# In place of `actor` and `trainer`: joins the group as they do. Once, node 0 loses its rank, or node 1 its agent as well.
 STAND_IN = """
 import json, os, pathlib, signal, sys
 import torch, torch.distributed as dist
@@ -28,9 +28,10 @@ dist.init_process_group("gloo")
 total = torch.tensor([1.0])
 dist.all_reduce(total)
 died = pathlib.Path("died")
-if os.environ["NODE"] == "1" and not died.exists():
+is_node = os.environ["DIES"] == "node"
+if os.environ["NODE"] == str(int(is_node)) and not died.exists():
     died.touch()
-    if os.environ["DIES"] == "node":
+    if is_node:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
