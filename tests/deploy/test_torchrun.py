@@ -19,7 +19,7 @@ from tools.server.ports import is_open
 
 TORCHRUN = "torch.distributed.run"
 PODS = ("StatefulSet", "Job")
-# In place of `actor` and `trainer`: joins the group as they do. Once, node 0 loses its rank, or node 1 its agent as well.
+# In place of `actor` and `trainer`: joins the group as they do. Once, node 0 loses its rank, or node 1 ends altogether.
 STAND_IN = """
 import json, os, pathlib, signal, sys
 import torch, torch.distributed as dist
