@@ -79,7 +79,7 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
     repository = probe["exec"]["command"][probe["exec"]["command"].index("--repository") + 1]
     assert Path(repository) == config.server_dir / "model_repository"
     assert config.server_dir.is_relative_to("/tmp")  # not on the volume that the servers share
-    assert probe["periodSeconds"] * probe["failureThreshold"] >= config.server.start_timeout_s
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 2 * config.server.start_timeout_s
     assert [port["containerPort"] for port in server["ports"]] == [8000, 8001, 8002]
     trainer = specs["rlhf-trainer"]["containers"][0]
     assert str(config.run.journal_dir / "heartbeat.json") in trainer["readinessProbe"]["exec"]["command"][-1]
