@@ -81,6 +81,9 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
     assert config.server_dir.is_relative_to("/tmp")  # not on the volume that the servers share
     assert probe["periodSeconds"] * probe["failureThreshold"] >= 2 * config.server.start_timeout_s
     assert [port["containerPort"] for port in server["ports"]] == [8000, 8001, 8002]
+    (pre_stop_s,) = [word for word in server["lifecycle"]["preStop"]["exec"]["command"] if word.isdigit()]
+    stopping_s = int(pre_stop_s) + config.server.drain_s + config.server.exit_timeout_s + 5
+    assert specs["rlhf-server"]["terminationGracePeriodSeconds"] >= stopping_s
     trainer = specs["rlhf-trainer"]["containers"][0]
     assert str(config.run.journal_dir / "heartbeat.json") in trainer["readinessProbe"]["exec"]["command"][-1]
     assert specs["rlhf-actor"]["terminationGracePeriodSeconds"] > config.actor.stop_grace_s + 5
