@@ -17,7 +17,7 @@ from python_backend.parallel.launch import ended, launch_ranks
 from python_backend.parallel.ranks import Ranks
 from python_backend.store.durable import sync_file
 from python_backend.store.weights import WeightsStore, sha256_of
-from trainer.sharded_critic import ShardedCritic, critic_operations
+from trainer.sharded.critic import ShardedCritic, critic_operations
 
 RESET_PEAK = "5"  # written to clear_refs: sets the peak of the resident memory to its present value
 

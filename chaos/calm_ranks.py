@@ -20,7 +20,7 @@ from python_backend.parallel.ranks import Ranks
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.training_payload import train_payload
 from trainer.checkpoint import CheckpointFolder, CheckpointState
-from trainer.sharded_update import ShardedUpdate, follow_rank_0
+from trainer.sharded.update import ShardedUpdate, follow_rank_0
 
 LOSSES_FILE = "losses.json"
 

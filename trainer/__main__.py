@@ -59,8 +59,8 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
 def _run_ranks(config: RunConfig) -> None:
     """Join the other ranks; follow the journal on rank 0, and rank 0 on the others."""
     from python_backend.parallel.ranks import Ranks
-    from trainer.sharded_publish import ShardedPublisher
-    from trainer.sharded_update import ShardedUpdate, follow_rank_0
+    from trainer.sharded.publish import ShardedPublisher
+    from trainer.sharded.update import ShardedUpdate, follow_rank_0
     from trainer.sidecar import follow
 
     with Ranks.joined(config.trainer.device) as ranks:

@@ -63,7 +63,7 @@ def write_slices(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
     Any number of ranks can read them with `read_tensors`. Raises OSError on all ranks if one cannot write.
     """
-    # Without pickle: the default writer of torch.distributed.checkpoint stores its metadata in a pickled file.
+    # The default writer of torch.distributed.checkpoint stores metadata in a format that runs code when it is read.
     with _disk_errors(folder):
         dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
 

@@ -35,7 +35,7 @@ VOTE_BYTES = 1000  # of the reason why a rank refuses
 MESH = ("pp", "dp_replicate", "fsdp", "tp")  # transformers' names; only the last dimension has more than one rank
 
 
-class RankLost(RlhfError):
+class OtherRankLost(RlhfError):
     """Another rank has ended or hangs, so this one cannot go on."""
 
 
@@ -85,7 +85,7 @@ class RankGroup:
 
         Raises:
             CheckpointError: another rank failed; the message names the rank and the cause.
-            RankLost: the ranks could not agree.
+            OtherRankLost: the ranks could not agree.
         """
         failure: Exception | None = None
         self._depth += 1
@@ -176,7 +176,7 @@ class RankGroup:
         try:
             dist.all_gather(votes, own, group=self._voters)
         except RuntimeError as error:
-            raise RankLost(str(error)) from error
+            raise OtherRankLost(str(error)) from error
         texts = [bytes(vote.tolist()).rstrip(b"\0").decode(errors="replace") for vote in votes]
         return {rank: text for rank, text in enumerate(texts) if text}
 

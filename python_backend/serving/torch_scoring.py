@@ -22,7 +22,7 @@ from python_backend.serving.scoring import ScoringModel
 from python_backend.serving.triton import Parameters, Unavailable, log_error, refuse_numpy_2
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
-    from python_backend.serving.ranks.controller import Ranks
+    from python_backend.serving.ranks.controller import ServingRanks
 
 # For what this process is exchanging with the server: if it ends in the middle of that, the server may crash.
 FAREWELL_S = 0.1
@@ -47,12 +47,12 @@ class TorchScoringModel(ScoringModel):
             "dtype": self.parameters.text("dtype"),
             "compile_forward": self.parameters.text("compile") == "true",
         }
-        self._ranks: Ranks | None = None
+        self._ranks: ServingRanks | None = None
         size = self.parameters.number("tensor_parallel")
         if size > 1:
-            from python_backend.serving.ranks.controller import Ranks
+            from python_backend.serving.ranks.controller import ServingRanks
 
-            self._ranks = Ranks(size, self.loading["device"], self.parameters.number("threads"), self._end)
+            self._ranks = ServingRanks(size, self.loading["device"], self.parameters.number("threads"), self._end)
 
     def load(self, loader: str, folder: Path, served: Any = None, **options: Any) -> Any:
         """Load a model, on all ranks if there are several; see `load_model`."""

@@ -81,7 +81,7 @@ def test_a_bfloat16_checkpoint_is_not_widened_while_it_is_loaded(
     folder = save_bfloat16(tmp_path, family)
     dtypes = loaded_dtypes(monkeypatch)
     policy = make_policy(folder, lora_rank=2)
-    monkeypatch.setattr("actor.policy.policy.stored_dtypes", lambda _: {"F32"})
+    monkeypatch.setattr("actor.policy.loading.stored_dtypes", lambda _: {"F32"})
     widened = make_policy(folder, lora_rank=2)
     assert dtypes == [torch.bfloat16, torch.float32]
     found, expected = (plain_tensors(each.model) for each in (policy, widened))

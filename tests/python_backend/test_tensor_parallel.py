@@ -16,7 +16,7 @@ from python_backend.checkpoints.inspection import WEIGHTS_FILE, CheckpointError
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.parallel.tensor_parallel import RankGroup
-from python_backend.serving.ranks.controller import Ranks
+from python_backend.serving.ranks.controller import ServingRanks
 from python_backend.serving.ranks.loaders import load_model
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -32,10 +32,10 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def ranks() -> Iterator[ServingRanks]:
     """Two ranks on the CPU; this process is rank 0."""
     lost: list[str] = []
-    ranks = Ranks(2, "cpu", 1, lost.append)
+    ranks = ServingRanks(2, "cpu", 1, lost.append)
     yield ranks
     ranks.close()
     torch.distributed.destroy_process_group()
@@ -57,7 +57,7 @@ def outputs(model: Any) -> np.ndarray:
     return np.concatenate(model.score(ROWS, 32) if hasattr(model, "score") else model.logprobs(ROWS, 32))
 
 
-def split_outputs(ranks: Ranks, model: Any) -> np.ndarray:
+def split_outputs(ranks: ServingRanks, model: Any) -> np.ndarray:
     with ranks.forward(model, ROWS, 32):
         return outputs(model)
 
@@ -68,7 +68,7 @@ def split_outputs(ranks: Ranks, model: Any) -> np.ndarray:
     [("load_reward", "reward", {}), ("load_critic", "critic", {}), ("load_language_model", "language", REFERENCE)],
 )
 def test_outputs_equal_those_of_one_process(
-    ranks: Ranks, tmp_path: Path, family: str, loader: str, head: str, options: dict[str, Any]
+    ranks: ServingRanks, tmp_path: Path, family: str, loader: str, head: str, options: dict[str, Any]
 ) -> None:
     save_tiny(tmp_path, family, head, **FAMILIES[family])
     split, whole = ranks.load(loader, tmp_path, None, options), load_model(loader, tmp_path, None, options)
@@ -90,7 +90,7 @@ def versions(tmp_path: Path) -> list[Path]:
     return folders
 
 
-def test_two_versions_keep_their_own_weights(ranks: Ranks, versions: list[Path]) -> None:
+def test_two_versions_keep_their_own_weights(ranks: ServingRanks, versions: list[Path]) -> None:
     first = ranks.load("load_critic", versions[0], None, {})
     second = ranks.load("load_critic", versions[1], first, {})
     for split, folder in ((first, versions[0]), (second, versions[1]), (first, versions[0])):
@@ -115,7 +115,7 @@ def damage(folder: Path, *, shape: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [False, True])
-def test_what_one_rank_refuses_no_rank_serves(ranks: Ranks, versions: list[Path], shape: bool) -> None:
+def test_what_one_rank_refuses_no_rank_serves(ranks: ServingRanks, versions: list[Path], shape: bool) -> None:
     served = ranks.load("load_critic", versions[0], None, {})
     damage(versions[1], shape=shape)
     with pytest.raises(CheckpointError, match="rank 1: "):
@@ -124,7 +124,7 @@ def test_what_one_rank_refuses_no_rank_serves(ranks: Ranks, versions: list[Path]
     np.testing.assert_allclose(split_outputs(ranks, served), outputs(whole), atol=TOLERANCE, rtol=0)
 
 
-def test_a_first_version_that_one_rank_refuses(ranks: Ranks, versions: list[Path]) -> None:
+def test_a_first_version_that_one_rank_refuses(ranks: ServingRanks, versions: list[Path]) -> None:
     damage(versions[0], shape=False)
     with pytest.raises(CheckpointError, match=f"rank 1: {LAYER} has values that are not finite"):
         ranks.load("load_critic", versions[0], None, {})

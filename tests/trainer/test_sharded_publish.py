@@ -14,7 +14,7 @@ from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import Manifest, WeightsStore
-from trainer.sharded_publish import ShardedPublisher
+from trainer.sharded.publish import ShardedPublisher
 from trainer.verification import VersionRejected
 
 

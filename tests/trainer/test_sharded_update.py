@@ -23,8 +23,8 @@ from tests.support.ranks import on_ranks
 from trainer import sharded_update
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.critic_update import CriticUpdate
-from trainer.sharded_publish import ShardedPublisher
-from trainer.sharded_update import ShardedUpdate, follow_rank_0
+from trainer.sharded.publish import ShardedPublisher
+from trainer.sharded.update import ShardedUpdate, follow_rank_0
 from trainer.trained_critic import build_critic
 from trainer.verification import VersionRejected
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from python_backend.parallel.tensor_parallel import RankGroup, RankLost, rank_device, release
+from python_backend.parallel.tensor_parallel import OtherRankLost, RankGroup, rank_device, release
 from python_backend.rewards.pool import interpreter
 from python_backend.serving.ranks.loaders import Model
 from python_backend.serving.ranks.process import load_part
@@ -35,7 +35,7 @@ WATCHER_S = 0.2  # a forward pass usually fails because a rank has died; its wat
 STOP_S = 2.0  # for a rank to end after its socket was closed; then it is killed
 
 
-class Ranks:
+class ServingRanks:
     """The processes of ranks 1 to size - 1, and this process as rank 0."""
 
     def __init__(self, size: int, device: str, threads: int, lost: Callable[[str], None]) -> None:
@@ -78,7 +78,7 @@ class Ranks:
         try:
             self._send(op="load", key=key, loader=loader, folder=str(folder), options=options, served=served_key)
             model = load_part(self._group, loader, folder, served, options)
-        except RankLost as error:  # not the checkpoint's fault: the caller must not see it as refused
+        except OtherRankLost as error:  # not the checkpoint's fault: the caller must not see it as refused
             self._end(f"the ranks could not load {folder.name}: {error}")
             raise
         except Exception:
@@ -127,7 +127,7 @@ class Ranks:
                 try:
                     connection.send_bytes(data)
                 except OSError as error:
-                    raise RankLost(str(error)) from error
+                    raise OtherRankLost(str(error)) from error
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self._end(f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}")

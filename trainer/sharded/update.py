@@ -22,7 +22,7 @@ from python_backend.parallel.sharding import whole, write_slices
 from python_backend.store.sealed_folder import DamagedCheckpoint, hashes, verify_folder
 from python_backend.wire.training_payload import TrainPayload
 from trainer.critic_update import MAX_ROWS, CriticUpdate, TrainingRow, UpdateReport
-from trainer.sharded_critic import ShardedCritic, critic_operations
+from trainer.sharded.critic import ShardedCritic, critic_operations
 from trainer.trained_critic import build_critic
 
 

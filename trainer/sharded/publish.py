@@ -17,7 +17,7 @@ from python_backend.models.modeling import CriticModel
 from python_backend.parallel.ranks import RankFailed
 from python_backend.store.weights import Manifest, WeightsError
 from trainer.publish import WAIT_POLL_S, Publisher
-from trainer.sharded_critic import ShardedCritic
+from trainer.sharded.critic import ShardedCritic
 from trainer.verification import VersionRejected, rejected
 
 logger = logging.getLogger(__name__)
