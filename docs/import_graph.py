@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 ROOTS = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
 COLOURS = dict(zip(ROOTS, ("#d6ebf7", "#e7f3d8", "#fde9cf", "#efe3f5", "#eeeeee", "#eeeeee"), strict=True))
 BASE = ("python_backend.errors", "python_backend.stop_signal")  # nearly all packages import them
+FLAT = ("chaos", "trainer")
 Graph = Mapping[str, set[str]]
 
 
@@ -52,11 +53,14 @@ def package_imports() -> dict[str, set[str]]:
 
 
 def package_of(module: str, graph: grimp.ImportGraph) -> str:
-    """Return the package of a module, cut to two levels; a module directly in a top-level package belongs to that."""
+    """Return the package of a module, cut to two levels; a module directly in a top-level package belongs to that.
+
+    The subpackages of `chaos` and `trainer` belong to the flat package around them.
+    """
     parts = module.split(".")
     inner = ".".join(parts[:2])
     is_package = len(parts) > 2 or bool(graph.find_children(inner))
-    return inner if len(parts) > 1 and is_package and parts[0] != "chaos" else parts[0]
+    return inner if len(parts) > 1 and is_package and parts[0] not in FLAT else parts[0]
 
 
 def reduced(imports: Graph) -> dict[str, set[str]]:

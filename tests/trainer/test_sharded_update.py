@@ -20,9 +20,9 @@ from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
 from tests.support.ranks import on_ranks
-from trainer import sharded_update
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.critic_update import CriticUpdate
+from trainer.sharded import update as sharded_update
 from trainer.sharded.publish import ShardedPublisher
 from trainer.sharded.update import ShardedUpdate, follow_rank_0
 from trainer.trained_critic import build_critic
