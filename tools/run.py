@@ -219,10 +219,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="print memory, traffic and ports of the run, start nothing; exit 1 if a device is too small",
+    )  # fmt: skip
+    parser.add_argument("--device-gib", type=float, metavar="N", help="with --dry-run: plan for GPUs of N GiB")
+    parser.add_argument("--host-gib", type=float, metavar="N", help="with --dry-run: plan for a host of N GiB")
     args = parser.parse_args(argv)
     interrupt_on_signals()
     try:
         config = load_config(args.config, args.overrides)
+        if args.dry_run:
+            return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
         if config.demo is None:  # a demo's files do not exist yet
             check_files(config, server=True, actor=True)
             check_prompts(config)
@@ -231,6 +239,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fresh:
         set_aside(config.run.dir)
     return _supervise(args.config, config, args.overrides)
+
+
+def _plan(
+    path: Path, config: RunConfig, overrides: Sequence[str], *, device_gib: float | None, host_gib: float | None
+) -> int:
+    from tools.plan.command import dry_run  # torch: slow to import
+
+    config = load_config(path, [*overrides, *demo_preparation(config)[1]])
+    dry_run(config, device_gib=device_gib, host_gib=host_gib)
+    return 0
 
 
 def check_prompts(config: RunConfig) -> None:

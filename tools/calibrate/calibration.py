@@ -41,19 +41,21 @@ def settle(config: RunConfig, log: Callable[[str], None]) -> list[str]:
     Raises:
         ConfigError: a model cannot be loaded; the message says why.
     """
-    sections = config.served_sections
-    on_cpu = sum(section.device == "cpu" for section in sections.values())
     overrides = []
-    for role, section in sections.items():
+    for role, section in config.served_sections.items():
         names = [name for name in UNMEASURED if getattr(section, name) == "auto"]
         if section.tensor_parallel > 1:  # measuring would need the whole model on one device
             overrides += [f"{role}.{name}={section.settled(name)}" for name in names]
         elif names:
-            # Models on the CPU share the cores equally, and so do the instances of a model.
-            cores = max(1, _cores() // max(1, on_cpu) // section.instances)
-            found = _remembered(role, section, cores, log)
+            found = _remembered(role, section, _cores_of(config, section), log)
             overrides += [f"{role}.{name}={getattr(found, name)}" for name in names]
     return overrides
+
+
+def cached(config: RunConfig, role: str) -> Settled | None:
+    """Return the settings of a served model that an earlier start measured; None if there was none."""
+    section = config.served_sections[role]
+    return _read(_cache_file(role, section, _cores_of(config, section)))
 
 
 def splits(cores: int, section: ModelSection) -> list[tuple[int, int]]:
@@ -94,7 +96,7 @@ def forward_overhead(checkpoint: Path) -> int:
 
 
 def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str], None]) -> Settled:
-    path = _cache_folder() / f"{role}-{_identity(section, cores)}.json"
+    path = _cache_file(role, section, cores)
     known = _read(path)
     if known is not None:
         return known
@@ -119,6 +121,16 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(settled), durable=False)
     return settled
+
+
+def _cache_file(role: str, section: ModelSection, cores: int) -> Path:
+    return _cache_folder() / f"{role}-{_identity(section, cores)}.json"
+
+
+def _cores_of(config: RunConfig, section: ModelSection) -> int:
+    """Return the cores of one instance: models on the CPU share them equally, and so do the instances of a model."""
+    on_cpu = sum(other.device == "cpu" for other in config.served_sections.values())
+    return max(1, _cores() // max(1, on_cpu) // section.instances)
 
 
 def _read(path: Path) -> Settled | None:

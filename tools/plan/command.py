@@ -1,0 +1,173 @@
+"""`python -m tools run --dry-run`: prints what a run needs, and refuses one that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import psutil
+
+from python_backend.config import ConfigError, RunConfig
+from python_backend.errors import RlhfError
+from tools.plan.role import GIB, Role, Sizes
+from tools.plan.serving import served_role
+from tools.plan.traffic import shown, traffic_lines
+from tools.plan.training import policy_role, trainer_role
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CATEGORIES = [field.name for field in fields(Sizes)]
+HEADINGS = {"cache": "KV cache"}
+REMEDIES = {  # section -> {largest part: settings that make it smaller}
+    "actor": {
+        "weights": "actor.policy.lora_rank with actor.policy.precision: bfloat16, or actor.ranks",
+        "copies": "actor.policy.lora_rank, actor.kl.reference: triton, or actor.one_step_off_policy: false",
+        "gradients": "actor.policy.lora_rank or actor.ranks",
+        "optimizer": "actor.policy.lora_rank or actor.ranks",
+        "activations": "actor.policy.gradient_checkpointing, actor.policy.token_budget or actor.generation.batch_size",
+        "cache": "actor.generation.batch_size, actor.generation.max_new_tokens or actor.prompts.max_tokens",
+    },
+    "trainer": {
+        "weights": "trainer.lora_rank with trainer.precision: bfloat16, or trainer.ranks",
+        "copies": "trainer.ranks",
+        "gradients": "trainer.lora_rank or trainer.ranks",
+        "optimizer": "trainer.lora_rank or trainer.ranks",
+        "activations": "trainer.gradient_checkpointing or trainer.token_budget",
+    },
+}  # fmt: skip
+
+
+class PlanError(RlhfError):
+    """The run does not fit a device; the message names the device, the largest role and the setting to change."""
+
+
+def dry_run(
+    config: RunConfig, *, device_gib: float | None, host_gib: float | None, say: Callable[[str], None] = print
+) -> None:
+    """Print the memory and traffic of a run, and check that it fits. Starts and writes nothing.
+
+    Args:
+        device_gib: memory of each GPU of the machine to plan for; None: that of this machine.
+        host_gib: memory of its CPU; None: that of this machine.
+
+    Raises:
+        PlanError: a device is too small, or is not on this machine.
+        ConfigError: a checkpoint has no usable config.json.
+    """
+    interpreter = psutil.Process().memory_info().rss  # torch and transformers are loaded: as large as each process
+    roles = roles_of(config)
+    for line in [*table(list(roles.values())), "", *traffic_lines(config, roles)]:
+        say(line)
+    server = config.server
+    names = ("http", "grpc", "metrics")
+    ports = (f"{name} {getattr(server, f'{name}_port') or 'any free port'}" for name in names)
+    say(f"ports on {server.host}: {', '.join(ports)}")
+    say("")
+    needs = needs_of(roles.values(), interpreter)
+    capacities = {
+        device: _capacity(device, host_gib if device == "cpu" else device_gib) for device in needs
+    }
+    for device, parts in needs.items():
+        say(f"{device}: {shown(sum(parts.values()))} of {shown(capacities[device])}")
+    check(needs, capacities, roles)
+
+
+def roles_of(config: RunConfig) -> dict[str, Role]:
+    """Return every role of the run by its section; one whose checkpoint is missing says so in `unknown`."""
+    makers: dict[str, tuple[Path, Callable[[], Role]]] = {
+        "actor": (config.actor.policy.checkpoint, lambda: policy_role(config))
+    }
+    if config.actor.algorithm.uses_critic:
+        makers["trainer"] = (config.critic.checkpoint, lambda: trainer_role(config))
+    for key, section in config.served_sections.items():
+        makers[key] = (section.checkpoint, lambda key=key: served_role(config, key))  # type: ignore[misc]
+    return {key: _role(config, key, *maker) for key, maker in makers.items()}
+
+
+def _role(config: RunConfig, key: str, folder: Path, make: Callable[[], Role]) -> Role:
+    if not (folder / "config.json").is_file():
+        if config.demo is None:
+            raise ConfigError(f"{key}: {folder} has no config.json, so the size of its model is unknown")
+        return Role(key, Sizes(), unknown=f"{folder} does not exist yet: the run prepares it at its start")
+    try:
+        return make()
+    except (OSError, ValueError, KeyError) as error:  # raised by transformers for a config.json that it cannot use
+        raise ConfigError(f"{key}: the model in {folder} cannot be planned: {error}") from error
+
+
+def table(roles: Sequence[Role]) -> list[str]:
+    """Return the lines of a table with a row for each role, and the notes below it."""
+    rows = [["role", "model", "parameters", "precision", "device", *(HEADINGS.get(c, c) for c in CATEGORIES), "total"]]
+    for role in roles:
+        if role.unknown:
+            rows.append([role.key, "unknown"])
+            continue
+        model = [role.key, role.model, f"{role.parameters / 1e6:,.1f} M", role.precision, _places(role)]
+        sizes = [getattr(role.sizes, category) for category in CATEGORIES]
+        rows.append([*model, *(shown(size) if size else "-" for size in (*sizes, role.sizes.total))])
+    rows = [row + [""] * (len(rows[0]) - len(row)) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [*lines, "", *(f"{role.key}: {note}" for role in roles for note in (*role.notes, role.unknown) if note)]
+
+
+def _places(role: Role) -> str:
+    first, count = role.devices[0], len(role.devices)
+    return first if count == 1 else f"{count} x {first}" if first == "cpu" else f"{first}-{role.devices[-1][5:]}"
+
+
+def needs_of(roles: Sequence[Role] | Mapping[str, Role] | object, interpreter: int) -> dict[str, dict[str, int]]:
+    """Return the bytes that each role needs on each device; `interpreter`: of each process itself, on the CPU."""
+    needs: dict[str, dict[str, int]] = {"cpu": {}}
+    processes = 0
+    for role in roles:  # type: ignore[attr-defined]
+        processes += role.processes
+        for device in role.devices:
+            parts = needs.setdefault(device, {})
+            parts[role.key] = parts.get(role.key, 0) + role.sizes.total
+    needs["cpu"]["processes"] = processes * interpreter
+    return needs
+
+
+def check(needs: Mapping[str, Mapping[str, int]], capacities: Mapping[str, int], roles: Mapping[str, Role]) -> None:
+    """Raise PlanError unless every device has what the roles need on it."""
+    problems = []
+    for device, parts in needs.items():
+        need = sum(parts.values())
+        if need > capacities[device]:
+            key = max((key for key in parts if key in roles), key=lambda key: parts[key], default="")
+            problems.append(
+                f"{device} needs {shown(need)} of {shown(capacities[device])}: "
+                f"{', '.join(f'{k} {shown(v)}' for k, v in sorted(parts.items(), key=lambda part: -part[1]))}; "
+                f"{_remedy(key, roles)}"
+            )
+    if problems:
+        raise PlanError("\n".join(problems))
+
+
+def _remedy(key: str, roles: Mapping[str, Role]) -> str:
+    if not key:
+        return "use a larger machine"
+    largest = max(CATEGORIES, key=lambda category: getattr(roles[key].sizes, category))
+    served = {
+        "weights": f"{key}.dtype: bfloat16, {key}.tensor_parallel or another {key}.device",
+        "copies": f"{key}.dtype: bfloat16, {key}.tensor_parallel or another {key}.device",
+        "activations": f"{key}.token_budget, {key}.workers or {key}.instances",
+    }
+    return f"most of it are the {HEADINGS.get(largest, largest)} of {key}: change {REMEDIES.get(key, served)[largest]}"
+
+
+def _capacity(device: str, given_gib: float | None) -> int:
+    """Return the memory of a device in bytes. Raises PlanError if it is not on this machine."""
+    if given_gib is not None:
+        return int(given_gib * GIB)
+    if device == "cpu":
+        total = psutil.virtual_memory().total
+        limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
+        return total if limit == "max" else min(total, int(limit))
+    import torch
+
+    index = int(device.partition(":")[2])
+    if index >= torch.cuda.device_count():
+        raise PlanError(f"{device} is not on this machine; --device-gib N plans for GPUs of N GiB")
+    return torch.cuda.get_device_properties(index).total_memory

@@ -1,0 +1,90 @@
+"""Builds the models of a run from their config.json alone, for `live_bytes.counting`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from python_backend.models.lean_decoder import FAMILIES, LeanDecoder
+from python_backend.models.output_head import head_logprobs
+from python_backend.models.precision import computing
+from python_backend.models.logprobs import target_logprobs
+from python_backend.models.token_head import head_of, keep_head_exact
+
+CPU = torch.device("cpu")
+
+
+def causal_model(folder: Path) -> Any:
+    """Return the causal LM that a folder's config.json describes, in float32."""
+    return AutoModelForCausalLM.from_config(_config(folder), dtype=torch.float32).eval()
+
+
+def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a body with one output per token; the head is in float32."""
+    config = _config(folder, num_labels=1)
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    model = kind._from_config(config, dtype=dtype).eval()
+    head = keep_head_exact(model)
+    for name, parameter in list(head.named_parameters()):
+        setattr(head, name, torch.nn.Parameter(parameter.float()))
+    return model
+
+
+def values_of(model: Any, ids: Tensor, *, lean: bool = False) -> Tensor:
+    """Return the head's outputs at every token; `lean`: by the faster forward pass where the family has one."""
+    if lean and model.config.model_type in FAMILIES and model.dtype == torch.float32:
+        return head_of(model)(LeanDecoder(model.base_model).hidden(ids))
+    takes = inspect.signature(model.base_model.forward).parameters
+    return head_of(model)(model.base_model(input_ids=ids, **({"use_cache": False} if "use_cache" in takes else {}))[0])
+
+
+def logprobs_of(
+    model: Any, ids: Tensor, responses: int, precision: str, *, with_entropy: bool = False, is_linear: bool = True
+) -> Tensor:
+    """Return the log-probs of the last `responses` tokens of every row, as the policy's update computes them."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    targets = ids[:, -responses:].reshape(-1)
+    with computing(CPU, precision):
+        outputs = model.base_model(**inputs)[0] if is_linear else model(**inputs).logits
+    wanted = outputs[:, -responses - 1 : -1].reshape(-1, outputs.shape[-1])
+    if not is_linear:
+        return target_logprobs(wanted, targets, temperature=1.0)
+    return head_logprobs(wanted, model.get_output_embeddings(), targets, temperature=1.0, with_entropy=with_entropy)[0]
+
+
+@torch.no_grad()
+def has_linear_head(model: Any) -> bool:
+    """Return whether the model's logits are what its head returns, without a cap or scale after it."""
+    head, seen = model.get_output_embeddings(), []
+    hook: Callable[..., None] = lambda _, __, out: seen.append(out)  # noqa: E731
+    handle = head.register_forward_hook(hook)
+    logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+    handle.remove()
+    return bool(seen) and logits is seen[-1]
+
+
+def recompute_activations(model: Any) -> None:
+    """Turn on gradient checkpointing, and leave dropout off."""
+    # transformers 5.20, the last release for Python 3.10, has only the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _config(folder: Path, **settings: Any) -> Any:
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)

@@ -1,0 +1,60 @@
+"""What one role of a run needs, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory of one role on each of its devices, in bytes."""
+
+    weights: int = 0
+    copies: int = 0
+    """Further weights: the reference, the sampler, a version that is about to be served or verified."""
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    """Largest working memory of a forward and backward pass."""
+    cache: int = 0
+    """Keys and values of generation."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model of the run, in one use."""
+
+    key: str
+    """Section of the configuration."""
+    sizes: Sizes
+    model: str = ""
+    parameters: int = 0
+    trained: int = 0
+    """Number of parameters that are trained."""
+    precision: str = ""
+    devices: tuple[str, ...] = ("cpu",)
+    """Each of them needs `sizes`; `cpu` may occur several times."""
+    processes: int = 1
+    notes: tuple[str, ...] = ()
+    unknown: str = ""
+    """Why nothing is known about the role; empty: everything is."""
+
+
+def devices_of(device: str, count: int = 1) -> tuple[str, ...]:
+    """Return the device of each of `count` processes that start at `device`: one GPU each, or all on the CPU."""
+    if device == "cpu":
+        return ("cpu",) * count
+    first = int(device.partition(":")[2] or 0)
+    return tuple(f"cuda:{first + i}" for i in range(count))
+
+
+def setting(section: Any, name: str, default: Any) -> Any:
+    """Return a setting of a section, or `default` if this version has no such setting."""
+    return getattr(section, name, default)

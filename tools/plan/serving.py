@@ -1,0 +1,92 @@
+"""Memory of the models that tritonserver serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
+from python_backend.config import ModelSection, RunConfig
+from python_backend.models.precision import use_bfloat16
+from tools.calibrate.calibration import cached
+from tools.plan.live_bytes import counting, model_bytes
+from tools.plan.models import causal_model, logprobs_of, token_model, values_of
+from tools.plan.role import Role, Sizes, devices_of, setting
+
+STORED = {"float32": "F32", "bfloat16": "BF16"}
+
+
+def served_role(config: RunConfig, key: str) -> Role:
+    """Return the served model of the section `key`."""
+    section = config.served_sections[key]
+    longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
+    workers, budget, notes = _batching(config, key, section)
+    ids_shape = (max(1, min(budget // longest, section.micro_batch_rows)), longest)
+    with counting() as live, torch.no_grad():
+        model = _model(key, section)
+        weights = model_bytes(model)
+        live.reset()
+        before = live.live
+        _forward(key, section, model, torch.zeros(ids_shape, dtype=torch.int64))
+        working = live.peak - before
+        parameters = model.num_parameters()
+    split = setting(section, "tensor_parallel", 1)
+    devices = devices_of(section.device, split)
+    processes = section.instances * split
+    # On a CPU, instances share the pages of the checkpoint's file if it stores what is served.
+    shared = section.device == "cpu" and _is_mapped(key, section)
+    weights = weights * (1 if shared else section.instances) // split
+    sizes = Sizes(weights=weights, activations=working * workers * section.instances)
+    if key == "critic":  # the next version is loaded beside the served one
+        sizes = dataclasses.replace(sizes, copies=weights)
+    if shared and section.instances > 1:
+        notes += (f"{section.instances} instances share the weights",)
+    return Role(
+        key, sizes, model.config.model_type, parameters, 0, section.dtype, devices, processes,
+        (f"forward passes of {ids_shape[0]} rows x {longest} tokens, {workers} at a time", *notes),
+    )  # fmt: skip
+
+
+def _batching(config: RunConfig, key: str, section: ModelSection) -> tuple[int, int, tuple[str, ...]]:
+    """Return the workers and the token budget, measured before if they are `auto`, and a note if they were not."""
+    if "auto" not in (section.workers, section.token_budget):
+        return int(section.workers), int(section.token_budget), ()
+    known = cached(config, key)
+    values = (section.settled(name) for name in ("workers", "token_budget"))
+    if known is None:
+        workers, budget = values
+        return workers, budget, (f"{key}.workers and {key}.token_budget are auto: defaults until they are measured",)
+    workers, budget = (
+        getattr(known, name) if getattr(section, name) == "auto" else value
+        for name, value in zip(("workers", "token_budget"), values, strict=True)
+    )
+    return workers, budget, ()
+
+
+def _model(key: str, section: ModelSection) -> Any:
+    if key != "reference":
+        return token_model(section.checkpoint, getattr(torch, section.dtype))
+    model = causal_model(section.checkpoint).requires_grad_(False)
+    if section.dtype == "bfloat16":
+        use_bfloat16(model)
+    return model
+
+
+def _forward(key: str, section: ModelSection, model: Any, ids: Tensor) -> None:
+    if key == "reference":
+        logprobs_of(model, ids, ids.shape[1] - 1, section.dtype)
+    else:
+        values_of(model, ids, lean=section.device == "cpu")
+
+
+def _is_mapped(key: str, section: ModelSection) -> bool:
+    """Return whether the weights stay in the pages of a file; a critic's versions are stored in float32."""
+    if key == "critic":
+        return section.dtype == "float32"
+    try:
+        return set(inspect_checkpoint(section.checkpoint).dtypes) == {STORED[section.dtype]}
+    except CheckpointError:
+        return False
