@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -64,9 +65,7 @@ def dry_run(
     say(f"ports on {server.host}: {', '.join(ports)}")
     say("")
     needs = needs_of(roles.values(), interpreter)
-    capacities = {
-        device: _capacity(device, host_gib if device == "cpu" else device_gib) for device in needs
-    }
+    capacities = {device: _capacity(device, host_gib if device == "cpu" else device_gib) for device in needs}
     for device, parts in needs.items():
         say(f"{device}: {shown(sum(parts.values()))} of {shown(capacities[device])}")
     check(needs, capacities, roles)
@@ -80,7 +79,7 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
     if config.actor.algorithm.uses_critic:
         makers["trainer"] = (config.critic.checkpoint, lambda: trainer_role(config))
     for key, section in config.served_sections.items():
-        makers[key] = (section.checkpoint, lambda key=key: served_role(config, key))  # type: ignore[misc]
+        makers[key] = (section.checkpoint, functools.partial(served_role, config, key))
     return {key: _role(config, key, *maker) for key, maker in makers.items()}
 
 
@@ -116,11 +115,11 @@ def _places(role: Role) -> str:
     return first if count == 1 else f"{count} x {first}" if first == "cpu" else f"{first}-{role.devices[-1][5:]}"
 
 
-def needs_of(roles: Sequence[Role] | Mapping[str, Role] | object, interpreter: int) -> dict[str, dict[str, int]]:
+def needs_of(roles: Iterable[Role], interpreter: int) -> dict[str, dict[str, int]]:
     """Return the bytes that each role needs on each device; `interpreter`: of each process itself, on the CPU."""
     needs: dict[str, dict[str, int]] = {"cpu": {}}
     processes = 0
-    for role in roles:  # type: ignore[attr-defined]
+    for role in roles:
         processes += role.processes
         for device in role.devices:
             parts = needs.setdefault(device, {})

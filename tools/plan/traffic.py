@@ -31,7 +31,9 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
         ranks, role = setting(section, "ranks", 1), roles.get(key)
         if ranks > 1 and role is not None and not role.unknown:
             each = 3 * role.sizes.weights * (ranks - 1)
-            lines.append(f"each micro-batch, {key}: {shown(each)} per rank between the ranks (weights twice, gradients)")
+            lines.append(
+                f"each micro-batch, {key}: {shown(each)} per rank between the ranks (weights twice, gradients)"
+            )
     return lines
 
 

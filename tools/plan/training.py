@@ -35,12 +35,26 @@ CPU_HEAP = 1.35
 def policy_role(config: RunConfig) -> Role:
     """Return the policy with its copies, its training and its generation."""
     actor, settings = config.actor, config.actor.policy
+    trained = policy_training(actor)
+    generating, frozen = generation_sizes(actor)
+    update, ranks = trained.sizes, trained.processes
+    copies = _num_copies(actor, ranks) * (update.weights if settings.lora_rank else frozen)
+    # Update and generation take turns, unless one_step_off_policy lets them overlap.
+    needs = (update.gradients + update.activations, generating.cache + generating.activations)
+    both = sum(needs) if actor.one_step_off_policy else max(needs)
+    activations = max(0, both - update.gradients - generating.cache)
+    sizes = dataclasses.replace(update, copies=copies, cache=generating.cache, activations=activations)
+    return dataclasses.replace(trained, sizes=sizes)
+
+
+def policy_training(actor: ActorSection) -> Role:
+    """Return the policy with its training alone."""
+    settings = actor.policy
     longest = actor.prompts.max_tokens + actor.generation.max_new_tokens
     rows = _rows(settings.token_budget, longest, actor.update.minibatch_size)
     with counting() as live:
         wrapped = causal = causal_model(settings.checkpoint)
-        parameters = causal.num_parameters()
-        is_linear = has_linear_head(causal)
+        parameters, is_linear = causal.num_parameters(), has_linear_head(causal)
         if settings.lora_rank:
             wrapped = with_adapters(causal, settings)
         if settings.precision == "bfloat16":
@@ -57,20 +71,11 @@ def policy_role(config: RunConfig) -> Role:
 
         sizes = _trained(live, wrapped, loss, accumulates=rows < min(actor.update.minibatch_size, actor.rollout_size))
         trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-        gathered = _gathered_bytes(causal)
-    cache, working, frozen = _generation(actor)
-    ranks = setting(actor, "ranks", 1)
-    copies = _num_copies(actor, ranks) * (sizes.weights if settings.lora_rank else frozen)
-    sizes = _sharded(sizes, ranks, gathered)
-    # Update and generation take turns, unless one_step_off_policy lets them overlap.
-    update = sizes.gradients + sizes.activations
-    both = update + cache + working if actor.one_step_off_policy else max(update, cache + working)
-    sizes = dataclasses.replace(
-        sizes, copies=copies, cache=cache, activations=max(0, both - sizes.gradients - cache)
-    )
+        gathered, ranks = _gathered_bytes(causal), setting(actor, "ranks", 1)
     return Role(
-        "actor", _on_heap(sizes, settings.device), causal.config.model_type, parameters, trained, settings.precision,
-        devices_of(settings.device, ranks), ranks, (f"update of {rows} rows x {longest} tokens",),
+        "actor", _on_heap(_sharded(sizes, ranks, gathered), settings.device), causal.config.model_type, parameters,
+        trained, settings.precision, devices_of(settings.device, ranks), ranks,
+        (f"update of {rows} rows x {longest} tokens",),
     )  # fmt: skip
 
 
@@ -120,8 +125,8 @@ def _trained(live: LiveBytes, model: Any, loss: Callable[[], Tensor], *, accumul
     )  # fmt: skip
 
 
-def _generation(actor: ActorSection) -> tuple[int, int, int]:
-    """Return the bytes of keys and values, of the other tensors while decoding, and of the model when it is frozen."""
+def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
+    """Return the cache and the working memory of generation, and the bytes of the model when it is frozen."""
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
     slots = min(generation.batch_size, max(actor.rollout_size, actor.validation.size))
     distinct = -(-slots // actor.algorithm.responses_per_prompt)
@@ -143,7 +148,7 @@ def _generation(actor: ActorSection) -> tuple[int, int, int]:
             logits = _next_logits(model, torch.zeros(slots, 1, dtype=torch.int64), span, cache)
         draw(logits, torch.zeros(len(logits), dtype=torch.float64))
         stored = num_bytes(t for layer in cache.layers for t in layer.tensors()) if cache is not None else 0
-        return stored, live.peak - before - stored, weights
+        return Sizes(cache=stored, activations=live.peak - before - stored), weights
 
 
 def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:

@@ -1,0 +1,180 @@
+"""Benchmark of the dry run: the memory that it predicts for each role against the measured peak, on the CPU.
+
+Each role runs in a process of its own, with rows of the longest length, so that it does what the plan counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
+from benchmarks.support.workload import trace_tokenizer
+from python_backend.config import RunConfig
+from python_backend.wire.training_payload import TrainPayload
+from tools.demo.random_models import random_llama
+
+SHAPES = {
+    "2m": (4, 192, 512),
+    "10m": (8, 256, 896),
+    "60m": (12, 512, 2048),
+    "125m": (12, 768, 3072),
+}  # layers, width, feed-forward
+ROLES = ("actor", "generation", "trainer", "reward")
+WARM_UP = "warm-up"
+NEAR = 0.15
+PROMPT, RESPONSE, ROWS = 96, 160, 8
+OPTIONS = {
+    "models": Option(["10m", "60m", "125m"], f"any of {', '.join(SHAPES)}", quick=["2m"], known=SHAPES),
+    "roles": Option(list(ROLES), f"any of {', '.join(ROLES)}", known=ROLES),
+    "budget": Option(1024, "tokens in one forward pass"),
+}
+
+
+def measure(settings: argparse.Namespace, record: Record) -> None:
+    """Run every role of every model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        make_checkpoints(WARM_UP, Path(scratch) / WARM_UP)
+        for model in settings.models:
+            folder = Path(scratch) / model
+            make_checkpoints(model, folder)
+            for role in settings.roles:
+                command = [sys.executable, "-m", "benchmarks.memory", role, str(folder), str(settings.budget)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise BenchError(f"{role} of {model} failed: {done.stderr.strip()[-500:]}")
+                sample = json.loads(done.stdout.splitlines()[-1])
+                record.add({"model": model, "role": role, **sample})
+                record.say(f"{model}  {role}: planned {sample['planned_mb']:.0f}, peak {sample['peak_mb']:.0f} MB")
+
+
+def make_checkpoints(model: str, folder: Path) -> None:
+    """Write a policy, and a reward model that is also the critic, with random weights."""
+    layers, width, feed_forward = SHAPES.get(model, (1, 64, 64))
+    for kind in ("policy", "reward"):
+        random_llama(
+            kind, seed=0, vocab_size=4096, hidden_size=width, intermediate_size=feed_forward, num_hidden_layers=layers,
+            num_attention_heads=width // 64, num_key_value_heads=width // 64, max_position_embeddings=512,
+        ).save_pretrained(folder / kind)  # fmt: skip
+        trace_tokenizer().save_pretrained(folder / kind)
+
+
+def config_of(folder: Path, budget: int) -> RunConfig:
+    """Return the run whose roles are measured."""
+    served = {"checkpoint": folder / "reward", "workers": 1, "threads": 1, "token_budget": budget}
+    return RunConfig.model_validate({
+        "run": {"dir": folder / "run"}, "reward": served, "critic": served,
+        "trainer": {"token_budget": budget, "global_batch_size": ROWS},
+        "actor": {
+            "rollout_size": ROWS, "policy": {"checkpoint": folder / "policy", "token_budget": budget},
+            "prompts": {"max_tokens": PROMPT}, "generation": {"max_new_tokens": RESPONSE, "batch_size": ROWS},
+            "kl": {"coef": 0.0}, "update": {"minibatch_size": ROWS}, "validation": {"size": 0},
+        },
+    })  # fmt: skip
+
+
+def summarise(result: Result) -> list[dict[str, Any]]:
+    """Return a row for each model and role."""
+    return [{**sample, "planned / peak": sample["planned_mb"] / sample["peak_mb"]} for sample in result["samples"]]
+
+
+def targets(result: Result) -> list[Target]:
+    """Return the target of each measurement."""
+    return [
+        Target("planned / peak", row["planned / peak"], 1 - NEAR, 1 + NEAR, f"{row['model']} {row['role']}")
+        for row in result["summary"]
+    ]
+
+
+def run_role(role: str, config: RunConfig) -> None:
+    """Do the work of one role that needs the most memory, twice, so that the optimizer's state exists."""
+    import torch
+
+    from actor.algorithms.methods import Method
+    from actor.data.rollout import PPOBatch, Prompt
+    from actor.policy.policy import Policy
+    from actor.policy.update import PolicyUpdate
+    from python_backend.models.modeling import load_critic, load_reward
+    from python_backend.serving.allocator import keep_freed_memory
+    from trainer.critic_update import CriticUpdate
+
+    longest = PROMPT + RESPONSE
+    rows = [np.full(longest, 5, np.int64) for _ in range(ROWS)]
+    targets = np.ones(ROWS * (longest - 1), np.float32)
+    if role == "trainer":
+        payload = TrainPayload(np.concatenate(rows), np.full(ROWS, longest), targets, targets, targets)
+        update = CriticUpdate(load_critic(config.critic.checkpoint), config.trainer)
+        for _ in range(2):
+            update.train(payload, lambda done: None)
+    elif role == "reward":
+        keep_freed_memory()
+        model = load_reward(config.reward.checkpoint)
+        budget = config.reward.settled("token_budget")
+        for _ in range(3):
+            model.score(rows[: max(1, budget // longest)], longest)
+    elif role == "generation":
+        policy = Policy.of(config.actor)
+        policy.generate([Prompt(str(i), "", row[:PROMPT]) for i, row in enumerate(rows)], seed=0)
+    else:
+        policy = Policy.of(config.actor)
+        weights = torch.zeros(ROWS, longest - 1)
+        weights[:, PROMPT - 1 :] = 1.0
+        zeros = torch.zeros_like(weights)
+        batch = PPOBatch(
+            torch.full((ROWS, longest), 5), torch.full((ROWS,), longest), weights, weights, zeros, None, weights,
+            zeros, zeros, None,
+        )  # fmt: skip
+        training = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+        for _ in range(2):
+            training.run(batch, seed=0, kl_coef=0.0)
+
+
+def main() -> None:
+    """Run the role, folder and token budget in `sys.argv`; print its planned and measured megabytes as JSON."""
+    import torch
+
+    from python_backend.models.modeling import quiet_transformers
+
+    role, folder, budget = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    quiet_transformers()
+    torch.set_num_threads(1)
+    config = config_of(folder, budget)
+    planned = planned_bytes(role, config)
+    run_role(role, config_of(folder.parent / WARM_UP, budget))  # imports libraries and lets them allocate their own
+    before = peak_bytes()
+    run_role(role, config)
+    print(json.dumps({"planned_mb": planned / 1e6, "peak_mb": (peak_bytes() - before) / 1e6}))
+
+
+def planned_bytes(role: str, config: RunConfig) -> int:
+    """Return the plan for the work of `run_role`: an update without generation, and without verifying a version."""
+    from tools.plan.command import roles_of
+    from tools.plan.training import generation_sizes, policy_training
+
+    if role == "actor":
+        return policy_training(config.actor).sizes.total
+    if role == "generation":
+        sizes, weights = generation_sizes(config.actor)
+        return weights + sizes.total
+    sizes = roles_of(config)[role].sizes
+    return sizes.total - sizes.copies
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise BenchError("this system does not report VmHWM")
+    return int(found[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
