@@ -22,6 +22,7 @@ from python_backend.config import RunConfig
 from python_backend.wire.training_payload import TrainPayload
 from tools.demo.random_models import random_llama
 
+# Layers, width and feed-forward size.
 SHAPES = {
     "2m": (4, 192, 512),
     "10m": (8, 256, 896),

@@ -27,19 +27,35 @@ CPU = torch.device("cpu")
 
 
 def causal_model(folder: Path) -> Any:
-    """Return the causal LM that a folder's config.json describes, in float32."""
-    return AutoModelForCausalLM.from_config(_config(folder), dtype=torch.float32).eval()
+    """Return the causal LM that a folder's config.json describes, in float32 and without weights; see `placed`."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(_config(folder), dtype=torch.float32).eval()
 
 
 def token_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a body with one output per token; the head is in float32."""
+    """Return a body with one output per token, whose head is in float32, without weights; see `placed`."""
     config = _config(folder, num_labels=1)
     kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     kind = kind or MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    model = kind._from_config(config, dtype=dtype).eval()
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=dtype).eval()
     head = keep_head_exact(model)
     for name, parameter in list(head.named_parameters()):
         setattr(head, name, torch.nn.Parameter(parameter.float()))
+    return model
+
+
+def placed(model: Any) -> Any:
+    """Give the model tensors of the CPU, where `live_bytes.counting` counts them; tied weights stay tied."""
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                empty = torch.nn.Parameter(torch.empty_like(parameter, device=CPU), parameter.requires_grad)
+                module._parameters[name] = known.setdefault(id(parameter), empty)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = known.setdefault(id(buffer), torch.empty_like(buffer, device=CPU))
     return model
 
 

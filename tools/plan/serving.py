@@ -13,7 +13,7 @@ from python_backend.config import ModelSection, RunConfig
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
 from tools.plan.live_bytes import counting, model_bytes
-from tools.plan.models import causal_model, logprobs_of, token_model, values_of
+from tools.plan.models import causal_model, logprobs_of, placed, token_model, values_of
 from tools.plan.role import Role, Sizes, devices_of, setting
 
 STORED = {"float32": "F32", "bfloat16": "BF16"}
@@ -26,7 +26,9 @@ def served_role(config: RunConfig, key: str) -> Role:
     workers, budget, notes = _batching(config, key, section)
     ids_shape = (max(1, min(budget // longest, section.micro_batch_rows)), longest)
     with counting() as live, torch.no_grad():
-        model = _model(key, section)
+        model = placed(_model(key, section))
+        if key == "reference" and section.dtype == "bfloat16":
+            use_bfloat16(model)
         weights = model_bytes(model)
         live.reset()
         before = live.live
@@ -69,10 +71,7 @@ def _batching(config: RunConfig, key: str, section: ModelSection) -> tuple[int, 
 def _model(key: str, section: ModelSection) -> Any:
     if key != "reference":
         return token_model(section.checkpoint, getattr(torch, section.dtype))
-    model = causal_model(section.checkpoint).requires_grad_(False)
-    if section.dtype == "bfloat16":
-        use_bfloat16(model)
-    return model
+    return causal_model(section.checkpoint).requires_grad_(False)
 
 
 def _forward(key: str, section: ModelSection, model: Any, ids: Tensor) -> None:

@@ -1,0 +1,181 @@
+"""The dry run: bytes that match real tensors, plans that are refused, and what is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import CONFIGS, save_tiny
+
+from actor.generation.cache import SlotCache, cache_layers
+from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
+from tests.support.settings import nested
+from tools import run
+from tools.plan.command import PlanError, check, dry_run, needs_of, roles_of
+from tools.plan.live_bytes import LiveBytes, counting, model_bytes
+from tools.plan.models import causal_model, logprobs_of, placed
+from tools.plan.role import GIB, Role, Sizes, devices_of
+from tools.plan.traffic import shown
+from tools.plan.training import generation_sizes, policy_training
+
+SERVED = {"workers": 1, "token_budget": 16}
+ROWS, PROMPT, RESPONSE = 4, 4, 4
+
+
+def config_of(tmp_path: Path, *, family: str = "llama", **actor: Any) -> RunConfig:
+    """Return a run of tiny models; `actor`: its settings, named as in `tests.support.settings`."""
+    for kind in ("language", "reward"):
+        if not (tmp_path / kind).exists():
+            save_tiny(tmp_path / kind, family, kind)
+    given = {
+        "rollout_size": ROWS, "minibatch_size": ROWS, "policy_token_budget": 16, "prompts_max_tokens": PROMPT,
+        "max_new_tokens": RESPONSE, "policy_checkpoint": tmp_path / "language", "generation_batch_size": ROWS, **actor,
+    }  # fmt: skip
+    sections = {
+        "run": {"dir": tmp_path / "run"}, "reward": {"checkpoint": tmp_path / "reward", **SERVED},
+        "critic": {"checkpoint": tmp_path / "reward", **SERVED},
+        "trainer": {"token_budget": 16}, "actor": nested(ActorSection, given),
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(json.dumps(sections, default=str))
+    return load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_live_bytes_are_those_of_real_tensors(tmp_path: Path, family: str):
+    save_tiny(tmp_path, family, "language")
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+
+    def peak(live: LiveBytes) -> int:
+        model = placed(causal_model(tmp_path))
+        live.reset()
+        before = live.live
+        logprobs_of(model, torch.zeros_like(ids), 4, "float32").sum().backward()
+        assert live.live - before >= sum(p.nbytes for p in model.parameters())  # the gradients
+        return live.peak - before
+
+    with LiveBytes() as live:
+        real = peak(live)
+    with counting() as live:
+        planned = peak(live)
+    # Without values, transformers builds the attention mask that it would leave out for rows without padding.
+    assert real <= planned <= 1.1 * real
+
+
+def test_training_needs_weights_gradients_and_moments(tmp_path: Path):
+    config = config_of(tmp_path)
+    role, parameters = (
+        policy_training(config.actor),
+        sum(p.numel() for p in save_tiny(tmp_path / "x", "llama", "language").parameters()),
+    )
+    assert (role.parameters, role.trained) == (parameters, parameters)
+    assert role.sizes.gradients == 4 * parameters
+    assert 4 * parameters <= role.sizes.weights <= 4 * parameters + 64  # and rotary frequencies
+    assert 8 * parameters <= role.sizes.optimizer <= 8 * parameters + 4 * 64  # and a step count for each tensor
+    assert role.sizes.activations > 0
+
+
+def test_the_cache_is_the_slot_decoders(tmp_path: Path):
+    config = config_of(tmp_path, family="qwen2")
+    model = save_tiny(tmp_path / "x", "qwen2", "language")
+    span = PROMPT + RESPONSE
+    cache = SlotCache(ROWS, span + span // 2, cache_layers(model))
+    cache.look_at(0, 1, 0, 0)
+    ids = torch.zeros(1, PROMPT, dtype=torch.int64)
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
+    real = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors())
+    assert generation_sizes(config.actor)[0].cache == real == 2 * 2 * 4 * ROWS * (span + span // 2) * 8
+
+
+@pytest.mark.parametrize(("settings", "copies"), [
+    ({}, 1), ({"one_step_off_policy": True}, 2), ({"lora_rank": 2}, 0), ({"kl_coef": 0.0}, 0),
+    ({"kl_reference": "triton"}, 0),
+])  # fmt: skip
+def test_copies_of_the_policy(tmp_path: Path, settings: dict[str, Any], copies: int):
+    sizes = roles_of(config_of(tmp_path, **settings))["actor"].sizes
+    assert sizes.copies == pytest.approx(copies * sizes.weights, abs=64)
+
+
+def test_settings_that_save_memory_do(tmp_path: Path):
+    def sizes(**settings: Any) -> Sizes:
+        return policy_training(config_of(tmp_path, **settings).actor).sizes
+
+    plain, lora = sizes(), sizes(lora_rank=1)
+    assert lora.optimizer < plain.optimizer / 2
+    assert lora.gradients < plain.gradients / 2
+    assert sizes(lora_rank=1, precision="bfloat16").weights < lora.weights
+    assert sizes(policy_gradient_checkpointing=True).activations < plain.activations
+    assert sizes(policy_token_budget=8).activations < plain.activations
+
+
+@pytest.mark.parametrize("family", sorted({*CONFIGS} - {"bert", "deberta-v3"}))
+def test_every_role_is_planned(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]):
+    dry_run(config_of(tmp_path, family=family, kl_reference="triton"), device_gib=None, host_gib=64)
+    out = capsys.readouterr().out
+    for word in ("actor", "trainer", "reward", "critic", "reference", "KV cache", "each publish", "ports", "cpu: "):
+        assert word in out
+
+
+def test_a_folder_with_nothing_but_its_config_is_planned(tmp_path: Path):
+    before = roles_of(config_of(tmp_path))["actor"]
+    for file in tmp_path.glob("*/*.safetensors"):
+        file.unlink()
+    assert roles_of(config_of(tmp_path))["actor"] == before
+
+
+def test_a_missing_checkpoint_is_named(tmp_path: Path):
+    config = config_of(tmp_path, policy_checkpoint=tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"actor: .*absent has no config.json"):
+        roles_of(config)
+
+
+def test_a_demo_that_is_not_prepared_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "demo.yaml"
+    path.write_text(json.dumps({"demo": {"cache_dir": str(tmp_path / "cache")}, "run": {"dir": str(tmp_path / "run")}}))
+    assert run.main(["--config", str(path), "--dry-run"]) == 0
+    assert "does not exist yet: the run prepares it at its start" in capsys.readouterr().out
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["demo.yaml"]
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = config_of(tmp_path)
+    assert run.main(["--config", str(tmp_path / "run.yaml"), "--dry-run", "--host-gib", "0.0001"]) == 1
+    error = capsys.readouterr().err
+    assert "cpu needs" in error
+    assert "of 105 KiB" in error
+    assert "change actor." in error
+    assert not config.run.dir.exists()
+
+
+def test_the_message_names_device_role_and_setting():
+    roles = {
+        "actor": Role("actor", Sizes(weights=30 * GIB, optimizer=60 * GIB), devices=("cuda:0",)),
+        "reward": Role("reward", Sizes(weights=15 * GIB), devices=("cuda:0",)),
+    }
+    needs = needs_of(roles.values(), GIB)
+    assert needs["cpu"] == {"processes": 2 * GIB}
+    with pytest.raises(PlanError, match=r"cuda:0 needs 105 GiB of 80 GiB: actor 90 GiB, reward 15 GiB; .*actor.ranks"):
+        check(needs, {"cpu": 4 * GIB, "cuda:0": 80 * GIB}, roles)
+    check(needs, {"cpu": 4 * GIB, "cuda:0": 105 * GIB}, roles)
+
+
+def test_a_gpu_that_is_not_here_needs_a_size(tmp_path: Path):
+    config = config_of(tmp_path, policy_device="cuda:77")
+    with pytest.raises(PlanError, match="cuda:77 is not on this machine; --device-gib"):
+        dry_run(config, device_gib=None, host_gib=64, say=lambda line: None)
+    dry_run(config, device_gib=80, host_gib=64, say=lambda line: None)
+
+
+def test_devices_and_units():
+    assert devices_of("cuda", 2) == ("cuda:0", "cuda:1")
+    assert devices_of("cuda:1") == ("cuda:1",)
+    assert devices_of("cpu", 2) == ("cpu", "cpu")
+    assert [shown(n) for n in (0, 1536, 200 * 2**20, 131 * 2**30)] == ["0 B", "1.5 KiB", "200 MiB", "131 GiB"]
+
+
+def test_weights_are_those_of_the_real_model(tmp_path: Path):
+    real = save_tiny(tmp_path, "llama", "language")
+    with counting():
+        assert model_bytes(placed(causal_model(tmp_path))) == model_bytes(real)
