@@ -30,7 +30,7 @@ from tools.plan.models import (
 from tools.plan.role import Role, Sizes, devices_of, setting
 
 # glibc's heap keeps gaps between the blocks of a training step: measured 1.05 to 1.45 times the live bytes.
-CPU_HEAP = 1.25
+CPU_HEAP = 1.2
 
 
 def policy_role(config: RunConfig) -> Role:
@@ -96,8 +96,7 @@ def trainer_role(config: RunConfig) -> Role:
         )  # fmt: skip
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         parameters, gathered, ranks = model.num_parameters(), _gathered_bytes(model), setting(settings, "ranks", 1)
-    # One process verifies a version by loading a second critic; ranks verify their own tensors.
-    sizes = _sharded(dataclasses.replace(sizes, copies=sizes.weights if ranks == 1 else 0), ranks, gathered)
+    sizes = _sharded(dataclasses.replace(sizes, copies=_verified_bytes(sizes, settings.device, ranks)), ranks, gathered)
     return Role(
         "trainer", _on_heap(sizes, settings.device), model.config.model_type, parameters, trained, "float32",
         devices_of(settings.device, ranks), ranks, (f"update of {rows} rows x {longest} tokens",),
@@ -158,6 +157,14 @@ def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:
     mask = torch.ones(len(ids), seen, dtype=torch.int64)
     output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1].float()
+
+
+def _verified_bytes(sizes: Sizes, device: str, ranks: int) -> int:
+    """Return the bytes of the second critic that verifies a version; ranks verify their own tensors instead."""
+    if ranks > 1:
+        return 0
+    # A GPU's memory of gradients and activations is free again by then; the heap of a process keeps it.
+    return sizes.weights if device == "cpu" else max(0, sizes.weights - sizes.gradients - sizes.activations)
 
 
 def _num_copies(actor: ActorSection, ranks: int) -> int:
