@@ -29,7 +29,8 @@ from tools.plan.models import (
 )
 from tools.plan.role import Role, Sizes, devices_of, setting
 
-# glibc's heap keeps gaps between the blocks of a training step: measured 1.05 to 1.45 times the live bytes.
+# glibc's heap keeps gaps between the blocks of a training step: measured about 1.0 to 1.45 times the live bytes.
+# A compromise chosen from the measurements in docs/benchmarks.md, not derived.
 CPU_HEAP = 1.2
 
 
