@@ -6,11 +6,13 @@ Each role runs in a process of its own, with rows of the longest length, so that
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,18 @@ import numpy as np
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
 from benchmarks.support.workload import trace_tokenizer
 from python_backend.config import RunConfig
-from python_backend.wire.training_payload import TrainPayload
 from tools.demo.random_models import random_llama
 
-# Layers, width and feed-forward size.
-SHAPES = {
-    "2m": (4, 192, 512),
-    "10m": (8, 256, 896),
-    "60m": (12, 512, 2048),
+SHAPES = {  # layers, width, feed-forward size
+    "2m": (4, 192, 512), "5m": (4, 256, 896), "10m": (8, 256, 896), "20m": (8, 384, 1280), "60m": (12, 512, 2048),
     "125m": (12, 768, 3072),
-}  # layers, width, feed-forward
-ROLES = ("actor", "generation", "trainer", "reward")
+}  # fmt: skip
+ROLES = ("actor", "generation", "trainer", "reward", "critic")
 WARM_UP = "warm-up"
 NEAR = 0.15
 PROMPT, RESPONSE, ROWS = 96, 160, 8
 OPTIONS = {
-    "models": Option(["10m", "60m", "125m"], f"any of {', '.join(SHAPES)}", quick=["2m"], known=SHAPES),
+    "models": Option(["5m", "20m", "60m"], f"any of {', '.join(SHAPES)}", quick=["2m"], known=SHAPES),
     "roles": Option(list(ROLES), f"any of {', '.join(ROLES)}", known=ROLES),
     "budget": Option(1024, "tokens in one forward pass"),
 }
@@ -58,7 +56,9 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
 
 
 def make_checkpoints(model: str, folder: Path) -> None:
-    """Write a policy, and a reward model that is also the critic, with random weights."""
+    """Write a policy, a reward model and a critic with random weights."""
+    from python_backend.models.modeling import load_critic, save_critic
+
     layers, width, feed_forward = SHAPES.get(model, (1, 64, 64))
     for kind in ("policy", "reward"):
         random_llama(
@@ -66,13 +66,16 @@ def make_checkpoints(model: str, folder: Path) -> None:
             num_attention_heads=width // 64, num_key_value_heads=width // 64, max_position_embeddings=512,
         ).save_pretrained(folder / kind)  # fmt: skip
         trace_tokenizer().save_pretrained(folder / kind)
+    (folder / "critic").mkdir()
+    save_critic(load_critic(folder / "reward"), folder / "critic")  # as its versions are stored
 
 
 def config_of(folder: Path, budget: int) -> RunConfig:
     """Return the run whose roles are measured."""
-    served = {"checkpoint": folder / "reward", "workers": 1, "threads": 1, "token_budget": budget}
+    served = {"workers": 1, "threads": 1, "token_budget": budget}
     return RunConfig.model_validate({
-        "run": {"dir": folder / "run"}, "reward": served, "critic": served,
+        "run": {"dir": folder / "run"}, "reward": {"checkpoint": folder / "reward", **served},
+        "critic": {"checkpoint": folder / "critic", **served},
         "trainer": {"token_budget": budget, "global_batch_size": ROWS},
         "actor": {
             "rollout_size": ROWS, "policy": {"checkpoint": folder / "policy", "token_budget": budget},
@@ -97,45 +100,72 @@ def targets(result: Result) -> list[Target]:
 
 def run_role(role: str, config: RunConfig) -> None:
     """Do the work of one role that needs the most memory, twice, so that the optimizer's state exists."""
+    longest = PROMPT + RESPONSE
+    rows = [np.full(longest, 5 + i, np.int64) for i in range(ROWS)]  # distinct: a shared prompt is computed once
+    if role == "trainer":
+        _update_critic(config, rows)
+    elif role in ("reward", "critic"):
+        _serve(role, config, rows[: max(1, config.reward.settled("token_budget") // longest)])
+    else:
+        _run_policy(role, config, rows)
+
+
+def _update_critic(config: RunConfig, rows: list[np.ndarray]) -> None:
+    from python_backend.wire.training_payload import TrainPayload
+    from trainer.critic_update import CriticUpdate
+    from trainer.trained_critic import build_critic
+
+    lengths = np.array([row.size for row in rows])
+    targets = np.ones(int(lengths.sum()) - len(rows), np.float32)
+    payload = TrainPayload(np.concatenate(rows), lengths, targets, targets, targets)
+    update = CriticUpdate(build_critic(config.critic.checkpoint, config.trainer, seed=0), config.trainer)
+    for _ in range(2):
+        update.train(payload, lambda done: None)
+
+
+def _serve(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
+    """Score rows; a critic loads its next version, too."""
+    from python_backend.models.modeling import load_critic, load_reward
+    from python_backend.serving.allocator import keep_freed_memory
+
+    keep_freed_memory()
+    if role == "reward":
+        reward = load_reward(config.reward.checkpoint)
+        for _ in range(3):
+            reward.score(rows)
+        return
+    critic = load_critic(config.critic.checkpoint)
+    critic.values(rows)
+    following = critic.with_weights(config.critic.checkpoint)
+    following.check_finite()
+    critic.values(rows)
+    following.values(rows)
+
+
+def _run_policy(role: str, config: RunConfig, rows: list[np.ndarray]) -> None:
+    """Generate, or train as the actor does: in a thread."""
     import torch
 
     from actor.algorithms.methods import Method
     from actor.data.rollout import PPOBatch, Prompt
     from actor.policy.policy import Policy
     from actor.policy.update import PolicyUpdate
-    from python_backend.models.modeling import load_critic, load_reward
-    from python_backend.serving.allocator import keep_freed_memory
-    from trainer.critic_update import CriticUpdate
 
-    longest = PROMPT + RESPONSE
-    rows = [np.full(longest, 5, np.int64) for _ in range(ROWS)]
-    targets = np.ones(ROWS * (longest - 1), np.float32)
-    if role == "trainer":
-        payload = TrainPayload(np.concatenate(rows), np.full(ROWS, longest), targets, targets, targets)
-        update = CriticUpdate(load_critic(config.critic.checkpoint), config.trainer)
-        for _ in range(2):
-            update.train(payload, lambda done: None)
-    elif role == "reward":
-        keep_freed_memory()
-        model = load_reward(config.reward.checkpoint)
-        budget = config.reward.settled("token_budget")
-        for _ in range(3):
-            model.score(rows[: max(1, budget // longest)], longest)
-    elif role == "generation":
-        policy = Policy.of(config.actor)
+    policy = Policy.of(config.actor)
+    if role == "generation":
         policy.generate([Prompt(str(i), "", row[:PROMPT]) for i, row in enumerate(rows)], seed=0)
-    else:
-        policy = Policy.of(config.actor)
-        weights = torch.zeros(ROWS, longest - 1)
-        weights[:, PROMPT - 1 :] = 1.0
-        zeros = torch.zeros_like(weights)
-        batch = PPOBatch(
-            torch.full((ROWS, longest), 5), torch.full((ROWS,), longest), weights, weights, zeros, None, weights,
-            zeros, zeros, None,
-        )  # fmt: skip
-        training = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+        return
+    weights = torch.zeros(ROWS, rows[0].size - 1)
+    weights[:, PROMPT - 1 :] = 1.0
+    zeros = torch.zeros_like(weights)
+    batch = PPOBatch(
+        torch.from_numpy(np.stack(rows)), torch.full((ROWS,), rows[0].size), weights, weights, zeros, None, weights,
+        zeros, zeros, None,
+    )  # fmt: skip
+    training = PolicyUpdate.of(config.actor, policy, Method.of(config.actor.algorithm, config.actor.kl))
+    with ThreadPoolExecutor(1) as thread:
         for _ in range(2):
-            training.run(batch, seed=0, kl_coef=0.0)
+            thread.submit(training.run, batch, seed=0, kl_coef=0.0).result()
 
 
 def main() -> None:
@@ -150,6 +180,8 @@ def main() -> None:
     config = config_of(folder, budget)
     planned = planned_bytes(role, config)
     run_role(role, config_of(folder.parent / WARM_UP, budget))  # imports libraries and lets them allocate their own
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present
     before = peak_bytes()
     run_role(role, config)
     print(json.dumps({"planned_mb": planned / 1e6, "peak_mb": (peak_bytes() - before) / 1e6}))
@@ -166,11 +198,11 @@ def planned_bytes(role: str, config: RunConfig) -> int:
         sizes, weights = generation_sizes(config.actor)
         return weights + sizes.total
     sizes = roles_of(config)[role].sizes
-    return sizes.total - sizes.copies
+    return sizes.total - (sizes.copies if role == "trainer" else 0)
 
 
 def peak_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
+    """Return the largest resident memory of this process since the last reset."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise BenchError("this system does not report VmHWM")

@@ -80,11 +80,17 @@ def build_critic(folder: Path, settings: TrainerSection, *, seed: int) -> Critic
     if not settings.changes_the_model:
         return load_critic(folder, device=settings.device)
     plain = load_critic(folder)  # stays mapped from the file, on the CPU
-    model = plain.with_weights(folder).model
+    torch.manual_seed(seed)
+    model = prepare_for_training(plain.with_weights(folder).model, settings)
+    adapters = describe_adapters(model, base=BASE_VERSION) if settings.publish.format == "adapter" else None
+    return TrainedCritic(model.to(settings.device), plain, adapters=adapters)
+
+
+def prepare_for_training(model: Any, settings: TrainerSection) -> Any:
+    """Return the critic's model with the adapters, precision and attention of `settings`. Raises CheckpointError."""
     head = head_of(model)
     if settings.lora_rank:
         lora = Lora("trainer", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
-        torch.manual_seed(seed)
         model = with_adapters(model, lora, head).get_base_model()
         head.requires_grad_(True)
     if settings.precision == "bfloat16":
@@ -92,5 +98,4 @@ def build_critic(folder: Path, settings: TrainerSection, *, seed: int) -> Critic
     use_attention(model, settings.attention, "trainer.attention")
     if settings.gradient_checkpointing:
         checkpoint_gradients(model, "trainer.gradient_checkpointing")
-    adapters = describe_adapters(model, base=BASE_VERSION) if settings.publish.format == "adapter" else None
-    return TrainedCritic(model.to(settings.device), plain, adapters=adapters)
+    return model

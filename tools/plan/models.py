@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from python_backend.models.lean_decoder import FAMILIES, LeanDecoder
 from python_backend.models.logprobs import target_logprobs
@@ -90,16 +89,6 @@ def has_linear_head(model: Any) -> bool:
     logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     handle.remove()
     return bool(seen) and logits is seen[-1]
-
-
-def recompute_activations(model: Any) -> None:
-    """Turn on gradient checkpointing, and leave dropout off."""
-    # transformers 5.20, the last release for Python 3.10, has only the older name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
 
 
 def _config(folder: Path, **settings: Any) -> Any:

@@ -12,9 +12,9 @@ from python_backend.checkpoints.inspection import CheckpointError, inspect_check
 from python_backend.config import ModelSection, RunConfig
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
-from tools.plan.live_bytes import counting, model_bytes
+from tools.plan.live_bytes import counting, model_bytes, num_bytes
 from tools.plan.models import causal_model, logprobs_of, placed, token_model, values_of
-from tools.plan.role import Role, Sizes, devices_of, setting
+from tools.plan.role import Role, Sizes, devices_of, on_heap
 
 STORED = {"float32": "F32", "bfloat16": "BF16"}
 
@@ -28,20 +28,19 @@ def served_role(config: RunConfig, key: str) -> Role:
     with counting() as live, torch.no_grad():
         model = placed(_model(key, section))
         if key == "reference" and section.dtype == "bfloat16":
-            use_bfloat16(model)
-        weights = model_bytes(model)
+            use_bfloat16(model, model.get_output_embeddings())
+        weights = _part_bytes(model, section.tensor_parallel)
         live.reset()
         before = live.live
         _forward(key, section, model, torch.zeros(ids_shape, dtype=torch.int64))
         working = live.peak - before
         parameters = model.num_parameters()
-    split = setting(section, "tensor_parallel", 1)
-    devices = devices_of(section.device, split)
-    processes = section.instances * split
+    devices = devices_of(section.device, section.tensor_parallel)
+    processes = section.instances * section.tensor_parallel
     # On a CPU, instances share the pages of the checkpoint's file if it stores what is served.
     shared = section.device == "cpu" and _is_mapped(key, section)
-    weights = weights * (1 if shared else section.instances) // split
-    sizes = Sizes(weights=weights, activations=working * workers * section.instances)
+    weights = weights * (1 if shared else section.instances)
+    sizes = on_heap(Sizes(weights=weights, activations=working * workers * section.instances), section.device)
     if key == "critic":  # the next version is loaded beside the served one
         sizes = dataclasses.replace(sizes, copies=weights)
     if shared and section.instances > 1:
@@ -79,6 +78,18 @@ def _forward(key: str, section: ModelSection, model: Any, ids: Tensor) -> None:
         logprobs_of(model, ids, ids.shape[1] - 1, section.dtype)
     else:
         values_of(model, ids, lean=section.device == "cpu")
+
+
+def _part_bytes(model: Any, ranks: int) -> int:
+    """Return the bytes of one rank's weights: tensor parallelism splits layers, not embeddings and heads."""
+    if ranks == 1:
+        return model_bytes(model)
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard  # not in every release
+
+    layers = {name for name in model.tp_plan if ".*." in name}
+    paths = {name: replace_layer_number_by_wildcard(name) for name, _ in model.named_parameters()}
+    split = [p for name, p in model.named_parameters() if {paths[name], paths[name].rpartition(".")[0]} & layers]
+    return model_bytes(model) - num_bytes(split) * (ranks - 1) // ranks
 
 
 def _is_mapped(key: str, section: ModelSection) -> bool:

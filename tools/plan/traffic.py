@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from python_backend.config import RunConfig
-from tools.plan.role import Role, setting
+from tools.plan.role import Role, ranks_of
 
 FLOAT = 4
 TRAINING_TOKEN = 8 + 3 * FLOAT  # token id, return, previous value, mask
@@ -27,8 +27,8 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
     lines += _checkpoint("actor", roles["actor"], actor.checkpoint_every)
     if has_critic:
         lines += _checkpoint("trainer", roles["trainer"], config.trainer.checkpoint_every)
-    for key, section in (("actor", actor), ("trainer", config.trainer)):
-        ranks, role = setting(section, "ranks", 1), roles.get(key)
+    for key, ranks in (("actor", ranks_of(actor)), ("trainer", ranks_of(config.trainer))):
+        role = roles.get(key)
         if ranks > 1 and role is not None and not role.unknown:
             each = 3 * role.sizes.weights * (ranks - 1)
             lines.append(
@@ -59,7 +59,7 @@ def _publish(config: RunConfig, trainer: Role, critic: Role) -> list[str]:
 
 def version_bytes(config: RunConfig, trainer: Role) -> int:
     """Return the size of a weights version, which is stored in float32."""
-    adapters_only = setting(config.trainer.publish, "format", "merged") == "adapter"
+    adapters_only = config.trainer.publish.format == "adapter"
     return FLOAT * (trainer.trained if adapters_only else trainer.parameters)
 
 

@@ -12,40 +12,33 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from actor.generation.cache import SlotCache, cache_layers
 from actor.generation.slots import draw
-from actor.policy.adapters import with_adapters
-from python_backend.config import ActorSection, RunConfig
+from python_backend.config import ActorSection, PolicySection, RunConfig, TrainerSection
 from python_backend.models.adamw import make_adamw
-from python_backend.models.precision import computing, use_bfloat16
+from python_backend.models.adapters import Lora, with_adapters
+from python_backend.models.attention import use_attention
+from python_backend.models.gradient_checkpointing import checkpoint_gradients, recomputing
+from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
 from tools.plan.live_bytes import LiveBytes, counting, model_bytes, num_bytes
-from tools.plan.models import (
-    CPU,
-    causal_model,
-    has_linear_head,
-    logprobs_of,
-    placed,
-    recompute_activations,
-    token_model,
-    values_of,
-)
-from tools.plan.role import Role, Sizes, devices_of, setting
+from tools.plan.models import CPU, causal_model, has_linear_head, logprobs_of, placed, token_model, values_of
+from tools.plan.role import Role, Sizes, devices_of, on_heap, ranks_of
+from trainer.trained_critic import prepare_for_training
 
-# glibc's heap keeps gaps between the blocks of a training step: measured about 1.0 to 1.45 times the live bytes.
-# A compromise chosen from the measurements in docs/benchmarks.md, not derived.
-CPU_HEAP = 1.2
+SMALLEST_8BIT, BLOCK_8BIT = 4096, 256  # defaults of bitsandbytes, in elements
 
 
 def policy_role(config: RunConfig) -> Role:
     """Return the policy with its copies, its training and its generation."""
-    actor, settings = config.actor, config.actor.policy
+    actor = config.actor
     trained = policy_training(actor)
-    generating, frozen = generation_sizes(actor)
-    update, ranks = trained.sizes, trained.processes
-    copies = _num_copies(actor, ranks) * (update.weights if settings.lora_rank else frozen)
+    generating, whole = generation_sizes(actor)
+    update = trained.sizes
     # Update and generation take turns, unless one_step_off_policy lets them overlap.
     needs = (update.gradients + update.activations, generating.cache + generating.activations)
     both = sum(needs) if actor.one_step_off_policy else max(needs)
     activations = max(0, both - update.gradients - generating.cache)
-    sizes = dataclasses.replace(update, copies=copies, cache=generating.cache, activations=activations)
+    sizes = dataclasses.replace(
+        update, copies=_num_copies(actor) * whole, cache=generating.cache, activations=activations
+    )
     return dataclasses.replace(trained, sizes=sizes)
 
 
@@ -54,17 +47,13 @@ def policy_training(actor: ActorSection) -> Role:
     settings = actor.policy
     longest = actor.prompts.max_tokens + actor.generation.max_new_tokens
     rows = _rows(settings.token_budget, longest, actor.update.minibatch_size)
-    wrapped = causal = causal_model(settings.checkpoint)
+    causal = causal_model(settings.checkpoint)
     parameters = causal.num_parameters()
-    if settings.lora_rank:
-        wrapped = with_adapters(causal, settings)
+    trained = _policy_model(causal, settings)
     with counting() as live:
-        placed(wrapped)
-        is_linear = has_linear_head(causal)
-        if settings.precision == "bfloat16":
-            use_bfloat16(causal)
-        if settings.gradient_checkpointing:
-            recompute_activations(causal)
+        placed(trained)
+        with computing(CPU, settings.precision):
+            is_linear = has_linear_head(causal)
         ids = torch.zeros(rows, longest, dtype=torch.int64)
 
         def loss() -> Tensor:
@@ -73,14 +62,30 @@ def policy_training(actor: ActorSection) -> Role:
                 with_entropy=actor.algorithm.entropy_bonus > 0,
             ).sum()  # fmt: skip
 
-        sizes = _trained(live, wrapped, loss, accumulates=rows < min(actor.update.minibatch_size, actor.rollout_size))
-        trained = sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
-        gathered, ranks = _gathered_bytes(causal), setting(actor, "ranks", 1)
+        sizes = _trained(
+            live, trained, loss, kind=actor.optimizer.kind,
+            accumulates=rows < min(actor.update.minibatch_size, actor.rollout_size),
+        )  # fmt: skip
+        gathered, num_trained, ranks = _gathered_bytes(causal), _num_trained(trained), ranks_of(actor)
     return Role(
-        "actor", _on_heap(_sharded(sizes, ranks, gathered), settings.device), causal.config.model_type, parameters,
-        trained, settings.precision, devices_of(settings.device, ranks), ranks,
+        "actor", on_heap(_sharded(sizes, ranks, gathered), settings.device), causal.config.model_type, parameters,
+        num_trained, settings.precision, devices_of(settings.device, ranks), ranks,
         (f"update of {rows} rows x {longest} tokens",),
     )  # fmt: skip
+
+
+def _policy_model(causal: Any, settings: PolicySection) -> Any:
+    """Return the policy's model as `actor.policy.policy` prepares it, with its adapters around it if it has any."""
+    head, model = causal.get_output_embeddings(), causal
+    if settings.lora_rank:
+        lora = Lora("actor.policy", settings.lora_rank, settings.lora_alpha, settings.lora_targets)
+        model = with_adapters(causal, lora, head, task="CAUSAL_LM")
+    use_attention(causal, _planned(settings.attention), "actor.policy.attention")
+    if settings.precision == "bfloat16":
+        use_bfloat16(causal, head)
+    if settings.gradient_checkpointing:
+        checkpoint_gradients(causal, "actor.policy.gradient_checkpointing")
+    return model
 
 
 def trainer_role(config: RunConfig) -> Role:
@@ -88,44 +93,74 @@ def trainer_role(config: RunConfig) -> Role:
     settings = config.trainer
     longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
     rows = _rows(settings.token_budget, longest, settings.global_batch_size)
+    model = token_model(config.critic.checkpoint)
+    parameters = model.num_parameters()
+    prepare_for_training(model, settings.model_copy(update={"attention": _planned(settings.attention)}))
     with counting() as live:
-        model = placed(token_model(config.critic.checkpoint))
+        placed(model)
         ids = torch.zeros(rows, longest, dtype=torch.int64)
+
+        def loss() -> Tensor:
+            with computing(CPU, settings.precision):
+                return values_of(model, ids).float().sum()
+
         sizes = _trained(
-            live, model, lambda: values_of(model, ids).sum(),
+            live, model, loss, kind=settings.optimizer.kind,
             accumulates=rows < min(settings.global_batch_size, config.actor.rollout_size),
         )  # fmt: skip
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        parameters, gathered, ranks = model.num_parameters(), _gathered_bytes(model), setting(settings, "ranks", 1)
-    sizes = _sharded(dataclasses.replace(sizes, copies=_verified_bytes(sizes, settings.device, ranks)), ranks, gathered)
+        gathered, num_trained, ranks = _gathered_bytes(model), _num_trained(model), ranks_of(settings)
+    copies = _verified_bytes(settings, parameters, sizes)
+    sizes = _sharded(dataclasses.replace(sizes, copies=copies), ranks, gathered)
     return Role(
-        "trainer", _on_heap(sizes, settings.device), model.config.model_type, parameters, trained, "float32",
-        devices_of(settings.device, ranks), ranks, (f"update of {rows} rows x {longest} tokens",),
+        "trainer", on_heap(sizes, settings.device), model.config.model_type, parameters, num_trained,
+        settings.precision, devices_of(settings.device, ranks), ranks,
+        (f"update of {rows} rows x {longest} tokens",),
     )  # fmt: skip
 
 
-def _trained(live: LiveBytes, model: Any, loss: Callable[[], Tensor], *, accumulates: bool) -> Sizes:
+def _trained(live: LiveBytes, model: Any, loss: Callable[[], Tensor], *, kind: str, accumulates: bool) -> Sizes:
     """Return what an update needs, from its second optimizer step on.
 
     Args:
+        kind: of the optimizer.
         accumulates: an optimizer step has several micro-batches, so that gradients exist during a forward pass.
     """
-    # fused: needs no value of the step count, which does not exist here; its state is the same.
+
+    def backward() -> None:
+        with recomputing(model):
+            loss().backward()
+
+    # fused: needs no value of the step count, which does not exist here. Its state is that of the CPU's loop, whose two
+    # temporaries of one weight exist when no activations do.
     optimizer = make_adamw(dict(model.named_parameters()), lr=1e-6, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
-    loss().backward()
-    optimizer.step()
+    backward()
+    if kind == "adamw":
+        optimizer.step()
     gradients = num_bytes(p.grad for p in model.parameters() if p.grad is not None)
     states = num_bytes(value for state in optimizer.state.values() for value in state.values())
     weights = model_bytes(model)
     if not accumulates:
         optimizer.zero_grad(set_to_none=True)
     live.reset()
-    loss().backward()
-    optimizer.step()
-    return Sizes(
-        weights=weights, gradients=gradients, optimizer=states,
-        activations=max(0, live.peak - weights - gradients - states),
-    )  # fmt: skip
+    backward()
+    activations = max(0, live.peak - weights - gradients - states)
+    if kind == "adamw_8bit":
+        states = sum(_moments_8bit(p.numel()) for p in model.parameters() if p.requires_grad)
+    return Sizes(weights=weights, gradients=gradients, optimizer=states, activations=activations)
+
+
+def _moments_8bit(count: int) -> int:
+    """Return the bytes of bitsandbytes' moments of one tensor: a byte and a share of a block's scale for each."""
+    return 8 * count if count < SMALLEST_8BIT else 2 * (count + 4 * -(-count // BLOCK_8BIT))
+
+
+def _num_trained(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _planned(attention: str) -> str:
+    """Return an attention that keeps the same tensors and runs on a CPU."""
+    return "sdpa" if attention == FLASH_ATTENTION else attention
 
 
 def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
@@ -137,7 +172,7 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
     with counting() as live, torch.no_grad(), computing(CPU, settings.precision):
         model = placed(causal_model(settings.checkpoint)).requires_grad_(False)
         if settings.precision == "bfloat16":
-            use_bfloat16(model)
+            use_bfloat16(model, model.get_output_embeddings())
         weights = model_bytes(model)
         columns = span + span // 2  # as in actor.generation.slots
         cache = SlotCache(slots, columns, cache_layers(model)) if cache_layers(model) else None
@@ -151,7 +186,8 @@ def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
             logits = _next_logits(model, torch.zeros(slots, 1, dtype=torch.int64), span, cache)
         draw(logits, torch.zeros(len(logits), dtype=torch.float64))
         stored = num_bytes(t for layer in cache.layers for t in layer.tensors()) if cache is not None else 0
-        return Sizes(cache=stored, activations=live.peak - before - stored), weights
+        sizes = Sizes(cache=stored, activations=live.peak - before - stored)
+        return on_heap(sizes, settings.device), weights
 
 
 def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:
@@ -160,17 +196,21 @@ def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:
     return output.logits[:, -1].float()
 
 
-def _verified_bytes(sizes: Sizes, device: str, ranks: int) -> int:
+def _verified_bytes(settings: TrainerSection, parameters: int, sizes: Sizes) -> int:
     """Return the bytes of the second critic that verifies a version; ranks verify their own tensors instead."""
-    if ranks > 1:
+    served = 4 * parameters
+    if ranks_of(settings) > 1:
         return 0
-    # A GPU's memory of gradients and activations is free again by then; the heap of a process keeps it.
-    return sizes.weights if device == "cpu" else max(0, sizes.weights - sizes.gradients - sizes.activations)
+    if settings.device == "cpu":  # the heap of a process keeps the memory of gradients and activations
+        return served
+    # The critic of a prepared model is verified on the CPU, any other one when gradients and activations are freed.
+    return 0 if settings.changes_the_model else max(0, served - sizes.gradients - sizes.activations)
 
 
-def _num_copies(actor: ActorSection, ranks: int) -> int:
+def _num_copies(actor: ActorSection) -> int:
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not actor.policy.lora_rank
-    return int(has_reference) + int(actor.one_step_off_policy or ranks > 1)  # each rank generates with a whole copy
+    has_sampler = actor.one_step_off_policy or ranks_of(actor) > 1  # each rank generates with a whole copy
+    return int(has_reference) + int(has_sampler)
 
 
 def _rows(token_budget: int, longest: int, most: int) -> int:
@@ -187,12 +227,11 @@ def _sharded(sizes: Sizes, ranks: int, gathered: int) -> Sizes:
 
 
 def _gathered_bytes(model: Any) -> int:
-    """Return the bytes of the weights outside the layers, and of two layers: one computes, the next is prefetched."""
-    layers = [model_bytes(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return model_bytes(model) - sum(layers) + 2 * max(layers, default=0)
+    """Return what FSDP2 gathers at the same time: the weights outside the layers and of two layers (one computes, the
+    next is prefetched), and their gradients."""
+    layers = [_with_gradients(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return _with_gradients(model) - sum(layers) + 2 * max(layers, default=0)
 
 
-def _on_heap(sizes: Sizes, device: str) -> Sizes:
-    if device != "cpu":
-        return sizes
-    return dataclasses.replace(sizes, activations=int(sizes.activations * CPU_HEAP))
+def _with_gradients(module: torch.nn.Module) -> int:
+    return model_bytes(module) + num_bytes(p for p in module.parameters() if p.requires_grad)
