@@ -16,10 +16,11 @@ from tests.support.settings import nested
 from tools import run
 from tools.plan.command import PlanError, check, dry_run, needs_of, roles_of
 from tools.plan.live_bytes import LiveBytes, counting, model_bytes
-from tools.plan.models import causal_model, logprobs_of, placed
+from tools.plan.models import causal_model, logprobs_of, placed, token_model
 from tools.plan.role import GIB, Role, Sizes, devices_of
+from tools.plan.serving import served_role
 from tools.plan.traffic import shown
-from tools.plan.training import generation_sizes, policy_training
+from tools.plan.training import _moments_8bit, generation_sizes, policy_training, trainer_role
 
 SERVED = {"workers": 1, "token_budget": 16}
 ROWS, PROMPT, RESPONSE = 4, 4, 4
@@ -108,6 +109,40 @@ def test_settings_that_save_memory_do(tmp_path: Path):
     assert sizes(lora_rank=1, precision="bfloat16").weights < lora.weights
     assert sizes(policy_gradient_checkpointing=True).activations < plain.activations
     assert sizes(policy_token_budget=8).activations < plain.activations
+
+
+def test_settings_that_save_memory_of_the_critic_do(tmp_path: Path):
+    config = config_of(tmp_path)
+
+    def sizes(**settings: Any) -> Sizes:
+        trainer = config.trainer.model_copy(update=settings)
+        return trainer_role(config.model_copy(update={"trainer": trainer})).sizes
+
+    plain, lora = sizes(), sizes(lora_rank=1)
+    assert lora.optimizer < plain.optimizer / 2
+    assert lora.gradients < plain.gradients / 2
+    assert sizes(lora_rank=1, precision="bfloat16").weights < lora.weights
+    assert sizes(gradient_checkpointing=True).activations < plain.activations
+    small = config.trainer.optimizer.model_copy(update={"kind": "adamw_8bit"})
+    assert sizes(optimizer=small).optimizer <= plain.optimizer
+
+
+def test_moments_of_8_bits():
+    assert _moments_8bit(4095) == 8 * 4095  # small tensors keep moments of 32 bits
+    assert _moments_8bit(4096) == 2 * (4096 + 16 * 4)  # and a scale for each block of 256
+
+
+def test_tensor_parallelism_splits_layers_only(tmp_path: Path):
+    config = config_of(tmp_path)
+    model = token_model(tmp_path / "reward")
+    layers = 4 * sum(p.numel() for name, p in model.named_parameters() if "_proj" in name)
+    split = config.reward.model_copy(update={"tensor_parallel": 2})
+    whole, half = (
+        served_role(config.model_copy(update={"reward": section}), "reward").sizes.weights
+        for section in (config.reward, split)
+    )
+    assert layers > 0
+    assert whole - half == layers // 2
 
 
 @pytest.mark.parametrize("family", sorted({*CONFIGS} - {"bert", "deberta-v3"}))

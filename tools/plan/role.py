@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 GIB = 1 << 30
-# glibc's heap keeps gaps between the blocks of a forward and backward pass, and kernels need scratch memory. Chosen to fit
-# a policy and a critic of 10 million parameters; docs/benchmarks.md has the ratios of other sizes.
+# glibc's heap keeps gaps between the blocks of a forward and backward pass, and kernels use scratch memory. Measured
+# on a policy and a critic of 10 million parameters; docs/benchmarks.md has the ratios of other sizes.
 CPU_HEAP = 1.45
 
 
