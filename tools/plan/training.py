@@ -166,7 +166,7 @@ def _planned(attention: str) -> str:
 def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
     """Return the cache and the working memory of generation, and the bytes of the model when it is frozen."""
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
-    slots = min(generation.batch_size, max(actor.rollout_size, actor.validation.size))
+    slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // ranks_of(actor)))
     distinct = -(-slots // actor.algorithm.responses_per_prompt)
     span = width + generation.max_new_tokens
     with counting() as live, torch.no_grad(), computing(CPU, settings.precision):
