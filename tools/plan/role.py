@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 GIB = 1 << 30
 # glibc's heap keeps gaps between the blocks of a forward and backward pass, and kernels use scratch memory. Measured
@@ -61,8 +60,3 @@ def devices_of(device: str, count: int = 1) -> tuple[str, ...]:
 def on_heap(sizes: Sizes, device: str) -> Sizes:
     """Return `sizes` with the memory that activations occupy on this device."""
     return replace(sizes, activations=int(sizes.activations * CPU_HEAP)) if device == "cpu" else sizes
-
-
-def ranks_of(section: Any) -> int:
-    """Return the number of ranks that train a model."""
-    return getattr(section, "ranks", 1)

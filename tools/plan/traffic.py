@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from python_backend.config import RunConfig
-from tools.plan.role import Role, ranks_of
+from tools.plan.role import Role
 
 FLOAT = 4
 TRAINING_TOKEN = 8 + 3 * FLOAT  # token id, return, previous value, mask
@@ -27,7 +27,7 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
     lines += _checkpoint("actor", roles["actor"], actor.checkpoint_every)
     if has_critic:
         lines += _checkpoint("trainer", roles["trainer"], config.trainer.checkpoint_every)
-    for key, ranks in (("actor", ranks_of(actor)), ("trainer", ranks_of(config.trainer))):
+    for key, ranks in (("actor", actor.ranks), ("trainer", config.trainer.ranks)):
         role = roles.get(key)
         if ranks > 1 and role is not None and not role.unknown:
             each = 3 * role.sizes.weights * (ranks - 1)

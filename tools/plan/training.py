@@ -20,7 +20,7 @@ from python_backend.models.gradient_checkpointing import checkpoint_gradients, r
 from python_backend.models.precision import FLASH_ATTENTION, computing, use_bfloat16
 from tools.plan.live_bytes import LiveBytes, counting, model_bytes, num_bytes
 from tools.plan.models import CPU, causal_model, has_linear_head, logprobs_of, placed, token_model, values_of
-from tools.plan.role import Role, Sizes, devices_of, on_heap, ranks_of
+from tools.plan.role import Role, Sizes, devices_of, on_heap
 from trainer.trained_critic import prepare_for_training
 
 SMALLEST_8BIT, BLOCK_8BIT = 4096, 256  # defaults of bitsandbytes, in elements
@@ -66,7 +66,7 @@ def policy_training(actor: ActorSection) -> Role:
             live, trained, loss, kind=actor.optimizer.kind,
             accumulates=rows < min(actor.update.minibatch_size, actor.rollout_size),
         )  # fmt: skip
-        gathered, num_trained, ranks = _gathered_bytes(causal), _num_trained(trained), ranks_of(actor)
+        gathered, num_trained, ranks = _gathered_bytes(causal), _num_trained(trained), actor.ranks
     return Role(
         "actor", on_heap(_sharded(sizes, ranks, gathered), settings.device), causal.config.model_type, parameters,
         num_trained, settings.precision, devices_of(settings.device, ranks), ranks,
@@ -108,7 +108,7 @@ def trainer_role(config: RunConfig) -> Role:
             live, model, loss, kind=settings.optimizer.kind,
             accumulates=rows < min(settings.global_batch_size, config.actor.rollout_size),
         )  # fmt: skip
-        gathered, num_trained, ranks = _gathered_bytes(model), _num_trained(model), ranks_of(settings)
+        gathered, num_trained, ranks = _gathered_bytes(model), _num_trained(model), settings.ranks
     copies = _verified_bytes(settings, parameters, sizes)
     sizes = _sharded(dataclasses.replace(sizes, copies=copies), ranks, gathered)
     return Role(
@@ -166,7 +166,7 @@ def _planned(attention: str) -> str:
 def generation_sizes(actor: ActorSection) -> tuple[Sizes, int]:
     """Return the cache and the working memory of generation, and the bytes of the model when it is frozen."""
     settings, generation, width = actor.policy, actor.generation, actor.prompts.max_tokens
-    slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // ranks_of(actor)))
+    slots = min(generation.batch_size, -(-max(actor.rollout_size, actor.validation.size) // actor.ranks))
     distinct = -(-slots // actor.algorithm.responses_per_prompt)
     span = width + generation.max_new_tokens
     with counting() as live, torch.no_grad(), computing(CPU, settings.precision):
@@ -199,7 +199,7 @@ def _next_logits(model: Any, ids: Tensor, seen: int, cache: Any) -> Tensor:
 def _verified_bytes(settings: TrainerSection, parameters: int, sizes: Sizes) -> int:
     """Return the bytes of the second critic that verifies a version; ranks verify their own tensors instead."""
     served = 4 * parameters
-    if ranks_of(settings) > 1:
+    if settings.ranks > 1:
         return 0
     if settings.device == "cpu":  # the heap of a process keeps the memory of gradients and activations
         return served
@@ -209,7 +209,7 @@ def _verified_bytes(settings: TrainerSection, parameters: int, sizes: Sizes) -> 
 
 def _num_copies(actor: ActorSection) -> int:
     has_reference = actor.kl.uses_reference and not actor.kl.serves_reference and not actor.policy.lora_rank
-    has_sampler = actor.one_step_off_policy or ranks_of(actor) > 1  # each rank generates with a whole copy
+    has_sampler = actor.one_step_off_policy or actor.ranks > 1  # each rank generates with a whole copy
     return int(has_reference) + int(has_sampler)
 
 
