@@ -31,6 +31,7 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(minutes=2)
 POLL_S = 0.002
+KEPT = 1000  # newest entries of each numbered list in the store: no rank is ever that far behind
 END = "end"
 LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)}
@@ -72,7 +73,10 @@ class Ranks:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None if agent_hosts else size,
             is_master=rank == 0 and not agent_hosts, timeout=STORE_TIMEOUT,
         )  # fmt: skip
-        attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        # The store of torchrun's agent outlives a restart. The count may differ between hosts: only look at it there.
+        attempt = (
+            dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store) if agent_hosts else store
+        )
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend, store=dist.PrefixStore("group", attempt), rank=rank, world_size=size, timeout=timeout
@@ -126,6 +130,7 @@ class Ranks:
         if tensors is not None:
             shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
             self._shapes.set(key, json.dumps(shapes))
+            self._shapes.delete_key(str(self._broadcasts - KEPT))
         out = {}
         for name, dtype, shape in json.loads(self._shapes.get(key)):
             tensor = torch.empty(shape, dtype=DTYPES[dtype]) if tensors is None else tensors[name].contiguous()
@@ -137,6 +142,7 @@ class Ranks:
         """Return the JSON values that the ranks pass, by rank; collective."""
         self._gathers += 1
         self._values.set(f"{self._gathers}/{self.rank}", json.dumps(value))
+        self._values.delete_key(f"{self._gathers - KEPT}/{self.rank}")
         dist.barrier()
         return [json.loads(self._values.get(f"{self._gathers}/{rank}")) for rank in range(self.size)]
 
@@ -177,6 +183,7 @@ class Operations:
     def announce(self, name: str, **arguments: Any) -> None:
         """Let the other ranks execute operation `name`; the arguments must be JSON. Rank 0 only."""
         self._store.set(str(self._number), json.dumps([name, arguments]))
+        self._store.delete_key(str(self._number - KEPT))
         self._number += 1
 
     def follow(self, handlers: Mapping[str, Callable[..., object]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from python_backend.parallel.ranks import RankFailed, Ranks
+from python_backend.parallel.ranks import KEPT, Operations, RankFailed, Ranks
 from tests.support.ranks import on_ranks
 
 
@@ -63,16 +63,25 @@ def test_the_operations_run_on_every_rank_even_after_three_group_timeouts() -> N
     assert on_ranks(2, operations, 3.2, group_timeout_s=1) == [[2, 4], [2, 4]]
 
 
-def test_an_error_of_one_rank_reaches_every_rank() -> None:
-    first, second = on_ranks(2, failures)
+def test_the_list_of_operations_does_not_grow_for_ever() -> None:
+    store = dist.HashStore()
+    operations = Operations(0, store)
+    for _ in range(KEPT + 100):
+        operations.announce("add", number=1)
+    assert store.num_keys() <= KEPT + 1
+
+
+def errors_and_broadcasts(ranks: Ranks) -> Any:
+    """Both in one start of the processes."""
+    return failures(ranks), broadcasts(ranks)
+
+
+def test_an_error_of_one_rank_and_a_broadcast_reach_every_rank() -> None:
+    (first, sent), (second, received) = on_ranks(2, errors_and_broadcasts)
     assert first == [("OSError", "rank 1: disk full"), ("RankFailed", "no such model"), 0]
     assert second == [("OSError", "disk full"), ("RankFailed", "rank 0: no such model"), 1]
-
-
-def test_a_broadcast_gives_every_rank_the_same_tensors() -> None:
-    first, second = on_ranks(2, broadcasts)
-    assert first == second
-    assert (first["tokens"], first["mask"], first["empty"]) == ([0, 1, 2], [[True, False]], [])
+    assert sent == received
+    assert (sent["tokens"], sent["mask"], sent["empty"]) == ([0, 1, 2], [[True, False]], [])
 
 
 @pytest.mark.parametrize(
