@@ -21,10 +21,11 @@ TORCHRUN = "torch.distributed.run"
 PODS = ("StatefulSet", "Job")
 # In place of `actor` and `trainer`: joins the group as they do. Once, node 0 loses its rank, or node 1 ends altogether.
 STAND_IN = """
-import json, os, pathlib, signal, sys
+import datetime, json, os, pathlib, signal, sys
 import torch, torch.distributed as dist
 
-dist.init_process_group("gloo")
+# As theirs, its timeout is bounded: a rank that starts again may look for the others of the attempt before.
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
 total = torch.tensor([1.0])
 dist.all_reduce(total)
 died = pathlib.Path("died")
@@ -126,6 +127,7 @@ def test_all_nodes_join_and_what_dies_is_replaced(name: str, dies: str, tmp_path
     finally:
         for agent in agents:
             agent.kill()
+            agent.communicate()  # closes the pipes
     assert [agent.returncode for agent in agents] == [0] * nodes, said
     found = sorted(json.loads(out) for out, _ in said)
     assert found == [[rank, nodes, ["--config", "/config/run.yaml"]] for rank in range(nodes)]
