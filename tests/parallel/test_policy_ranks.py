@@ -191,6 +191,7 @@ def test_the_results_are_those_of_one_process(folder: Path, size: int):
             assert found["distance"] <= 1e-12
 
 
+@pytest.mark.slow
 def test_float32_stays_near_one_process_and_repeats_its_bits(folder: Path):
     cases = ["ppo", "lora with dropout", "bfloat16"]  # with dropout, each rank draws numbers of its own
     results = on_ranks(2, all_cases, folder, trained, [(case, torch.float32) for case in cases * 2])[0]

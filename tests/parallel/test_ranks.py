@@ -59,6 +59,7 @@ def broadcasts(ranks: Ranks) -> Any:
     return {name: tensor.tolist() for name, tensor in {**first, **second}.items()}
 
 
+@pytest.mark.slow
 def test_the_operations_run_on_every_rank_even_after_three_group_timeouts() -> None:
     assert on_ranks(2, operations, 3.2, group_timeout_s=1) == [[2, 4], [2, 4]]
 

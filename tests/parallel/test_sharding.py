@@ -80,6 +80,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     assert on_ranks(2, fail_to_write, tmp_path) == [[errno.ENOSPC] * 2] * 2
 

@@ -207,6 +207,7 @@ def two_ranks(root: Path) -> Any:
     return on_ranks(2, in_float32, root)[0]
 
 
+@pytest.mark.slow
 def test_float32_training_is_close_to_one_process_and_resumes_bitwise(two_ranks: Any, root: Path) -> None:
     assert two_ranks[0]
     update, _ = trained(root / "llama", payloads(LONG_TRAINING), **TRAINING)
