@@ -154,6 +154,10 @@ def test_nothing_is_pickled():
         assert not re.search(r"\bpickle\b|torch\.(load|save)\(", path.read_text()), path
 
 
+def test_no_key_is_committed():
+    assert not tracked("*.env", "*.key", "*.pem")
+
+
 def test_no_file_knows_a_machine():
     """Absolute paths of somebody's home or checkout; /dev, /usr, /opt and /tmp are the same everywhere."""
     pattern = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|workspace)/[\w.-]")
