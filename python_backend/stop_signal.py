@@ -1,10 +1,14 @@
-"""Process signals: an event that is set when a signal arrives, and a description of how a process ended."""
+"""Process signals: an event that is set when a signal arrives, ending with the parent, and how a process ended."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import socket
 import threading
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def stop_event(*signals: signal.Signals) -> threading.Event:
@@ -31,6 +35,15 @@ def stop_event(*signals: signal.Signals) -> threading.Event:
     for number in signals:
         signal.signal(number, lambda *_: None)
     return stop
+
+
+def die_with_parent(parent: int) -> bool:
+    """Let the kernel kill this process, whatever it is doing, when its parent ends.
+
+    Returns whether the parent still is the process `parent`; if it is not, it has ended before this call.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 def how_ended(code: int) -> str:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from python_backend.parallel.launch import FOLDER, AgentFolder
+from python_backend.parallel.launch import AGENT, FOLDER, AgentFolder
 
 MAX_RESTARTS = 10  # per start; each one resumes from the newest checkpoint and the journal
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         folder = AgentFolder(Path(root))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: _stop(folder))
-        os.environ[FOLDER] = root
+        os.environ[FOLDER], os.environ[AGENT] = root, str(os.getpid())
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # if a rank dies, the others print a stack trace of C++
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns otherwise; the ranks set their own number
         # By default the ranks share the store of torchrun's agent. A restart then often fails, because a new rank

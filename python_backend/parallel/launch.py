@@ -8,7 +8,6 @@ Kubernetes, the ranks find their number in the environment, too.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from python_backend.errors import RlhfError
+from python_backend.stop_signal import die_with_parent
 
 FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent that started this rank
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+AGENT = "RLHF_AGENT_PID"  # environment variable: the process id of that agent
 
 
 class RanksError(RlhfError):
@@ -102,6 +102,5 @@ class AgentFolder:
 
 
 def _follow_agent(folder: AgentFolder) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1 or not folder.enter():
+    if not die_with_parent(int(os.environ[AGENT])) or not folder.enter():
         sys.exit(0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from python_backend import stop_signal
 from python_backend.parallel import launch
-from python_backend.parallel.launch import FOLDER, AgentFolder, RanksError, ended, launch_ranks, stop_signals
+from python_backend.parallel.launch import AGENT, FOLDER, AgentFolder, RanksError, ended, launch_ranks, stop_signals
 
 
 def test_a_single_rank_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +26,19 @@ def test_several_ranks_replace_the_process_by_an_agent(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "execv", lambda path, command: called.append(command[1:]))
     launch_ranks(2, "trainer", ["--config", "x.yaml"], key="trainer.ranks")
     assert called == [["-m", "python_backend.parallel.agent", "2", "trainer", "--config", "x.yaml"]]
+
+
+@pytest.mark.parametrize("parent", [1, 7])
+def test_a_rank_ends_if_its_agent_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+    """The first process of a container, whose number is 1, may be an agent, too."""
+    monkeypatch.setattr(stop_signal.ctypes, "CDLL", mock.Mock())
+    monkeypatch.setattr(stop_signal.os, "getppid", lambda: parent)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", FOLDER: str(tmp_path), AGENT: str(parent)}.items():
+        monkeypatch.setenv(name, value)
+    launch_ranks(2, "trainer", [], key="trainer.ranks")
+    monkeypatch.setenv(AGENT, "8")
+    with pytest.raises(SystemExit):
+        launch_ranks(2, "trainer", [], key="trainer.ranks")
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

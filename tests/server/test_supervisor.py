@@ -1,4 +1,4 @@
-"""The supervisor on the real server: killed models and killed servers come back, without a word from anybody."""
+"""The supervisor on the real server: killed models and killed servers come back, without a command."""
 
 from __future__ import annotations
 

@@ -7,10 +7,8 @@ Waits for messages, never in a collective, so a model may be idle for any length
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -26,9 +24,9 @@ from python_backend.models.modeling import CriticModel, RewardModel, quiet_trans
 from python_backend.parallel.tensor_parallel import RankGroup, release
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import Model, load_model
+from python_backend.stop_signal import die_with_parent
 
 logger = logging.getLogger(__name__)
-PR_SET_PDEATHSIG = 1  # prctl.h
 
 
 def load_part(group: RankGroup, loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
@@ -105,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("device")
     parser.add_argument("rendezvous", type=Path)
     args = parser.parse_args(argv)
-    # The kernel kills this process when rank 0 dies, even while this process is stuck in a collective.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != args.parent:
+    if not die_with_parent(args.parent):  # with rank 0, even while this process is stuck in a collective
         return 0
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
     quiet_transformers()
