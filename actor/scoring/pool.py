@@ -39,7 +39,7 @@ class ServerPool(Generic[C]):
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
-        self._turn = 0  # rotates the choice among equally loaded servers
+        self._turn = 0  # counts choices
         self._writer: Server[C] | None = None
 
     def writer(self, model: str) -> str | None:
@@ -124,11 +124,20 @@ class ServerPool(Generic[C]):
         return server
 
     def _least_busy(self, model: str) -> Server[C] | None:
-        """Return the available server with the fewest requests in flight; ties rotate. None if there is none."""
-        self._turn += 1
-        start = self._turn % len(self.servers)
-        in_turn = [*self.servers[start:], *self.servers[:start]]
-        return min((s for s in in_turn if s.takes(model)), key=lambda server: server.in_flight, default=None)
+        """Return the available server with the fewest requests in flight, None if there is none.
+
+        Ties go to the one that was chosen for this model the longest ago. One order for all models would not do: rows
+        are sent to reward and critic in turn, so that one of two servers would get all requests for the critic.
+        """
+        server = min(
+            (server for server in self.servers if server.takes(model)),
+            key=lambda server: (server.in_flight, server.last_turns.get(model, 0)),
+            default=None,
+        )
+        if server:
+            self._turn += 1
+            server.last_turns[model] = self._turn
+        return server
 
     def _writing(self, model: str) -> Server[C] | None:
         """Return the server for training requests, None if there is none.

@@ -42,6 +42,7 @@ class Server(Generic[C]):
     url: str
     connection: C
     in_flight: int = 0
+    last_turns: dict[str, int] = field(default_factory=dict)  # by model: when this server was last chosen
     losses: int = 0  # times that it was lost or not ready since its last response
     down: str | None = None  # why the server is set aside; None: it receives requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model

@@ -25,6 +25,22 @@ def test_idle_servers_take_turns():
     scene(play)
 
 
+def test_idle_servers_take_turns_for_each_model():
+    """Reward and critic score every row: each server gets half of the requests for either."""
+
+    async def play() -> None:
+        async with Rig() as servers:
+            taken: dict[str, list[str]] = {"reward": [], "critic": []}
+            for _ in range(6):
+                async with AsyncExitStack() as row:
+                    for model, urls in taken.items():
+                        server = await row.enter_async_context(servers.one(model, writes=False, patient=True))
+                        urls.append(server.url)
+        assert {model: urls.count("a:1") for model, urls in taken.items()} == {"reward": 3, "critic": 3}
+
+    scene(play)
+
+
 def test_the_fewest_in_flight_wins():
     async def play() -> None:
         async with Rig() as servers, AsyncExitStack() as held:
