@@ -16,6 +16,7 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
+from python_backend.long_lived import long_lived_imports
 from python_backend.parallel.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
@@ -41,11 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RunConfig) -> int:
-    import torch  # deferred, so that --help and configuration errors do not wait for the import
+    with long_lived_imports():  # deferred, so that --help and configuration errors do not wait for them
+        import torch
 
-    from actor.run.policies import follow
-    from python_backend.models.modeling import quiet_transformers
-    from python_backend.parallel.ranks import Ranks
+        from actor.run.policies import follow
+        from python_backend.models.modeling import quiet_transformers
+        from python_backend.parallel.ranks import Ranks
 
     torch.set_num_threads(config.actor.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -60,11 +62,12 @@ def _run(config: RunConfig) -> int:
 
 
 def _train(config: RunConfig, ranks: Ranks | None = None) -> int:
-    from actor.loop import PPORun
-    from actor.run.lock import only_actor
-    from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
-    from actor.scoring.client import TritonClient
-    from python_backend.wire.contract import REWARD_MODEL
+    with long_lived_imports():
+        from actor.loop import PPORun
+        from actor.run.lock import only_actor
+        from actor.run.stopping import INTERRUPTED, Stopped, stop_on_signals
+        from actor.scoring.client import TritonClient
+        from python_backend.wire.contract import REWARD_MODEL
 
     async def ppo() -> None:
         key = config.server.training_key_env

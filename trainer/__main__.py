@@ -14,6 +14,7 @@ from python_backend.config import RunConfig, TrainerSection, load_config
 from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
+from python_backend.long_lived import long_lived_imports
 from python_backend.parallel.launch import ended, launch_ranks, stop_signals
 from python_backend.stop_signal import stop_event
 
@@ -37,12 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(config: RunConfig, *, init_only: bool) -> None:
     _stay_out_of_the_way(config.trainer)
-    import torch  # deferred: the environment must be set first, and --help and configuration errors stay fast
+    with long_lived_imports():  # deferred: the environment must be set first, and --help stays fast
+        import torch
 
-    from python_backend.models.modeling import quiet_transformers
-    from python_backend.store.weights import WeightsStore
-    from trainer.publish import initialise_store
-    from trainer.sidecar import follow
+        from python_backend.models.modeling import quiet_transformers
+        from python_backend.store.weights import WeightsStore
+        from trainer.publish import initialise_store
+        from trainer.sidecar import follow
 
     torch.set_num_threads(config.trainer.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)

@@ -46,7 +46,7 @@ def test_it_is_rendered_only_where_the_actor_asks_for_it(tmp_path: Path) -> None
     assert set(render.render_configs(with_it)) - set(render.render_configs(plain)) == {contract.REFERENCE}
     render.render_repository(with_it, tmp_path)
     model = tmp_path / contract.REFERENCE / "1" / "model.py"
-    assert model.read_text() == "from python_backend.serving.reference import TritonPythonModel  # noqa: F401\n"
+    assert "from python_backend.serving.reference import TritonPythonModel" in model.read_text()
     assert not render.check_repository(with_it, tmp_path)
     assert [drift.path for drift in render.check_repository(plain, tmp_path)] == [tmp_path / contract.REFERENCE]
     render.render_repository(plain, tmp_path)

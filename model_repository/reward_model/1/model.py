@@ -1,1 +1,4 @@
-from python_backend.serving.reward import TritonPythonModel  # noqa: F401
+from python_backend.long_lived import long_lived_imports
+
+with long_lived_imports():
+    from python_backend.serving.reward import TritonPythonModel  # noqa: F401
