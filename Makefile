@@ -5,7 +5,7 @@ SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n 2
 
 .PHONY: demo demo-llm demo-rlvr test test-all check format docs clean
 

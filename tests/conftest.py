@@ -9,7 +9,7 @@ import torch
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
 sys.path.append(str(Path(__file__).parent / "support" / "stub"))
 
-pytest_plugins = ["scoring_rig", "server_fixtures", "sidecar_fixtures"]
+pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixtures"]
 
 
 @pytest.fixture(autouse=True, scope="session")

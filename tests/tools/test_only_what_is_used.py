@@ -390,8 +390,11 @@ def test_a_run_without_a_critic_is_resumed(
 
 
 @pytest.mark.slow
-@every_combination
-def test_every_combination_through_tools_run(
+@pytest.mark.parametrize(
+    ("algorithm", "reward"),
+    [("ppo", "both"), ("ppo", "functions"), ("reinforce++", "model"), ("rloo", "both"), ("grpo", "model")],
+)
+def test_every_algorithm_and_reward_through_tools_run(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str],
     signals_kept: None,
 ) -> None:  # fmt: skip

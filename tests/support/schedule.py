@@ -1,0 +1,33 @@
+"""Distributes test files over the processes of `pytest -n`: those that share a server run in one process.
+
+A session fixture exists once in each process, and starting a server of two models takes longer than most tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+SHARED_SERVER = re.compile(r"\b(live: System|finished: FinishedRun)\b")
+
+
+@pytest.hookimpl(optionalhook=True)  # known only with pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFileAndServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid.partition("::")[0])
+
+    return ByFileAndServer(config, log)
+
+
+@functools.cache
+def scope_of(file: str) -> str:
+    """Return the name of what runs in one process: the file itself, or the files with a shared server."""
+    return "shared servers" if SHARED_SERVER.search((TESTS.parent / file).read_text()) else file
