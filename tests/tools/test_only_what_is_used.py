@@ -79,9 +79,6 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
     return path
 
 
-# ---- without any process ----
-
-
 @every_combination
 def test_what_is_rendered_loaded_measured_and_demanded(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
@@ -307,9 +304,6 @@ def test_ppo_on_a_server_without_a_critic_is_told_why(checkpoints: Checkpoints) 
     compare(with_critic=False)
 
 
-# ---- through `tools run` ----
-
-
 @pytest.fixture
 def signals_kept() -> Iterator[None]:
     """`tools run` takes the signals of the process it is the main program of."""
@@ -392,7 +386,7 @@ def test_a_run_without_a_critic_is_resumed(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "reward"),
-    [("ppo", "both"), ("ppo", "functions"), ("reinforce++", "model"), ("rloo", "both"), ("grpo", "model")],
+    [*zip(ALGORITHMS, ("both", "model", "both", "model"), strict=True), ("ppo", "functions")],
 )
 def test_every_algorithm_and_reward_through_tools_run(
     algorithm: str, reward: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str],
