@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def _sample(critic: ShardedCritic, memory: Memory, folder: Path) -> dict[str, An
     extra = memory.extra()
     paths = sorted(store.folder(manifest.version).glob("*.safetensors"))
     data = [path.read_bytes() for path in paths]
+    shutil.rmtree(store.folder(manifest.version))
     plain_s, _ = _timed(lambda: _write_and_hash(data, folder / "plain"))
     return {
         "bytes": sum(map(len, data)), "publish_s": write_s + verify_s, "write_s": write_s, "plain_s": plain_s,
