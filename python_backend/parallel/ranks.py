@@ -31,6 +31,7 @@ T = TypeVar("T")
 GROUP_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT = timedelta(minutes=2)
 POLL_S = 0.002
+LEAVE_S = 2.0  # for which rank 0 waits at the end; a rank that died will never say that it leaves
 KEPT = 1000  # newest entries of each numbered list in the store: no rank is ever that far behind
 END = "end"
 LOST = re.compile("closed by peer|reset by peer|gloo|NCCL", re.IGNORECASE)  # in the messages of failed collectives
@@ -168,9 +169,16 @@ class Ranks:
         ranks.close()
 
     def close(self) -> None:
-        """End the job: on rank 0 let the other ranks leave; on all ranks leave the process group."""
+        """End the job: on rank 0 let the other ranks leave; on all ranks leave the process group.
+
+        Rank 0 waits until the others have read that the job has ended, because its store ends with its process.
+        """
         if self.rank == 0:
             self.operations.announce(END)
+        left, deadline = self._store.add("left", 1), time.monotonic() + LEAVE_S
+        while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            left = self._store.add("left", 0)
         dist.destroy_process_group()
 
 

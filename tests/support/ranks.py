@@ -11,6 +11,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Work = Callable[..., Any]
+# Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
+# torch's, so that it has no threads of torch's, which a fork would lose.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["trainer.sharded.update", "actor.run.policies"])
 
 
 def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 120, timeout_s: float = 240) -> list[Any]:
@@ -19,13 +23,12 @@ def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 12
     Raises:
         RuntimeError: ranks failed; the message names each with its error.
     """
-    context = multiprocessing.get_context("spawn")
     port = _free_port()
     started = []
     for rank in range(size):
-        mine, theirs = context.Pipe()
+        mine, theirs = CONTEXT.Pipe()
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-        process = context.Process(target=_rank, args=(theirs, environment, group_timeout_s, work, arguments))
+        process = CONTEXT.Process(target=_rank, args=(theirs, environment, group_timeout_s, work, arguments))
         process.start()
         theirs.close()
         started.append((process, mine))
