@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 ROOTS = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
 COLOURS = dict(zip(ROOTS, ("#d6ebf7", "#e7f3d8", "#fde9cf", "#efe3f5", "#eeeeee", "#eeeeee"), strict=True))
-BASE = ("python_backend.errors", "python_backend.stop_signal")  # nearly all packages import them
+BASE = ("python_backend.errors", "python_backend.long_lived", "python_backend.stop_signal")  # many packages import them
 FLAT = ("chaos", "trainer")
 Graph = Mapping[str, set[str]]
 
