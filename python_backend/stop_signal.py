@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -35,6 +36,24 @@ def stop_event(*signals: signal.Signals) -> threading.Event:
     for number in signals:
         signal.signal(number, lambda *_: None)
     return stop
+
+
+class StopRequested(BaseException):
+    """SIGINT or SIGTERM was received; not an error."""
+
+
+class StopSignals:
+    """Raises StopRequested at the first SIGINT or SIGTERM; only counts others, as stopping takes a bounded time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 1:
+            raise StopRequested
 
 
 def die_with_parent(parent: int) -> bool:

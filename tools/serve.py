@@ -6,18 +6,17 @@ Other commands and tests start their servers with `start_server`.
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
+from python_backend.stop_signal import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
 from tools.calibrate.calibration import settle
 from tools.demo.pretrained import PRETRAINED
@@ -36,10 +35,6 @@ MADE_FOR_ACTOR = {
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
-class ServeStopped(BaseException):
-    """SIGINT or SIGTERM was received; not an error."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 1 if the server cannot start."""
     parser = run_parser("python -m tools serve", "Render the model repository and serve it.")
@@ -48,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
         overrides.append(f"server.tritonserver={arguments.tritonserver}")
-    stop = _StopSignals()
+    stop = StopSignals()
     supervisor = None
     try:
         config = load_config(arguments.config, overrides)
@@ -67,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while True:
             supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
-    except ServeStopped:
+    except StopRequested:
         if supervisor is not None and config.server.drain_s > 0:
             _say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
             supervisor.drain(give_up=lambda: stop.count > 1)
@@ -209,20 +204,6 @@ def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-class _StopSignals:
-    """Raises ServeStopped at the first SIGINT or SIGTERM; only counts others, because stopping takes a bounded time."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._take)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count == 1:
-            raise ServeStopped
 
 
 if __name__ == "__main__":

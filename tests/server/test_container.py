@@ -22,7 +22,40 @@ from tools.server.healthcheck import check as healthcheck
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_drain_command_unloads_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# In place of tritonserver: on SIGTERM it ends with the number of models that the server under test still has.
+FAKE_TRITONSERVER = """#!{python}
+import signal, sys
+sys.path.insert(0, {root!r})
+from tools.server.drain import _loaded
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(_loaded({url!r}, "tiny"))))
+print("serving", flush=True)
+while True:
+    signal.pause()
+"""
+ENTRY_POINT = """
+import functools, sys
+from pathlib import Path
+from tools.server import entry_point
+entry_point.drain = functools.partial(entry_point.drain, url=sys.argv[1])
+sys.exit(entry_point.main())
+"""
+
+
+def start_entry_point(folder: Path, tritonserver: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start what the image runs in `folder`, where the image's repository is, with this script as `tritonserver`."""
+    fake = folder / "bin" / "tritonserver"
+    fake.parent.mkdir()
+    fake.write_text(tritonserver)
+    fake.chmod(0o755)
+    (folder / "model_repository").symlink_to(DEFAULT_REPOSITORY)
+    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *(arguments or ["-m", "tools.server.entry_point"])]
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_stopped_container_and_the_drain_command_unload_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     repository = tmp_path / "repository"
     write_repository(repository)
     with tiny_server(tmp_path) as server, server.control() as control:
@@ -31,9 +64,16 @@ def test_the_drain_command_unloads_every_model(tmp_path: Path, monkeypatch: pyte
         assert drain(repository, server.section.http_url) == 1
         assert control.is_ready("critic")
         monkeypatch.setenv(VARIABLE, "tiny")
-        for _ in range(2):
-            assert drain(repository, server.section.http_url) == 0
-            assert not any(control.is_ready(model) for model in server.models())
+        url = server.section.http_url
+        fake = FAKE_TRITONSERVER.format(python=sys.executable, root=str(ROOT), url=url)
+        with start_entry_point(tmp_path, fake, "-c", ENTRY_POINT, url) as container:
+            assert container.stdout is not None
+            while container.stdout.readline() != "serving\n":
+                assert container.poll() is None
+            container.terminate()
+        assert container.returncode == 0, "tritonserver was stopped while it had models"
+        assert not any(control.is_ready(model) for model in server.models())
+        assert drain(repository, url) == 0
     assert drain(repository, server.section.http_url) == 1, "it does not run"
 
 
@@ -132,16 +172,10 @@ def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
 
 
 def test_what_it_writes_is_nobody_elses_to_read(tmp_path: Path) -> None:
-    """`exec` keeps the mask that the server's models then write with."""
-    fake = tmp_path / "bin" / "tritonserver"
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\n")
-    fake.chmod(0o755)
-    (tmp_path / "model_repository").symlink_to(DEFAULT_REPOSITORY)
-    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    subprocess.run(
-        [sys.executable, "-m", "tools.server.container"], cwd=tmp_path, env=environment, check=True, timeout=60
-    )
+    """The server's models write with the mask of the entry point; the exit code is the server's."""
+    container = start_entry_point(tmp_path, "#!/bin/sh\nmkdir runs/journal && touch runs/journal/entry\nexit 3")
+    container.communicate()
+    assert container.returncode == 3
     for path in (tmp_path / "runs").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 

@@ -1,4 +1,4 @@
-"""`python3 -m tools.server.container`: execs tritonserver on the image's model repository, with restricted APIs.
+"""What the image serves: its model repository, with restricted APIs. `entry_point` runs it.
 
 Needs only the standard library, since the image contains only what serving needs. The server runs on a copy of the
 repository that contains the hash of the training key, which is not known when the image is built. If `TRAINING_KEY` is
@@ -12,15 +12,14 @@ import hashlib
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 
-from python_backend.store.control_key import closing_arguments, control_key, key_in
+from python_backend.store.control_key import closing_arguments, key_in
 
 REPOSITORY = Path("model_repository")
 RUNS = Path("runs")
 KEY_VARIABLE = "TRAINING_KEY"
-EXIT_TIMEOUT_S = 8  # `docker stop` kills after 10 s
+EXIT_TIMEOUT_S = 2  # for clients to close idle connections; `docker stop` kills after 10 s, draining included
 BODY_LIMIT = "--http-max-input-size"  # from 25.06 on; the server's own limit is 64 MB, and training payloads are larger
 LARGEST_BODY_BYTES = 256 << 20
 SERVER_ARGUMENTS = (
@@ -36,20 +35,6 @@ SERVER_ARGUMENTS = (
 """Arguments of every tritonserver that the project starts, in the image or outside."""
 _NO_KEY = re.compile(r'(key: "training_key_sha256" value \{ string_value: )""')
 _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
-
-
-def main() -> None:
-    """Replace this process with tritonserver; TRITON_ADDRESS and TRITON_CONTROL_ADDRESS set the addresses to bind."""
-    os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
-    repository = Path(tempfile.mkdtemp(prefix="model_repository-"))
-    copy_repository(REPOSITORY, repository, training_key(RUNS))
-    command = tritonserver_command(
-        repository,
-        key=control_key(weights_dir(repository)),
-        address=os.environ.get("TRITON_ADDRESS", "127.0.0.1"),
-        control_address=os.environ.get("TRITON_CONTROL_ADDRESS", "127.0.0.1"),
-    )
-    os.execvp(command[0], command)
 
 
 def training_key(runs: Path) -> str:
@@ -96,7 +81,3 @@ def tritonserver_command(repository: Path, *, key: str, address: str, control_ad
         f"{BODY_LIMIT}={LARGEST_BODY_BYTES}",
         *closing_arguments(key),
     ]
-
-
-if __name__ == "__main__":
-    main()

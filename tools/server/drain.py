@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ POLL_INTERVAL_S = 0.05
 ENSEMBLES_FIRST = (CRITIC_INFER, REWARD_MODEL)  # so that none is left without its models
 
 
-def main(repository: Path = REPOSITORY, url: str | None = None) -> int:
-    """Drain the image's server, for a `preStop` hook; return 0 if all requests were answered, else 1."""
+def main(repository: Path = REPOSITORY, url: str | None = None, *, give_up: Callable[[], bool] = lambda: False) -> int:
+    """Drain the image's server, see `drain`; return 0 if all requests were answered, else 1."""
     address = os.environ.get("TRITON_ADDRESS", "127.0.0.1").replace("0.0.0.0", "127.0.0.1")
     try:
-        is_idle = drain(url or f"{address}:8000", control_key(weights_dir(repository)), DRAIN_S)
-    except (OSError, ValueError) as error:
+        is_idle = drain(url or f"{address}:8000", control_key(weights_dir(repository)), DRAIN_S, give_up)
+    except (OSError, ValueError, HTTPException) as error:
         print(f"the server does not answer: {error}", file=sys.stderr)
         return 1
     return 0 if is_idle else 1

@@ -1,7 +1,7 @@
 """`python3 -m tools.server.healthcheck`: exit code 0 if all models answer requests, and the critic is up to date.
 
 Triton's own readiness stays true after a model's process has died, and does not know which version of the critic is to
-be served. Like `tools.server.container`, needs only the standard library and numpy.
+be served. Like `tools.server.entry_point`, needs only the standard library and numpy.
 """
 
 from __future__ import annotations

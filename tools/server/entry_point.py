@@ -1,0 +1,64 @@
+"""`python3 -m tools.server.entry_point`: what the image runs. Serves its model repository; drains it when stopped.
+
+Runs tritonserver as a child process, because tritonserver itself does not drain. Needs only the standard library and
+numpy, as the image's other commands do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from python_backend.stop_signal import StopRequested, StopSignals
+from python_backend.store.control_key import control_key
+from tools.server.child import start_bound
+from tools.server.container import (
+    REPOSITORY,
+    RUNS,
+    copy_repository,
+    training_key,
+    tritonserver_command,
+    weights_dir,
+)
+from tools.server.drain import main as drain
+
+
+def main() -> int:
+    """Serve until tritonserver ends, or SIGTERM or SIGINT arrives; return tritonserver's exit code.
+
+    TRITON_ADDRESS and TRITON_CONTROL_ADDRESS set the addresses to bind. A second signal ends the wait for requests.
+    """
+    stop = StopSignals()  # first: to process 1, signals without a handler do nothing
+    server = None
+    try:
+        os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
+        server = start_bound(_command(), sys.stdout.buffer, os.environ)
+        return _exit_code(server.wait())
+    except StopRequested:
+        if server is None:
+            return 0
+        drain(give_up=lambda: stop.count > 1)
+        server.terminate()
+        return _exit_code(server.wait())
+
+
+def _command() -> list[str]:
+    repository = Path(tempfile.mkdtemp(prefix="model_repository-"))
+    copy_repository(REPOSITORY, repository, training_key(RUNS))
+    return tritonserver_command(
+        repository,
+        key=control_key(weights_dir(repository)),
+        address=os.environ.get("TRITON_ADDRESS", "127.0.0.1"),
+        control_address=os.environ.get("TRITON_CONTROL_ADDRESS", "127.0.0.1"),
+    )
+
+
+def _exit_code(code: int) -> int:
+    """Return the exit code as shells do, 128 + N after signal N."""
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
