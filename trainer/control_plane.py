@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -19,9 +20,10 @@ from tritonclient.utils import InferenceServerException
 
 from python_backend.errors import RlhfError
 from python_backend.store import control_key
-from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, SEQUENCE_LENGTHS, TOKENS
+from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, LOST_RANK, SEQUENCE_LENGTHS, TOKENS
 
 CALL_TIMEOUT_S = 10.0
+UNLOAD_POLL_S = 0.05
 
 # Short backoffs notice a starting server at once (by default gRPC backs off for up to two minutes); with a local
 # pool, other clients in this process do not share them. An HTTP proxy from the environment could not reach loopback.
@@ -55,6 +57,10 @@ class LoadRefused(ControlPlaneError):
 
 class ModelProcessDied(ControlPlaneError):
     """The process that runs the model has crashed or was killed: every request fails until the model is reloaded."""
+
+
+class ModelLostRank(ModelProcessDied):
+    """The model is split over several ranks and has lost one; its process refuses every request."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +139,15 @@ class ControlPlane:
         metadata = self._call("the server", self._client.get_server_metadata)
         return tuple(int(number) for number in re.findall(r"\d+", metadata.version)[:3])
 
-    def load(self, model: str, *, parameters: Mapping[str, str] | None = None, timeout_s: float) -> None:
+    def load(
+        self, model: str, *, parameters: Mapping[str, str] | None = None, unload: bool = False, timeout_s: float
+    ) -> None:
         """Load the model, or reload it with the config `parameters`.
 
-        The old instance serves until the new one is ready. Without parameters, Triton reloads only if the files on disk
-        have changed. With parameters, the active config is sent back with `parameters.<key>.string_value` set; this
-        counts as a change, so it always starts a new instance.
+        The old instance serves until the new one is ready. With `unload`, it ends first; meanwhile requests to the
+        model, and to ensembles that contain it, get 404 at once. Without parameters, Triton reloads only if the files
+        on disk have changed. With parameters, the active config is sent back with `parameters.<key>.string_value` set;
+        this counts as a change, so it always starts a new instance.
 
         Raises:
             LoadRefused: the model could not be loaded; the old instance keeps serving.
@@ -156,6 +165,8 @@ class ControlPlane:
             for key, value in parameters.items():
                 config.parameters[key].string_value = value
             override = json_format.MessageToJson(config, preserving_proto_field_name=True)
+        if unload:
+            self._unload(model, timeout_s)
         subject = f"{model} could not be loaded"
         try:
             self._client.load_model(model, headers=self._control, config=override, client_timeout=timeout_s)
@@ -163,6 +174,18 @@ class ControlPlane:
             sentence = self._sentence(subject, error, timeout_s)
             is_answer = str(error.status()).removeprefix("StatusCode.") not in _NO_ANSWER
             raise (LoadRefused if is_answer else ControlPlaneError)(sentence) from error
+
+    def _unload(self, model: str, timeout_s: float) -> None:
+        """Unload the model and wait until its process has ended."""
+        self._call(model, self._client.unload_model, model, headers=self._control)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            index = self._call(model, self._client.get_model_repository_index, headers=self._control)
+            if all(entry.state != "UNLOADING" for entry in index.models if entry.name == model):
+                return
+            if time.monotonic() > deadline:
+                raise ControlPlaneError(f"{model} was not unloaded within {timeout_s:g} s")
+            time.sleep(UNLOAD_POLL_S)
 
     def active_parameters(self, model: str) -> dict[str, str]:
         """Return the config parameters that the model was loaded with, overrides included."""
@@ -225,8 +248,12 @@ class ControlPlane:
             raise self._error(subject, error, timeout_s) from error
 
     def _error(self, subject: str, error: InferenceServerException, timeout_s: float) -> ControlPlaneError:
-        died = _DEAD_PROCESS.search(str(error.message()))
-        return (ModelProcessDied if died else ControlPlaneError)(self._sentence(subject, error, timeout_s))
+        kind, message = ControlPlaneError, str(error.message())
+        if LOST_RANK in message:
+            kind = ModelLostRank
+        elif _DEAD_PROCESS.search(message):
+            kind = ModelProcessDied
+        return kind(self._sentence(subject, error, timeout_s))
 
     def _sentence(self, subject: str, error: InferenceServerException, timeout_s: float) -> str:
         status = str(error.status()).removeprefix("StatusCode.")

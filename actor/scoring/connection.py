@@ -23,6 +23,7 @@ from python_backend.config import ClientSection
 from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,
     CHECKPOINT_FINGERPRINT,
+    LOST_RANK,
     REWARD_COMPONENTS,
     REWARD_WEIGHTS,
     TEMPERATURE,
@@ -121,7 +122,8 @@ def _trouble(error: Exception, deadline_s: float) -> Trouble:
         if "has no available versions" in message:  # 404; a model that was never there "is not found"
             kind = Kind.UNLOADED
         # Triton reports a dead Python backend as "Stub process '…' is not healthy.", whatever the status.
-        return Trouble(Kind.DEAD if "not healthy" in message else kind, "refused", message)
+        is_dead = "not healthy" in message or LOST_RANK in message
+        return Trouble(Kind.DEAD if is_dead else kind, "refused", message)
     if isinstance(error, asyncio.TimeoutError):
         return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

@@ -69,6 +69,9 @@ class TritonPythonModel(TorchScoringModel):
     def stop_loading(self) -> None:
         self._follower.stop()
 
+    def lost(self) -> None:
+        self._follower.abandon()
+
     def current_model(self) -> Version:
         return self._follower.version
 

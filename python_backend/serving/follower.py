@@ -99,6 +99,11 @@ class Follower:
         self._watcher.join()
         self._store.records.withdraw(self._record)
 
+    def abandon(self) -> None:
+        """Delete this instance's serving record, so that nobody waits for it; its watcher may hang for ever."""
+        self._stop.set()
+        self._store.records.withdraw(self._record)
+
     def _first(self) -> Version:
         while True:
             number = self._store.current()

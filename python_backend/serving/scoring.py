@@ -80,10 +80,12 @@ class ScoringModel:
         self._stopping = False
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # those in flight, and a few that were just answered
         self._executing = threading.Lock()
-        self._refusing = False
+        self._started = False
+        self._refusal: Exception | None = None
 
     def start(self) -> None:
         """Start the threads."""
+        self._started = True
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._workers = [
             threading.Thread(target=self._work, name=f"forwards-{i}", daemon=True) for i in range(self._num_workers)
@@ -124,6 +126,10 @@ class ScoringModel:
         """Triton's entry point: queue the rows, then block while the backlog is above its limits (backpressure)."""
         with self._executing:
             calls = [Call(request) for request in requests]
+            if self._refusal is not None:
+                for call in calls:
+                    call.fail(self._refusal)
+                return
             self._calls.update(calls)
             scorings = []
             for call in calls:
@@ -142,7 +148,7 @@ class ScoringModel:
 
     def _has_room(self) -> bool:
         full = self._pool.pressing_tokens > self._lined_up_tokens or self._pool.tokens > MAX_TOKENS
-        return self._stopping or self._refusing or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
+        return self._stopping or self._refusal is not None or not (full or self._unread_bytes > MAX_UNREAD_BYTES)
 
     def _line_up(self, scorings: Sequence[Scoring | None]) -> None:
         """Queue the requests' rows for the workers; None is a refused request. The caller must hold the lock."""
@@ -165,16 +171,13 @@ class ScoringModel:
             self._line_up([scoring])
 
     def refuse_all(self, error: Exception) -> None:
-        """Fail all requests in flight and let no other in, because this process is about to end.
-
-        Waits for `execute` to return, and lets it never run again: when the process ends, Triton answers the requests
-        in `execute` with an error, and a second answer would corrupt the server's heap.
-        """
-        self._refusing = True
+        """Fail all requests in flight, and at once every later one."""
+        self._refusal = error
         with self._changed:
             self._changed.notify_all()
-        self._executing.acquire()
-        for call in list(self._calls):
+        with self._executing:  # what it let in before is among the calls now
+            calls = list(self._calls)
+        for call in calls:
             call.fail(error)
 
     def finalize(self) -> None:

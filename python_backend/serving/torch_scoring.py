@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.ranks.loaders import load_model
 from python_backend.serving.scoring import ScoringModel
 from python_backend.serving.triton import Parameters, Unavailable, log_error, refuse_numpy_2
+from python_backend.wire.contract import LOST_RANK
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.serving.ranks.controller import ServingRanks
 
-# For what this process is exchanging with the server: if it ends in the middle of that, the server may crash.
-FAREWELL_S = 0.1
+EXIT_WITHIN_S = 5  # after unloading a model whose threads may hang in a collective
 
 
 class TorchScoringModel(ScoringModel):
@@ -68,8 +68,15 @@ class TorchScoringModel(ScoringModel):
     def stop_loading(self) -> None:
         """Hook that runs at unload, when no request is left, to stop whatever calls `load`."""
 
+    def lost(self) -> None:
+        """Hook that runs when the model has lost a rank: from now on it scores nothing and loads nothing."""
+
     def finalize(self) -> None:
         """Triton's entry point at unload."""
+        if self._refusal is not None:  # no thread is worth waiting for; the default action of the signal ends them
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+            signal.alarm(EXIT_WITHIN_S)
+            return
         super().finalize()
         self.stop_loading()
         if self._ranks is not None:
@@ -80,11 +87,13 @@ class TorchScoringModel(ScoringModel):
         torch.set_num_threads(self.parameters.number("threads"))
 
     def _end(self, reason: str) -> None:
-        """End this process, after failing the requests in flight, because the model has lost a rank.
+        """Fail the requests in flight, and all later ones at once, because the model has lost a rank.
 
-        Triton does not answer requests whose process has died. Whoever supervises the server loads the model again.
+        Whoever supervises the server loads the model again. Until then this process must not end: Triton needs up to
+        three seconds to answer a request whose process has ended. While the model is loaded, nobody waits for it.
         """
-        self.refuse_all(Unavailable(f"{self.parameters.model} has lost a rank: {reason}"))
-        log_error(f"{self.parameters.model}: {reason}; the model's process ends, as it needs all its ranks")
-        time.sleep(FAREWELL_S)
-        os._exit(1)
+        log_error(f"{self.parameters.model} {LOST_RANK}: {reason}; it refuses requests until it is loaded again")
+        if not self._started:
+            os._exit(1)
+        self.refuse_all(Unavailable(f"{self.parameters.model} {LOST_RANK}: {reason}"))
+        self.lost()

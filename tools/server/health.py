@@ -19,7 +19,7 @@ import psutil
 
 from tools.server.model_loading import SCORING_OUTPUTS, probe
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, LoadRefused, ModelProcessDied
+from trainer.control_plane import ControlPlane, ControlPlaneError, LoadRefused, ModelLostRank, ModelProcessDied
 
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
@@ -30,7 +30,8 @@ COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process com
 COMPUTING_CPU_SHARE = 0.2  # of one core, since the model stopped answering; above it, the process counts as computing
 LONGEST_PAUSE_S = 60.0  # between attempts to reload a model
 WAITING = "nv_inference_pending_request_count"
-PROGRESS = ("rlhf_forwards_total", "nv_inference_exec_count", "nv_inference_request_success")
+FORWARDS = "rlhf_forwards_total"
+PROGRESS = (FORWARDS, "nv_inference_exec_count", "nv_inference_request_success")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
@@ -39,6 +40,7 @@ class _Watched:
     """State of the checks of one model."""
 
     successes: int = -1
+    forwards: float | None = None
     progress: tuple[float, ...] = ()
     silent_since: float | None = None
     cpu_s: float = 0.0
@@ -105,6 +107,9 @@ class ServerHealth:
     ) -> None:
         try:
             answers = self._answers(control, model, watched, processes)
+        except ModelLostRank as loss:  # its process holds memory that the next one may need, so it has to end first
+            self._replace(control, model, watched, str(loss), unload=True)
+            return
         except ModelProcessDied:  # Triton reports a stopped process as dead, too
             _kill([process for process in processes if _is_stopped([process])])
             self._replace(control, model, watched, f"the process of {model} has died")
@@ -132,11 +137,12 @@ class ServerHealth:
         one would count as failed. For them, return whether their process runs and no request waits without progress.
         """
         if model in SCORING_OUTPUTS:
-            successes = control.statistics(model).success_count
-            if successes == watched.successes:
+            successes, forwards = control.statistics(model).success_count, self._metrics(model).get(FORWARDS)
+            # To Triton, an error that the model itself sends is a success.
+            if successes == watched.successes or forwards == watched.forwards:
                 probe(control, model, PROBE_TIMEOUT_S)
                 successes += 1
-            watched.successes = successes
+            watched.successes, watched.forwards = successes, forwards
             return True
         if not processes:
             raise ModelProcessDied(f"{model}: its process is gone")
@@ -144,13 +150,18 @@ class ServerHealth:
 
     def _progresses(self, model: str, watched: _Watched) -> bool:
         """Return whether the model has made progress since the last check, or has nothing to do."""
-        page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
-        found = {name: float(value) for name, labelled, value in page if labelled == model}
+        found = self._metrics(model)
         progress = tuple(found.get(name, 0.0) for name in PROGRESS)
         moved, watched.progress = progress != watched.progress, progress
         return moved or (model not in SCORING_OUTPUTS and not found.get(WAITING))
 
-    def _replace(self, control: ControlPlane, model: str, watched: _Watched, reason: str) -> None:
+    def _metrics(self, model: str) -> dict[str, float]:
+        page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
+        return {name: float(value) for name, labelled, value in page if labelled == model}
+
+    def _replace(
+        self, control: ControlPlane, model: str, watched: _Watched, reason: str, *, unload: bool = False
+    ) -> None:
         """Reload the model; if the load gets no answer or does not help, set `trouble`, which restarts the server."""
         begin = time.monotonic()
         if begin < watched.again_at:
@@ -160,7 +171,7 @@ class ServerHealth:
         pause_s = min(LONGEST_PAUSE_S, 2.0 ** (watched.replacements - 1))
         try:
             timeout_s = self._server.section.load_timeout_s
-            control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, timeout_s=timeout_s)
+            control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, unload=unload, timeout_s=timeout_s)
         except LoadRefused as error:  # the model itself cannot load, and could not in a restarted server
             self._log(f"error: {error}\ntrying again in {pause_s:g} s")
         except ControlPlaneError as error:

@@ -1,8 +1,8 @@
 """Rank 0's view of the ranks of a model that is larger than one device: starts, feeds and watches their processes.
 
 Rank 0 is the process that Triton starts. Every load and every forward pass runs on all ranks at the same time; rank 0
-announces it to the others over one socket each. If a rank is lost, none can go on: `lost` is called, which ends rank 0,
-and whoever supervises the server loads the model again.
+announces it to the others over one socket each. If a rank is lost, none can go on: the others are killed, `lost` is
+called, and no thread that was loading or computing returns, so that nothing is blamed on a checkpoint or a request.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ServingRanks:
         rank_device(device, size - 1)
         self._lost = lost
         self._closing = threading.Lock()  # held for ever by the first of `close` and `_end`
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._sending = threading.Lock()
         self._forwards = threading.Lock()  # requests, and the canary row of a version that is being staged
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -96,7 +96,7 @@ class ServingRanks:
                 self._send(op="forward", key=self._keys[model], rows=[row.tolist() for row in rows], width=width)
                 yield
             except Exception as error:  # the ranks are out of step now, whatever the cause
-                self._ended.wait(WATCHER_S)
+                self._closed.wait(WATCHER_S)
                 self._end(f"a forward pass failed: {type(error).__name__}: {error}")
                 raise
 
@@ -104,7 +104,7 @@ class ServingRanks:
         """Stop the other ranks. Call when no forward pass is running."""
         if self._closing.acquire(blocking=False):
             self._stop(STOP_S)
-            self._ended.set()
+            self._closed.set()
 
     def _start(self, rank: int, arguments: list[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
@@ -133,13 +133,11 @@ class ServingRanks:
         self._end(f"rank {rank} (pid {process.pid}) {how_ended(process.wait())}")
 
     def _end(self, reason: str) -> None:
-        """Call `lost` unless the ranks are being closed; in any case return only after the first caller has."""
+        """Call `lost`, and return only if the ranks are being closed."""
         if self._closing.acquire(blocking=False):
             self._stop(0.0)
             self._lost(reason)
-            self._ended.set()
-        else:
-            self._ended.wait()
+        self._closed.wait()
 
     def _stop(self, patience_s: float) -> None:
         for connection in self._connections:
