@@ -1,43 +1,25 @@
-"""Every torchrun line of deploy/, executed on loopback: all nodes join, and what dies is replaced."""
+"""Every torchrun line of deploy/, executed on loopback: they train, and what dies is replaced."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
+from live_system import ENVIRONMENT, Checkpoints, LiveRun, make_run, start_server, stop_process, wait_for
 from manifests import OVERLAYS, Manifest, manifests, pods
 
+from tools.server.child import Child
 from tools.server.ports import is_open
 
 TORCHRUN = "torch.distributed.run"
 PODS = ("StatefulSet", "Job")
-# In place of `actor` and `trainer`: joins the group as they do. Once, node 0 loses its rank, or node 1 ends altogether.
-STAND_IN = """
-import datetime, json, os, pathlib, signal, sys
-import torch, torch.distributed as dist
-
-# As theirs, its timeout is bounded: a rank that starts again may look for the others of the attempt before.
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-total = torch.tensor([1.0])
-dist.all_reduce(total)
-died = pathlib.Path("died")
-is_node = os.environ["DIES"] == "node"
-if os.environ["NODE"] == str(int(is_node)) and not died.exists():
-    died.touch()
-    if is_node:
-        os.kill(os.getppid(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.barrier()
-print(json.dumps([dist.get_rank(), int(total), sys.argv[1:]]), flush=True)
-"""
+STEPS = 4
 
 
 def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -54,12 +36,14 @@ def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
 LINES = lines()
 
 
-def on_loopback(command: list[str], port: int) -> list[str]:
-    """The line with this Python, this machine as every node, and one process for each node."""
-    text = "\0".join([sys.executable, *command[1:]])
+def on_loopback(command: list[str], port: int, config: Path) -> list[str]:
+    """What follows `python -m` in the line, with this machine as every node, a process for each, and this YAML."""
+    assert command[:2] == ["python3", "-m"]
+    text = "\0".join(command[2:])
     text, hosts = re.subn(r"(--rdzv-endpoint=)[^:]+:\d+", rf"\g<1>127.0.0.1:{port}", text)
     text, processes = re.subn(r"(--nproc-per-node=)\d+", r"\g<1>1", text)
-    assert (hosts, processes) == (1, 1)
+    text, configs = re.subn("/config/run.yaml", str(config), text)
+    assert (hosts, processes, configs) == (1, 1, 1)
     return text.split("\0")
 
 
@@ -97,38 +81,67 @@ def naming_service(overlay: str, name: str) -> Manifest:
     return service
 
 
+class Nodes:
+    """The nodes of one line, all on this machine, with a rank each."""
+
+    def __init__(self, name: str, run: LiveRun) -> None:
+        """Start them in order: node 0 has the rendezvous, and no other node can replace it."""
+        self._command, self._environment = LINES[name]
+        self._name, self._run = name, run
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.agents = [self.start(0)]
+        wait_for(lambda: is_open(f"127.0.0.1:{self._port}"), *self.agents)
+        self.agents += [self.start(node) for node in range(1, option(self._command, "nnodes"))]
+
+    def start(self, node: int) -> Child:
+        environment = {**self._environment, **ENVIRONMENT, "PET_LOCAL_ADDR": "127.0.0.1"}
+        log = self._run.config.run.logs_dir / f"{self._name}-{node}.log"
+        return Child(self._name, on_loopback(self._command, self._port, self._run.path), log, environment)
+
+    def rank(self, node: int) -> psutil.Process:
+        """The process of the node's rank, which may be about to be replaced."""
+        agent = psutil.Process(self.agents[node].process.pid)
+        return next(child for child in agent.children() if "--config" in child.cmdline())
+
+    def lose(self, node: int) -> None:
+        """Kill the node's agent and its rank, as when its machine fails, and start the node again."""
+        rank = self.rank(node)
+        self.agents[node].process.kill()
+        rank.kill()
+        self.agents[node].process.wait()
+        self.agents[node] = self.start(node)
+
+    def stop(self) -> list[int]:
+        for agent in self.agents:
+            agent.process.terminate()
+        return [agent.process.wait(120) for agent in self.agents]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dies"), [*((name, "rank") for name in LINES), ("ranks-rlhf-trainer", "node")])
-def test_all_nodes_join_and_what_dies_is_replaced(name: str, dies: str, tmp_path: Path) -> None:
-    command, environment = LINES[name]
-    nodes = option(command, "nnodes")
-    module = command[command.index("-m", command.index(TORCHRUN)) + 1]
-    (tmp_path / f"{module}.py").write_text(STAND_IN)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-
-    def start(node: int) -> subprocess.Popen[str]:
-        local = {"PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "NODE": str(node), "DIES": dies}
-        return subprocess.Popen(
-            on_loopback(command, port), cwd=tmp_path, env={**os.environ, **environment, **local}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    agents = [start(0)]
-    try:
-        while not is_open(f"127.0.0.1:{port}"):  # node 0 has the rendezvous: no node can replace it
-            assert agents[0].poll() is None, agents[0].communicate()
-            time.sleep(0.1)
-        agents += [start(node) for node in range(1, nodes)]
-        if dies == "node":
-            agents[1].communicate()
-            agents[1] = start(1)
-        said = [agent.communicate() for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.communicate()  # closes the pipes
-    assert [agent.returncode for agent in agents] == [0] * nodes, said
-    found = sorted(json.loads(out) for out, _ in said)
-    assert found == [[rank, nodes, ["--config", "/config/run.yaml"]] for rank in range(nodes)]
-    assert (tmp_path / "died").exists()
+@pytest.mark.timeout(600)
+def test_the_lines_train_and_what_dies_is_replaced(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    """The trainer loses a rank, the actor a node."""
+    client = {"retries": 60, "train_retries": 60, "backoff_s": 0.2}
+    settings = {"ranks": 2, "steps": STEPS, "client": client}
+    run = make_run(tmp_path, checkpoints, actor=settings, trainer={"ranks": 2})
+    with contextlib.ExitStack() as stack:
+        server = start_server(run)
+        stack.callback(stop_process, server)
+        trainer = Nodes("ranks-rlhf-trainer", run)
+        stack.callback(trainer.stop)
+        wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, *trainer.agents)
+        actor = Nodes("ranks-rlhf-actor", run)
+        stack.callback(actor.stop)
+        everyone = [server, *trainer.agents]
+        wait_for(lambda: run.journal.last_step() >= 1, *everyone, *actor.agents)
+        trainer.rank(0).kill()
+        actor.lose(1)
+        for agent in actor.agents:
+            assert agent.process.wait(300) == 0, agent.log_path.read_text()
+        assert {line["step"] for line in run.critic_updates(up_to=STEPS)} == set(range(1, STEPS + 1))
+        assert run.store.manifest(run.store.current() or 0).step == STEPS
+        assert json.loads((run.config.run.dir / "actor_summary.json").read_text())["steps"] == STEPS
+        assert trainer.stop() == [1, 1], "torchrun's own exit code after SIGTERM"
+        logs = "".join(agent.log_path.read_text() for agent in trainer.agents)
+        assert "forcefully" not in logs, "SIGTERM did not end the ranks"

@@ -301,14 +301,8 @@ class FinishedRun(System):
 
 
 def start_system(run: LiveRun) -> System:
-    """Start server and sidecar of a new run, and wait until both are ready.
-
-    Version 0 and the repository are made here, where torch and transformers are loaded already. The server runs under
-    a process of its own, because other tests count the servers that the test process has started.
-    """
-    initialise_store(run.store, run.config.critic, run_id=run.run_id)
-    render_repository(run.config, run.config.run.repository_dir)
-    server = run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
+    """Start server and sidecar of a new run, and wait until both are ready."""
+    server = start_server(run)
     system = System(run, server, start_sidecar(run))
     try:
         wait_for(lambda: (run.config.run.dir / "server.json").is_file(), server, system.sidecar)
@@ -318,6 +312,17 @@ def start_system(run: LiveRun) -> System:
         system.stop()
         raise
     return system
+
+
+def start_server(run: LiveRun) -> Child:
+    """Start the server of a new run without waiting.
+
+    Version 0 and the repository are made here, where torch and transformers are loaded already. The server runs under
+    a process of its own, because other tests count the servers that the test process has started.
+    """
+    initialise_store(run.store, run.config.critic, run_id=run.run_id)
+    render_repository(run.config, run.config.run.repository_dir)
+    return run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
 
 
 def run_actor(run: LiveRun, name: str, *overrides: str) -> tuple[int, str]:
