@@ -30,7 +30,7 @@ def main() -> int:
     quiet_transformers()
     torch.set_num_threads(1)
     with Ranks.joined("cpu") as ranks:
-        critic = ShardedCritic(load_critic(folder / "critic"), ranks)
+        critic = ShardedCritic(load_critic(folder / "critic"), ranks, "float32")
         memory = Memory(ranks)
         if ranks.rank:
             ranks.operations.follow({

@@ -2,7 +2,8 @@
 
     <root>/<step>/{model.safetensors, config.json, optimizer.safetensors, state.json}
     <root>/<step>/{adapters.safetensors, optimizer.safetensors, state.json}    under LoRA; with the value head
-    <root>/<step>/{shard-...safetensors, config.json, state.json}    written by several ranks, each its slices
+    <root>/<step>/{shard-...safetensors, config.json, state.json}    of several ranks, each its slices
+    <root>/<step>/{shard-...safetensors, state.json}                 of several ranks under LoRA
     <root>/damaged-<step>/         a damaged checkpoint, kept for inspection
     <root>/keep_steps.json         the steps whose checkpoints the actor still needs, if it has sent a list
 
@@ -18,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.inspection import CONFIG_FILE, CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.store import durable
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, sealed
-from trainer.critic_update import ADAPTERS_FILE, CriticUpdate
+from trainer.critic_update import CriticUpdate
 from trainer.fingerprint import deciding
 
 KEEP_FILE = "keep_steps.json"
@@ -95,7 +96,8 @@ class CheckpointFolder:
             CheckpointError: it was saved with different `trainer.lora_...` settings; `update` is unchanged.
         """
         state, folder = self.state(step), self.root / str(step)
-        _check_adapters(state, folder, update.settings)
+        has_adapters = CONFIG_FILE not in self._read_state(step)["files"]
+        _check_adapters(state, folder, update.settings, has_adapters=has_adapters)
         update.read(folder, state.optimizer_step)
         return state
 
@@ -160,10 +162,11 @@ class CheckpointFolder:
         return read_state(self.root / str(step))
 
 
-def _check_adapters(state: CheckpointState, folder: Path, settings: TrainerSection) -> None:
+def _check_adapters(
+    state: CheckpointState, folder: Path, settings: TrainerSection, *, has_adapters: bool
+) -> None:  # fmt: skip
     """Raise CheckpointError if the checkpoint's adapters, or their absence, do not fit the settings."""
     way_out = "restore it, or start a run in another folder (run.dir)"
-    has_adapters = (folder / ADAPTERS_FILE).is_file()
     if has_adapters != bool(settings.lora_rank):
         was = "adapters" if has_adapters else "all weights, without adapters"
         raise CheckpointError(

@@ -21,13 +21,13 @@ from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
 from python_backend.models.adamw import load_state, make_adamw, state_tensors
-from python_backend.models.adapters import load_trained, trained_tensors
+from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.collation import collate
 from python_backend.models.gradient_checkpointing import recomputing
 from python_backend.models.modeling import CriticModel, save_critic
 from python_backend.models.precision import computing
-from python_backend.parallel.sharding import read_tensors
+from python_backend.parallel.sharding import read_tensors, stored_shapes
 from python_backend.store.sealed_folder import hashes, verify_folder
 from python_backend.wire.training_payload import TrainPayload
 from trainer.value_loss import clipped_value_loss
@@ -154,15 +154,27 @@ class CriticUpdate:
     def _read_slices(self, folder: Path, *, no_dist: bool = False) -> None:
         """Load weights, optimizer and random state from files of any number of ranks."""
         stored = {name for path in folder.glob("*.safetensors") for name in read_header(path)}
+        weights = self._stored_weights()
+        if self.settings.lora_rank:
+            shapes = {
+                name: shape for name, shape in stored_shapes(folder).items() if name in stored and "/" not in name
+            }
+            check_trained({name: tensor.shape for name, tensor in weights.items()}, shapes, folder, "trainer")
         state, random_state = {}, self._random_state()
         for name, parameter in self.parameters.items():
             for key in ("exp_avg", "exp_avg_sq"):
                 state[f"{key}/{name}"] = torch.zeros_like(parameter, requires_grad=False)
             state[f"step/{name}"] = torch.zeros(())
         state = {name: tensor for name, tensor in state.items() if name in stored}  # none before the first step
-        read_tensors({**self.critic.model.state_dict(), **state, **random_state}, folder, no_dist=no_dist)
+        read_tensors({**weights, **state, **random_state}, folder, no_dist=no_dist)
         torch.set_rng_state(random_state[RANDOM_STATE])
         load_state(self.optimizer, self.parameters, state)
+
+    def _stored_weights(self) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint of several ranks: under LoRA only the trained ones."""
+        if self.settings.lora_rank:
+            return {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return dict(self.critic.model.state_dict())
 
     @staticmethod
     def _random_state() -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from python_backend.checkpoints.inspection import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, Constants, StoredAdapters
 from python_backend.config import TrainerSection
@@ -40,7 +41,7 @@ class TrainedCritic(CriticModel):
             adapters: description of its versions if they hold adapters only; None: they hold all weights.
         """
         super().__init__(model, constants=Constants(plain.mean, plain.std), note=plain.note, like=plain)
-        self._plain, self._adapters = plain, adapters
+        self._plain, self.adapters = plain, adapters
         self._token_head.lean = None  # it reads the weights themselves, without their adapters
 
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
@@ -52,13 +53,10 @@ class TrainedCritic(CriticModel):
         return MergedWeights(self.model)
 
     def write(self, folder: Path) -> None:
-        if self._adapters is None:
+        if self.adapters is None:
             save_critic(self, folder)
-            return
-        with disk_errors(folder / WEIGHTS_FILE):
-            save_file(trained_tensors(self.model), folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = json.loads(write_config(self, folder).read_text())
-        (folder / CONFIG_FILE).write_text(json.dumps({**config, ADAPTERS_KEY: asdict(self._adapters)}, indent=2))
+        else:
+            write_adapters(self, trained_tensors(self.model), self.adapters, folder)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         merged = self.weights()
@@ -66,6 +64,16 @@ class TrainedCritic(CriticModel):
 
     def with_weights(self, folder: Path) -> CriticModel:
         return self._plain.with_weights(folder)
+
+
+def write_adapters(
+    critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path
+) -> None:  # fmt: skip
+    """Write a version that holds only the `trained` tensors of the critic. Raises OSError."""
+    with disk_errors(folder / WEIGHTS_FILE):
+        save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = json.loads(write_config(critic, folder).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps({**config, ADAPTERS_KEY: asdict(adapters)}, indent=2))
 
 
 def build_critic(folder: Path, settings: TrainerSection, *, seed: int) -> CriticModel:

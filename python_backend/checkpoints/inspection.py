@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,8 +190,11 @@ def stored_adapters(folder: Path) -> StoredAdapters | None:
         CheckpointError: config.json is damaged.
     """
     found = _read_object(folder / CONFIG_FILE).get(ADAPTERS_KEY) if (folder / CONFIG_FILE).is_file() else None
+    if found is None:
+        return None
     try:
-        return None if found is None else StoredAdapters(**found)
+        adapters = StoredAdapters(**found)
+        return replace(adapters, transposed=tuple(adapters.transposed), rounded=tuple(adapters.rounded))
     except TypeError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {ADAPTERS_KEY} is damaged: {error}") from error
 

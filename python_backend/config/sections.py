@@ -275,7 +275,7 @@ class TrainerSection(Section):
 
     ranks: Count = 1
     """Number of processes (ranks) that train the critic together, one per GPU. Each holds a shard of the weights,
-    gradients and optimizer state (FSDP2). Above 1, torchrun starts them; see docs/scaling.md. Not with LoRA."""
+    gradients and optimizer state (FSDP2). Above 1, torchrun starts them; see docs/scaling.md."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     """AdamW and the learning-rate schedule of the critic."""
     clip_value: float = 0.2

@@ -40,11 +40,7 @@ def check_training(section: str, trained: Trained, optimizer: str, kind: str) ->
 
 
 def check_trainer(trainer: TrainerSection) -> None:
-    """Reject settings of the critic that have an effect only with LoRA, or that several ranks do not support."""
-    if trainer.ranks > 1 and trainer.lora_rank:
-        raise ValueError(
-            f"trainer.lora_rank ({trainer.lora_rank}) is not supported with trainer.ranks above 1; set it to 0"
-        )
+    """Reject settings of the critic that need LoRA, or that several ranks do not support."""
     if trainer.ranks > 1 and trainer.optimizer.kind != "adamw":
         raise ValueError(
             f"trainer.optimizer.kind: {trainer.optimizer.kind} is not supported with trainer.ranks above 1; set adamw"

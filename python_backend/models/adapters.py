@@ -143,6 +143,9 @@ class MergedWeights(Mapping[str, Tensor]):
             tensor = tensor + self.adapted[name].get_delta_weight("default")
         return whole(tensor).cpu().contiguous()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.plain  # that of `Mapping` would compute the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.plain)
 
@@ -154,10 +157,13 @@ class MergedWeights(Mapping[str, Tensor]):
         own = self.plain[name].dtype
         return torch.promote_types(own, torch.float32) if own.is_floating_point else own
 
+    def shapes(self) -> dict[str, tuple[torch.dtype, Size]]:
+        """Return the dtype and the whole shape of each tensor, without computing it."""
+        return {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
+
     def write(self, file: Path) -> None:
         """Write all tensors to a safetensors file."""
-        shapes = {name: (self.dtype(name), tensor.shape) for name, tensor in self.plain.items()}
-        write_tensors(file, shapes, self.__getitem__)
+        write_tensors(file, self.shapes(), self.__getitem__)
 
 
 def describe_adapters(model: Any, *, base: int) -> StoredAdapters:
@@ -200,9 +206,11 @@ def with_stored_adapters(
 
 
 def trained_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, on the CPU."""
+    """Return the trainable parameters by name, whole and on the CPU; collective if the model is sharded."""
+    from python_backend.parallel.sharding import whole  # adds seconds to the start of a serving process
+
     return {
-        name: parameter.detach().cpu().contiguous()
+        name: whole(parameter.detach()).cpu().contiguous()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }

@@ -27,13 +27,17 @@ def computing(device: torch.device, precision: str) -> contextlib.AbstractContex
 
 
 def use_bfloat16(model: Any, head: nn.Module | None) -> None:
-    """Prepare a model for forward passes under autocast: frozen matrices in bfloat16, outputs of `head` in float32."""
+    """Prepare a model for forward passes under autocast: frozen matrices in bfloat16, outputs of `head` in float32.
+
+    `model` may also be a part of a model, to prepare one part after the other.
+    """
     if isinstance(head, nn.Linear):
         head.forward = functools.partial(_exact_linear, head)  # type: ignore[method-assign]
     matrices = {id(parameter) for module, parameter in _matrices(model) if module is not head}
     for parameter in model.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.bfloat16 if id(parameter) in matrices else torch.float32)
+        dtype = torch.bfloat16 if id(parameter) in matrices else torch.float32
+        if not parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 @contextlib.contextmanager
@@ -46,12 +50,23 @@ def in_float32(model: Any) -> Iterator[None]:
     attention = model.config._attn_implementation
     if attention == FLASH_ATTENTION:
         model.set_attn_implementation("sdpa")
-    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
-    for module, parameter in _matrices(model):
-        if parameter.dtype == torch.bfloat16:
-            held.setdefault(module, []).append((parameter, parameter.data))
-    hooks = [module.register_forward_pre_hook(_widen) for module in held]
-    hooks += [module.register_forward_hook(lambda module, *_: _narrow(held[module])) for module in held]
+    held: list[tuple[nn.Parameter, Tensor]] = []
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        # Looked up here: on several ranks, FSDP replaces the parameters of a layer by gathered ones when it starts.
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype == torch.bfloat16:
+                held.append((parameter, parameter.data))
+                parameter.data = parameter.data.float()
+
+    def narrow(*_: Any) -> None:
+        while held:
+            parameter, data = held.pop()
+            parameter.data = data
+
+    modules = {module for module, parameter in _matrices(model) if parameter.dtype == torch.bfloat16}
+    hooks = [module.register_forward_pre_hook(widen) for module in modules]
+    hooks += [module.register_forward_hook(narrow) for module in modules]
     try:
         with torch.autocast(model.device.type, enabled=False):
             yield
@@ -60,8 +75,7 @@ def in_float32(model: Any) -> Iterator[None]:
             model.set_attn_implementation(attention)
         for hook in hooks:
             hook.remove()
-        for weights in held.values():
-            _narrow(weights)
+        narrow()
 
 
 def _matrices(model: Any) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -78,13 +92,3 @@ def _matrices(model: Any) -> Iterator[tuple[nn.Module, nn.Parameter]]:
 def _exact_linear(head: nn.Linear, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         return nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-
-
-def _widen(module: nn.Module, *_: Any) -> None:
-    for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.float()
-
-
-def _narrow(weights: list[tuple[nn.Parameter, Tensor]]) -> None:
-    for parameter, data in weights:
-        parameter.data = data

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedReader
 from pathlib import Path
@@ -34,7 +34,7 @@ from python_backend.store.weights import sha256_of
 COMPARED_AT_ONCE = 1 << 20  # bytes; few enough to stay in the processor's cache
 
 
-def shard(model: Any, *, methods: Iterable[str] = ()) -> None:
+def shard(model: Any, *, methods: Iterable[str] = (), prepare: Callable[[Any], object] = lambda module: None) -> None:
     """Shard the weights of a transformers model over all ranks, in place; collective.
 
     Each transformer layer is gathered and freed on its own; embeddings, final norm and head are gathered for the whole
@@ -43,9 +43,13 @@ def shard(model: Any, *, methods: Iterable[str] = ()) -> None:
     Args:
         model: with its head and adapters in place, and with the same weights on every rank.
         methods: names of methods of `model` that call its parts without going through `forward`.
+        prepare: called with each layer before it is sharded, and with the model at the end. What it allocates for a
+            layer is reduced to a slice before the next one.
     """
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        prepare(layer)
         fully_shard(layer)
+    prepare(model)
     fully_shard(model)
     for name in methods:
         register_fsdp_forward_method(model, name)
@@ -107,31 +111,37 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def write_checkpoint(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, str]:
+def write_checkpoint(
+    shapes: Mapping[str, tuple[torch.dtype, torch.Size]], tensor_of: Callable[[str], Tensor], folder: Path, ranks: Ranks
+) -> dict[str, str]:
     """Write sharded tensors as a Hugging Face checkpoint with one file per rank and an index; collective.
 
     A slice of rows is a range of bytes in a file, so that each rank writes its slices of all tensors to their places,
     without gathering any tensor. The same tensors give the same bytes. Returns the sha256 of each file; each rank has
     hashed one.
 
+    Args:
+        shapes: dtype and whole shape of each tensor, by name.
+        tensor_of: returns a sharded tensor by its name, without communication: each rank has an order of its own.
+
     Raises:
         OSError: one of the ranks could not write.
     """
-    owners = _owners(tensors, ranks.size)
-    files = [{name: t for name, t in tensors.items() if owners[name] == part} for part in range(ranks.size)]
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
+    owners = _owners(sizes, ranks.size)
     paths = [folder / _file_name(part, ranks.size) for part in range(ranks.size)]
-    layouts = [layout({name: (t.dtype, t.shape) for name, t in file.items()}) for file in files]
+    layouts = [layout({name: shapes[name] for name in shapes if owners[name] == part}) for part in range(ranks.size)]
 
     def create() -> None:
         if ranks.rank == 0:
             for path, (header, _) in zip(paths, layouts, strict=True):
                 path.write_bytes(header)
-            _write_index(tensors, {name: paths[owner].name for name, owner in owners.items()}, folder)
+            _write_index(sizes, {name: paths[owner].name for name, owner in owners.items()}, folder)
 
     def write() -> None:
         for i in range(ranks.size):  # from its own on: two writers of a file would wait for each other
             part = (ranks.rank + i) % ranks.size
-            _write_rows(paths[part], files[part], layouts[part][1], plain=ranks.rank == 0)
+            _write_rows(paths[part], tensor_of, layouts[part][1], plain=ranks.rank == 0)
 
     ranks.together(create)
     ranks.together(write)
@@ -140,11 +150,13 @@ def write_checkpoint(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) 
     return {name: digest for part in parts for name, digest in part.items()}
 
 
-def _write_rows(path: Path, tensors: Mapping[str, Tensor], starts: Mapping[str, int], *, plain: bool) -> None:
+def _write_rows(
+    path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[str, int], *, plain: bool
+) -> None:  # fmt: skip
     """Write this rank's slices to their places in a file; tensors that are not sharded only if `plain`."""
     with path.open("r+b") as file:
         for name, start in starts.items():
-            tensor = tensors[name]
+            tensor = tensor_of(name)
             if plain or isinstance(tensor, DTensor):
                 offset, rows = _own_rows(tensor)
                 file.seek(start + offset)
@@ -169,19 +181,23 @@ def _sync_and_hash(path: Path) -> str:
     return digest
 
 
-def _write_index(tensors: Mapping[str, Tensor], files: Mapping[str, str], folder: Path) -> None:
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+def _write_index(sizes: Mapping[str, int], files: Mapping[str, str], folder: Path) -> None:
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
-def _owners(tensors: Mapping[str, Tensor], size: int) -> dict[str, int]:
-    """Return the rank that writes each tensor: the largest first, each to the rank with the fewest bytes so far."""
+def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
+    """Return the rank with the file of each tensor: the largest first, each to the rank with the fewest bytes so far.
+
+    Args:
+        sizes: of the tensors, in bytes.
+        size: number of ranks.
+    """
     load = [0] * size
     owners = {}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner = min(range(size), key=load.__getitem__)
-        load[owner] += tensors[name].nbytes
+        load[owner] += sizes[name]
         owners[name] = owner
     return owners
 

@@ -175,8 +175,6 @@ class WeightsStore:
     def verify_files(self, version: int) -> Manifest:
         """Compare the weights files with the manifest: sha256, names, dtypes and shapes; return the manifest.
 
-        A base that adapters belong to is compared once in the lifetime of this object.
-
         Raises WeightsError if they differ or a file is unreadable.
         """
         manifest = self.manifest(version)
@@ -187,13 +185,12 @@ class WeightsStore:
         self.verify_hashes(manifest)
         if tensors != manifest.tensors:
             raise WeightsError(f"version {version}: tensors differ from the manifest")
-        if manifest.base is not None and manifest.base not in self._verified:
-            self.verify_files(manifest.base)
-            self._verified.add(manifest.base)
         return manifest
 
     def verify_hashes(self, manifest: Manifest, *, part: int = 0, parts: int = 1) -> None:
         """Compare the sha256 of the weights files, or of every `parts`-th of them, with the manifest.
+
+        A base that adapters belong to is compared once in the lifetime of this object.
 
         Raises WeightsError if one differs or is unreadable.
         """
@@ -208,6 +205,9 @@ class WeightsStore:
                     f"version {manifest.version}: {name} has sha256 {digest[:12]}…, its manifest says "
                     f"{expected[name][:12]}…"
                 )
+        if manifest.base is not None and manifest.base not in self._verified:
+            self.verify_hashes(self.manifest(manifest.base), part=part, parts=parts)
+            self._verified.add(manifest.base)
 
     def serving(self) -> list[ServingRecord]:
         """Return the records of live instances that serve a version."""

@@ -37,9 +37,14 @@ def write(ranks: Ranks, folder: Path) -> int:
         ranks.together(lambda name=name: (folder / name).mkdir(exist_ok=True))
     write_slices(model.state_dict(), folder / "slices")
     for name in ("checkpoint", "again"):
-        write_checkpoint(model.state_dict(), folder / name, ranks)
+        write_one_file_per_rank(model.state_dict(), folder / name, ranks)
     dist.barrier()
     return sum(tensor.to_local().numel() for tensor in model.state_dict().values())
+
+
+def write_one_file_per_rank(tensors: dict[str, torch.Tensor], folder: Path, ranks: Ranks) -> None:
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_checkpoint(shapes, tensors.__getitem__, folder, ranks)
 
 
 def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
@@ -54,7 +59,7 @@ def fail_to_write(ranks: Ranks, folder: Path) -> list[Any]:
     if ranks.rank == 1:
         sharding.sync_file = sharding.raw_bytes = full  # type: ignore[attr-defined]
         HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
-    for write in (write_slices, lambda tensors, folder: write_checkpoint(tensors, folder, ranks)):
+    for write in (write_slices, lambda tensors, folder: write_one_file_per_rank(tensors, folder, ranks)):
         try:
             write(model.state_dict(), folder)
         except OSError as error:

@@ -15,7 +15,7 @@ import numpy as np
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.modeling import CriticModel
 from python_backend.parallel.ranks import RankFailed
-from python_backend.store.weights import Manifest
+from python_backend.store.weights import Manifest, WeightsError
 from trainer.publish import WAIT_POLL_S, Publisher
 from trainer.sharded.critic import ShardedCritic
 from trainer.verification import VersionRejected, rejected
@@ -33,7 +33,7 @@ class ShardedPublisher(Publisher):
         assert isinstance(critic, ShardedCritic)
         try:
             critic.verify(self._store, version)
-        except (CheckpointError, RankFailed) as error:
+        except (WeightsError, CheckpointError, RankFailed) as error:
             raise rejected(version, error) from error
 
     def holds_weights(self, critic: CriticModel, version: int) -> bool:

@@ -40,9 +40,9 @@ class ShardedUpdate(CriticUpdate):
         ranks.announce("load", folder=str(folder))
         torch.manual_seed(seed)
         # The weights are mapped from the file and sharded layer by layer, so that no rank has a copy of all of them.
-        on_cpu = settings.model_copy(update={"device": "cpu"})
-        critic = ranks.together(lambda: build_critic(folder, on_cpu, seed=seed))
-        super().__init__(ShardedCritic(critic, ranks), settings)
+        mapped = settings.model_copy(update={"device": "cpu", "precision": "float32"})
+        critic = ranks.together(lambda: build_critic(folder, mapped, seed=seed))
+        super().__init__(ShardedCritic(critic, ranks, settings.precision), settings)
         self._ranks = ranks
 
     def train(self, payload: TrainPayload | None, progress: Callable[[int], None]) -> UpdateReport:
@@ -61,23 +61,23 @@ class ShardedUpdate(CriticUpdate):
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        write_slices({**self.critic.model.state_dict(), **state, **self._random_state()}, folder)
-        if self._ranks.rank == 0:
+        write_slices({**self._stored_weights(), **state, **self._random_state()}, folder)
+        if self._ranks.rank == 0 and not self.settings.lora_rank:
             write_config(self.critic, folder)
         rank, size = self._ranks.rank, self._ranks.size
         parts = self._ranks.gather(self._ranks.together(lambda: hashes(folder, part=rank, parts=size)))
         return {name: digest for part in parts for name, digest in part.items()}
 
     def read(self, folder: Path, optimizer_step: int) -> None:
-        """Load what any number of ranks wrote. Raises DamagedCheckpoint as `CriticUpdate.read`."""
+        """Load what any number of ranks wrote. Raises as `CriticUpdate.read`."""
         self._ranks.announce("read", folder=str(folder), optimizer_step=optimizer_step)
         rank, size = self._ranks.rank, self._ranks.size
         try:
             self._ranks.together(lambda: verify_folder(folder, part=rank, parts=size))
         except RankFailed as error:
             raise DamagedCheckpoint(str(error)) from error
-        self.optimizer_step = optimizer_step
         self._read_slices(folder)
+        self.optimizer_step = optimizer_step
 
     def _micro_batches(self, batch: list[TrainingRow]) -> Iterator[list[TrainingRow]]:
         """Yield this rank's micro-batches, the same number on every rank; one without targets if there are too few."""

@@ -1,0 +1,49 @@
+"""Merges LoRA adapters into the weights of a critic that is sharded over several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from python_backend.models.adapters import MergedWeights
+from python_backend.parallel.sharding import sharded_like, whole
+
+
+class MergedSlices(MergedWeights):
+    """The weights of a sharded model with its adapters merged in, as this rank's slices (`DTensor`s).
+
+    They have the bits of `MergedWeights` on one process. Each tensor is computed when it is read, without
+    communication, so that ranks may read in any order.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Gather the adapters of all layers, which are small; collective."""
+        super().__init__(model)
+        self._gathered = {
+            name: {path: whole(p.detach()) for path, p in layer.named_parameters() if path.startswith("lora_")}
+            for name, layer in self.adapted.items()
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.plain[name].detach().to(self.dtype(name))
+        if name not in self.adapted:
+            return tensor
+        adapters = {f"layer.{path}": adapter for path, adapter in self._gathered[name].items()}
+        # Rows of the whole product rather than a product of rows, whose rounding would depend on the number of ranks.
+        return tensor + sharded_like(functional_call(_Delta(self.adapted[name]), adapters, ()), tensor)
+
+
+class _Delta(nn.Module):
+    """The change of one weight by its adapters, as a module, in which `functional_call` can replace these."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        delta: Tensor = self.layer.get_delta_weight("default")
+        return delta
