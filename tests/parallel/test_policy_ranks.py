@@ -26,7 +26,7 @@ from actor.policy.sharded import ShardedPolicy
 from actor.policy.update import PolicyUpdate
 from actor.run.policies import follow, make_policy
 from python_backend.models.adamw import named_state
-from python_backend.parallel.ranks import Ranks
+from python_backend.parallel.ranks import RankFailed, Ranks
 from python_backend.parallel.sharding import whole
 from tests.support import ranks as support
 from tests.support.policy_training import load_checkpoint, states
@@ -35,6 +35,7 @@ from tests.support.settings import actor_section
 PROMPTS = [Prompt(str(i), "", np.asarray([5, 6, 7, 8][: 2 + i % 3])) for i in range(7)]
 on_ranks = partial(support.on_ranks, timeout_s=900)  # several models, one after the other
 LENGTHS, PROMPT, UPDATES = [9, 4, 12, 7, 5, 10, 6], 3, 5
+SPOILED = 99  # seed of a rollout that fails on rank 1
 GROUPS = {"algorithm_name": "grpo", "responses_per_prompt": 7, "rollout_size": 7}
 CASES: dict[str, dict[str, Any]] = {
     "ppo": {"kl_reference": "actor"},
@@ -127,6 +128,7 @@ def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -
     """What an actor does with its policy: rollouts, updates, a checkpoint and the final policy, in `folder/written`."""
     config: Any = SimpleNamespace(actor=settings_of(folder, case), run=SimpleNamespace(seed=0))
     if ranks is not None and ranks.rank:
+        spoil_the_last_sampler(ranks)
         follow(config, ranks)
         return None
     policy, update = make_policy(config, Method.of(config.actor.algorithm, config.actor.kl), ranks)
@@ -145,7 +147,24 @@ def session(ranks: Ranks | None, folder: Path, case: str, idle_s: float = 0.0) -
     policy.save(root / "policy")
     policy.renew_sampler()
     found["weights at the end"], found["ended"] = weights_of(policy), ended
+    if ranks is not None:
+        with pytest.raises(RankFailed) as failure:
+            policy.generate(PROMPTS, seed=SPOILED)
+        found["failure"] = str(failure.value)
     return found
+
+
+def spoil_the_last_sampler(ranks: Ranks) -> None:
+    """Let the sampler of rank 1 have weights that are not finite when it generates with the seed SPOILED."""
+    answer = ShardedPolicy._answer_prompts
+
+    def spoiled(self: ShardedPolicy, *, seed: int, greedy: bool) -> None:
+        if seed == SPOILED and ranks.rank == 1:
+            for parameter in self.sampler.parameters():
+                parameter.data.fill_(torch.nan)
+        answer(self, seed=seed, greedy=greedy)
+
+    ShardedPolicy._answer_prompts = spoiled  # type: ignore[method-assign]
 
 
 def weights_of(policy: Policy) -> list[np.ndarray]:
@@ -213,6 +232,7 @@ def test_a_run_on_ranks_is_that_of_one_process(folder: Path, size: int, case: st
     one, (found, *_) = session(None, folder, case), on_ranks(size, session, folder, case)
     assert one is not None
     assert found["ended"] == one["ended"] == [len(PROMPTS)] * 2
+    assert found["failure"].startswith("rank 1: the policy's logits are not finite, so no token can be sampled; check")
     for name in one:
         if name.startswith("rows"):
             assert found[name] == one[name]
