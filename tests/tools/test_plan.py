@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import CONFIGS, save_tiny
+from tiny_checkpoints import CONFIGS, POSITIONS, save_tiny
 
 from actor.generation.cache import SlotCache, cache_layers
 from python_backend.config import ActorSection, ConfigError, RunConfig, load_config
@@ -19,7 +19,7 @@ from tools.plan.live_bytes import LiveBytes, counting, model_bytes
 from tools.plan.models import causal_model, logprobs_of, placed, token_model
 from tools.plan.role import GIB, Role, Sizes, devices_of
 from tools.plan.serving import served_role
-from tools.plan.traffic import shown
+from tools.plan.traffic import shown, traffic_lines
 from tools.plan.training import _moments_8bit, generation_sizes, policy_training, trainer_role
 
 SERVED = {"workers": 1, "token_budget": 16}
@@ -122,9 +122,27 @@ def test_settings_that_save_memory_of_the_critic_do(tmp_path: Path):
     assert lora.optimizer < plain.optimizer / 2
     assert lora.gradients < plain.gradients / 2
     assert sizes(lora_rank=1, precision="bfloat16").weights < lora.weights
+    ranks = sizes(lora_rank=1, ranks=2)
+    parts = (lora.weights, lora.gradients, lora.optimizer)
+    assert (ranks.weights, ranks.gradients, ranks.optimizer) == tuple(pytest.approx(part / 2, abs=1) for part in parts)
+    assert ranks.activations > lora.activations  # the layers that are gathered at the same time
     assert sizes(gradient_checkpointing=True).activations < plain.activations
     small = config.trainer.optimizer.model_copy(update={"kind": "adamw_8bit"})
     assert sizes(optimizer=small).optimizer <= plain.optimizer
+
+
+def test_ranks_with_adapters_exchange_only_their_gradients(tmp_path: Path):
+    config = config_of(tmp_path)
+    trainer = config.trainer.model_copy(update={"lora_rank": 1, "ranks": 2})
+    roles = roles_of(config := config.model_copy(update={"trainer": trainer}))
+    sizes = roles["trainer"].sizes
+    each = shown(2 * sizes.weights + sizes.gradients)
+    assert f"each micro-batch, trainer: {each} per rank" in traffic_lines(config, roles)[-1]
+
+
+def test_served_rows_end_at_the_positions_of_the_model(tmp_path: Path):
+    roles = roles_of(config_of(tmp_path, prompts_max_tokens=POSITIONS))
+    assert f"forward passes of 1 rows x {POSITIONS} tokens" in roles["critic"].notes[0]
 
 
 def test_moments_of_8_bits():

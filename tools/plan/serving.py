@@ -10,6 +10,7 @@ from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.config import ModelSection, RunConfig
+from python_backend.models.modeling import limits_of
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
 from tools.plan.live_bytes import counting, model_bytes, num_bytes
@@ -22,11 +23,12 @@ STORED = {"float32": "F32", "bfloat16": "BF16"}
 def served_role(config: RunConfig, key: str) -> Role:
     """Return the served model of the section `key`."""
     section = config.served_sections[key]
-    longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
     workers, budget, notes = _batching(config, key, section)
-    ids_shape = (max(1, min(budget // longest, section.micro_batch_rows)), longest)
     with counting() as live, torch.no_grad():
         model = placed(_model(key, section))
+        longest = config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
+        longest = min(longest, limits_of(model).max_length or longest)  # the server refuses longer rows
+        ids_shape = (max(1, min(budget // longest, section.micro_batch_rows)), longest)
         if key == "reference" and section.dtype == "bfloat16":
             use_bfloat16(model, model.get_output_embeddings())
         weights = _part_bytes(model, section.tensor_parallel)

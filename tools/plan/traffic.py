@@ -30,7 +30,7 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
     for key, ranks in (("actor", actor.ranks), ("trainer", config.trainer.ranks)):
         role = roles.get(key)
         if ranks > 1 and role is not None and not role.unknown:
-            each = 3 * role.sizes.weights * (ranks - 1)
+            each = (2 * role.sizes.weights + role.sizes.gradients) * (ranks - 1)
             lines.append(
                 f"each micro-batch, {key}: {shown(each)} per rank between the ranks (weights twice, gradients)"
             )
