@@ -5,7 +5,8 @@ SEED ?= 0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
-PYTEST := $(BIN)/python -m pytest -q -n 2
+# One process more than cores on the smallest machine: many tests wait for servers.
+PYTEST := $(BIN)/python -m pytest -q -n 3
 
 .PHONY: demo demo-llm demo-rlvr test test-all check format docs clean
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,7 @@ def test_each_command_says_what_it_misses(
     room: Any, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(tools.serve.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     path = write_yaml(tmp_path, "ppo", "model", checkpoints)
     missing = [f"{role}.checkpoint={tmp_path / 'none'}" for role in ("critic", "actor.policy")]
     assert room.main(["--config", str(path), *missing]) in (1, 2)
