@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,21 @@ def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
     process.kill()
     process.communicate()
     wait_until_gone(process.pid)
+
+
+def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path) -> None:
+    repository = run_dir / "model_repository"
+    write_repository(repository)
+    shutil.rmtree(repository / "reward_model")
+    abort = f"import os; os.mkdir({str(run_dir / 'aborted')!r}); os.kill(os.getppid(), 6)"
+    on_load = f"import os; os.path.isdir({str(run_dir / 'aborted')!r}) or exec({abort!r})"
+    write_scoring_model(repository, "reward_model", on_load=on_load)
+    process = serve(run_dir)
+    wait_for(run_dir / "server.json", process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert out.count("tritonserver was killed by SIGABRT; its log is") == out.count("starting it once more") == 1
 
 
 def test_serve_starts_a_server_that_died_again(run_dir: Path) -> None:

@@ -28,6 +28,10 @@ class ServerStartError(RlhfError):
     """The server cannot start; the message says why and what to do."""
 
 
+class ServerAborted(ServerStartError):
+    """The server was ended by a fault of its own while it started."""
+
+
 @dataclass(frozen=True)
 class TritonHome:
     """One installed tritonserver."""

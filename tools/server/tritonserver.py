@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -24,10 +25,11 @@ from tools.server.log import follow, poll_failure, set_aside_if_large, stub_fail
 from tools.server.model_loading import compile_ahead, load_and_probe, too_slow
 from tools.server.ports import check_ports, is_open, with_free_ports
 from tools.server.shared_memory import Regions, remove_abandoned
-from tools.server.triton_home import ServerStartError, TritonHome, accepts, server_environment
+from tools.server.triton_home import ServerAborted, ServerStartError, TritonHome, accepts, server_environment
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 KILL_AFTER_S = 10.0
+FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 POLL_INTERVAL_S = 0.1
 
 
@@ -166,9 +168,8 @@ class TritonServer:
         code = self.poll()
         if code is None:
             return
-        raise ServerStartError(
-            f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{self.log_tail()}"
-        )
+        kind = ServerAborted if -code in FAULTS else ServerStartError
+        raise kind(f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{self.log_tail()}")
 
     def bound_log(self) -> None:
         """Rotate the log if it is large."""
