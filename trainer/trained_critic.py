@@ -66,9 +66,7 @@ class TrainedCritic(CriticModel):
         return self._plain.with_weights(folder)
 
 
-def write_adapters(
-    critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path
-) -> None:  # fmt: skip
+def write_adapters(critic: CriticModel, trained: dict[str, Tensor], adapters: StoredAdapters, folder: Path) -> None:
     """Write a version that holds only the `trained` tensors of the critic. Raises OSError."""
     with disk_errors(folder / WEIGHTS_FILE):
         save_file(trained, folder / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -150,9 +150,7 @@ def write_checkpoint(
     return {name: digest for part in parts for name, digest in part.items()}
 
 
-def _write_rows(
-    path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[str, int], *, plain: bool
-) -> None:  # fmt: skip
+def _write_rows(path: Path, tensor_of: Callable[[str], Tensor], starts: Mapping[str, int], *, plain: bool) -> None:
     """Write this rank's slices to their places in a file; tensors that are not sharded only if `plain`."""
     with path.open("r+b") as file:
         for name, start in starts.items():

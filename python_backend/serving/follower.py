@@ -100,7 +100,7 @@ class Follower:
         self._store.records.withdraw(self._record)
 
     def abandon(self) -> None:
-        """Delete this instance's serving record, so that nobody waits for it; its watcher may hang for ever."""
+        """Delete this instance's serving record, so that no publish waits for it; its watcher may never end."""
         self._stop.set()
         self._store.records.withdraw(self._record)
 

@@ -90,7 +90,8 @@ class TorchScoringModel(ScoringModel):
         """Fail the requests in flight, and all later ones at once, because the model has lost a rank.
 
         Whoever supervises the server loads the model again. Until then this process must not end: Triton needs up to
-        three seconds to answer a request whose process has ended. While the model is loaded, nobody waits for it.
+        three seconds to answer a request whose process has ended. Only before the model has started, when there are no
+        requests, does it end at once.
         """
         log_error(f"{self.parameters.model} {LOST_RANK}: {reason}; it refuses requests until it is loaded again")
         if not self._started:
