@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-trl test-judge check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -24,6 +24,14 @@ test: $(INSTALLED)
 # Fewer at a time: on a starved machine server 2.51 takes a model that is loading for a dead one.
 test-all: $(INSTALLED_RLVR)
 	$(PYTEST) -n 2
+
+# Installs TRL, which needs another NumPy, into an environment of its own.
+test-trl: $(INSTALLED)
+	TRL_ENVIRONMENT=runs/trl-environment $(BIN)/python -m pytest -q tests/gateway/test_trl_run.py
+
+# Installs what `transformers serve` needs, and SmolLM2 (JUDGE_MODEL=FOLDER: another model), into runs/.
+test-judge: $(INSTALLED)
+	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_judge_run.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -49,7 +57,7 @@ clean:
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,gateway,dev]'
 	@touch $@
 
 # Apart from the rest: one of its packages has no wheel, so it needs a C compiler and Python's headers.

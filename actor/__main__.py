@@ -70,8 +70,8 @@ def _train(config: RunConfig, ranks: Ranks | None = None) -> int:
         from python_backend.wire.contract import REWARD_MODEL
 
     async def ppo() -> None:
-        key = config.server.training_key_env
-        async with TritonClient(config.server.http_url, config.actor.client, training_key_env=key) as client:
+        key = os.environ.get(config.server.training_key_env or "")
+        async with TritonClient(config.server.http_url, config.actor.client, training_key=key) as client:
             await client.model_parameters(REWARD_MODEL)  # fail before loading models if no server answers
             run = PPORun(config, client, ranks)
             # Until here a signal raises KeyboardInterrupt; from here on it stops the run with a checkpoint.

@@ -94,7 +94,7 @@ class PPORun(RunParts):
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
         """Return the training batch of a rollout, with shaped rewards, advantages and returns."""
-        rewards = self.shaper.shape(scored.scores.rewards, scored.scores.scored, scored.rollout)
+        rewards = self.shaper.shape_scores(scored.scores, scored.rollout)
         group_size = self.settings.algorithm.responses_per_prompt
         return make_batch(scored, self.method, rewards=rewards, kl_coef=self.kl.coef, responses_per_prompt=group_size)
 

@@ -20,6 +20,7 @@ from python_backend.errors import REPORTED
 
 BENCHMARKS = {
     "scoring": ("benchmarks.scoring.sweep", "speed of scoring, compared with PyTriton and a plain HTTP server"),
+    "gateway": ("benchmarks.gateway", "speed of the gateway, compared with Triton and OpenRLHF's reward server"),
     "reload": ("benchmarks.reload.parts", "failures and latency that critic reloads and updates cause for clients"),
     "learning": ("benchmarks.learning", "reward that each algorithm reaches on a task with a known optimum"),
     "generation": ("benchmarks.generation", "speed of generation, compared with transformers"),

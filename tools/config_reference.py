@@ -81,7 +81,7 @@ def _section(name: str, field: Schema, definitions: Schema, *, without: Schema, 
     for key, value in section["properties"].items():
         if key not in without:
             is_section = "properties" in (_definition(value, definitions) or {})
-            (inner if is_section and not _alternatives(value) else keys)[key] = value
+            (inner if is_section and len(_alternatives(value)) < 2 else keys)[key] = value
     text = _sentence(field.get("description") or section.get("description", ""))
     template = f"{name}.<name>" if _is_map(field) else name
     table = f"\n{_table(keys, section.get('required', []))}" if keys else ""
@@ -116,7 +116,11 @@ def _type(field: Schema) -> str:
     kind = str(field.get("type", "any"))
     if kind == "array":
         return f"list of {_type(field['items'])}" if "items" in field else f"{field.get('maxItems')} numbers"
-    names = {"boolean": "true, false", "string": "path" if field.get("format") == "path" else "text"}
+    names = {
+        "boolean": "true, false",
+        "object": "mapping",
+        "string": "path" if field.get("format") == "path" else "text",
+    }
     return names.get(kind, kind) + _bounds(field)
 
 
@@ -138,7 +142,8 @@ def _is_map(field: Schema) -> bool:
 def _definition(field: Schema, definitions: Schema) -> Schema:
     """Return the schema of the section in a field, a union or the values of a map; {} if there is no section."""
     for kind in [field, *field.get("anyOf", [])]:
-        reference = kind.get("$ref") or kind.get("additionalProperties", {}).get("$ref")
+        values = kind.get("additionalProperties")  # true for a map of anything
+        reference = kind.get("$ref") or (isinstance(values, dict) and values.get("$ref"))
         if reference:
             found: Schema = definitions[str(reference).rpartition("/")[2]]
             return found

@@ -32,11 +32,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
         parser.error("give --reward PATH, --critic PATH, or --reward PATH --critic from-reward")
+    if arguments.merge is not None and arguments.reward is None:
+        parser.error("--merge needs --reward PATH, the folder of the adapter")
+    if arguments.base is not None and arguments.merge is None:
+        parser.error("--base needs --merge FOLDER")
     if arguments.out is not None and arguments.out.exists():
         parser.error(f"{arguments.out} already exists; choose another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"the folder {arguments.out.parent} does not exist; create it first")
     try:
+        if arguments.merge is not None:
+            from tools.merge_adapter import merge_reward_adapter  # torch: not for --help
+
+            merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
+            arguments.reward = arguments.merge
         text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
     except CheckpointError as error:
         return report(error, 1)
@@ -211,6 +220,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reward", type=Path, metavar="PATH", help="checkpoint folder of the reward model")
     parser.add_argument(
         "--critic", type=Path, metavar="PATH|from-reward", help="checkpoint folder of the critic or its body"
+    )
+    parser.add_argument(
+        "--merge", type=Path, metavar="FOLDER", help="the reward model is a PEFT adapter: write it here, merged, first"
+    )
+    parser.add_argument(
+        "--base", type=Path, metavar="PATH", help="with --merge: folder of the adapter's model; default: as it says"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
     parser.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")

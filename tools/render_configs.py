@@ -20,12 +20,14 @@ from typing import Any
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
 from python_backend.config.command_line import report, run_parser
+from python_backend.config.live_models import reward_is_live
 from python_backend.config.sections import UNMEASURED
 from python_backend.wire import contract
 from tools.render.ensembles import critic_infer_steps
 from tools.render.reference import reference_parameters
 from tools.render.rewards import Render, render_rewards
 from tools.render.rules import check_rules
+from tools.render.token_rewards import process_of, token_reward_parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
@@ -69,10 +71,10 @@ def render_configs(config: RunConfig, *, resolve_paths: bool = True) -> dict[str
     """
     place = Path.absolute if resolve_paths else Path
     render = functools.partial(_render, tokens_dtype=config.server.tokens_dtype)
-    texts = _rewards(config, place, render)
+    texts = _rewards(config, place, render) if config.serves_rewards else {}
     if config.actor.kl.serves_reference:
         texts |= _reference(config, place, render)
-    if config.actor.algorithm.uses_critic:
+    if config.serves_critic:
         texts |= _critic(config, place, render)
     check_rules({model: parse_config(model, text) for model, text in texts.items()})
     return texts
@@ -142,9 +144,15 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
             "pooling": section.pooling,
             "attribute_weights": json.dumps(section.attribute_weights),
             "merge_attributes": json.dumps(section.merge_attributes),
+            "text": section.text,
+            contract.LABELS: json.dumps(_labels(config)),
             "add_special_tokens": json.dumps(section.add_special_tokens),
+            "append_eos": json.dumps(section.append_eos),
             "num_rewards": str(_num_rewards(config)),
+            **token_reward_parameters(section),
         }
+        if section.store:
+            parameters |= {contract.STORE: str(place(config.run.reward_weights_dir)), "reload": section.reload}
         return _render_scoring(name, section, render, parameters, num_rewards=_num_rewards(config))
 
     if config.rewards is None:
@@ -164,7 +172,7 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     }
     parameters = {
         **_scoring_parameters(config.critic, place),
-        "store": weights,
+        contract.STORE: weights,
         "reload": config.critic.reload,
     }
     return {
@@ -176,12 +184,15 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
 
 
 def _critic_infer(config: RunConfig, render: Render) -> str:
-    rewards = config.rewards or {}
+    rewards, live = config.rewards or {}, reward_is_live(config)
+    served = [config.critic, *([config.reward] if config.serves_rewards else [])]
     return render(
-        "ensemble.pbtxt.j2", name=contract.CRITIC_INFER, has_values=True, num_rewards=_num_rewards(config),
+        "ensemble.pbtxt.j2", name=contract.CRITIC_INFER, has_values=True,
+        num_rewards=_num_rewards(config) if config.serves_rewards else 0, process=process_of(config),
         purpose="Critic and reward in one round trip; a request for `values` alone runs only the critic.",
-        num_components=len(rewards), steps=critic_infer_steps(rewards), parameters={},
-        max_batch_size=min(config.reward.max_batch_size, config.critic.max_batch_size),
+        num_components=len(rewards), has_reward_version=live, parameters={},
+        steps=critic_infer_steps(rewards if config.serves_rewards else None, live=live, process=process_of(config)),
+        max_batch_size=min(section.max_batch_size for section in served),
     )  # fmt: skip
 
 
@@ -210,20 +221,24 @@ def _stale(out: Path, files: Mapping[Path, str]) -> list[Path]:
 
 def _num_rewards(config: RunConfig) -> int:
     """Return the number of rewards per row: the checkpoint's number of labels if they are not merged, else 1."""
-    section = config.reward
-    if section.merge_attributes or not config.uses_reward_model or not (section.checkpoint / "config.json").is_file():
-        return 1
-    try:
-        head = inspect_checkpoint(section.checkpoint).head
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    num_labels = 1 if head is None else head.num_labels
+    num_labels = 1 if config.reward.merge_attributes else max(1, len(_labels(config)))
     if num_labels > 1 and config.rewards is not None:
         raise ConfigError(
             f"reward.merge_attributes: false gives {num_labels} rewards per row, but `rewards` needs one per row; "
             "set it to true"
         )
     return num_labels
+
+
+def _labels(config: RunConfig) -> list[str]:
+    """Return the names of the reward checkpoint's labels; [] without a checkpoint, or if it is not a classifier."""
+    folder, is_read_at_tokens = config.reward.checkpoint, bool(config.reward.logit or config.reward.process)
+    if not config.uses_reward_model or is_read_at_tokens or not (folder / "config.json").is_file():
+        return []
+    try:
+        return inspect_checkpoint(folder).label_names
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _render_scoring(
@@ -240,6 +255,7 @@ def _render_scoring(
         model=model,
         preferred=[preferred] if isinstance(preferred, int) else preferred,
         num_rewards=num_rewards,
+        process=parameters.get(contract.PROCESS),
         instances=model.instances,
         kind=instance_kind,
         gpus=gpus,

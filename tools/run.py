@@ -75,7 +75,7 @@ class Run:
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
-        if self.config.actor.algorithm.uses_critic:
+        if self.config.serves_critic:
             self._display.phase("starting the critic sidecar")
             journal = Journal(self.config.run.journal_dir, self.config.run.identity)
             earlier = journal.heartbeat()
@@ -271,7 +271,7 @@ def check_templates(config: RunConfig, prompts: str) -> None:
         prompts: configuration key of a prompt file that contains conversations; for the error message.
 
     Raises:
-        ConfigError: the policy has none, or the reward model has none and another tokenizer than the policy.
+        ConfigError: the policy has none, or the reward model has none and receives texts.
     """
     policy, reward = config.actor.policy.checkpoint, config.reward.checkpoint
     if not has_chat_template(policy):
@@ -279,12 +279,15 @@ def check_templates(config: RunConfig, prompts: str) -> None:
             f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save a "
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
-    if config.uses_reward_model and not has_chat_template(reward) and not _same_tokenizer(policy, reward):
+    marks = config.reward.process is not None and config.reward.process.mark is not None
+    by_settings = marks or config.reward.text == "pair"
+    renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
+    if renders and (by_settings or not _same_tokenizer(policy, reward)):
         raise ConfigError(
             f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
-            "because its tokenizer differs from the policy's; save the template that the reward model was trained with "
-            "there as chat_template.jinja (`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts "
-            "as plain texts"
+            "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
+            "policy's); save the template that the reward model was trained with there as chat_template.jinja "
+            "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
         )
 
 

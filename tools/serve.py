@@ -14,6 +14,7 @@ from pathlib import Path
 
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import report, run_parser
+from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopRequested, StopSignals
@@ -103,7 +104,7 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:
-    """Run the trainer to write version 0 of the critic's weights if a critic is served and has no version yet.
+    """Run the trainer to write version 0 of critic and reward model, of those served from versions that have none yet.
 
     Args:
         config: the configuration loaded from `path` with `overrides`.
@@ -111,10 +112,11 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
     Raises:
         ServerStartError: the trainer failed; its output says why.
     """
-    if not config.actor.algorithm.uses_critic or (config.run.weights_dir / "CURRENT").exists():
+    missing = [f"the {model.name}'s" for model in live_models(config) if not (model.store / "CURRENT").exists()]
+    if not missing:
         return
     _run_module(
-        "creating version 0 of the critic's weights",
+        f"creating version 0 of {' and '.join(missing)} weights",
         ["trainer", "--config", str(path), "--init-only", *overrides],
     )
 

@@ -1,4 +1,4 @@
-"""`python -m tools weights list | verify | rollback | ready`: the critic's versions, for operators."""
+"""`python -m tools weights list | verify | publish | rollback | ready`: the versions of critic and reward model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from python_backend.config import RunConfig, load_config
+from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, report
+from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model
 from python_backend.errors import REPORTED, RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
@@ -27,33 +29,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
-        store = WeightsStore(config.run.weights_dir)
+        model = live_model(config, args.model)
+        if model.name == "reward" and not config.reward.store:
+            raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
+        store = WeightsStore(model.store)
         if store.current() is None and not store.versions():
             raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
         match args.action:
             case "list":
                 show(store)
             case "verify":
-                return verify(store, args.version or store.versions())
+                return verify(config, model, store, args.version or store.versions())
             case "rollback":
-                rollback(config, store, args.to)
+                rollback(config, model, store, args.to)
+            case "publish":
+                publish(config, model, store, args.path)
             case "ready":
-                return ready(store, args.server or config.server.grpc_url)
+                return ready(model, store, args.server or config.server.grpc_url)
     except REPORTED as error:
         return report(error, 1)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools weights", description="Manage the critic's versions.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools weights", description="Manage the weights versions of a model."
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     for name, what in (
         ("list", "list every version with its parent and the instances that serve it"),
         ("verify", "verify each version: files, hash, finite values, a forward pass"),
+        ("publish", "verify a checkpoint and serve it as a new version: only with --model reward"),
         ("rollback", "publish the weights of an older version again, as a new version"),
         ("ready", "exit with 0 if the server serves CURRENT or a later version, else 1: for readiness probes"),
     ):
-        action = add_run_arguments(actions.add_parser(name, help=what, description=what))
+        action = actions.add_parser(name, help=what, description=what)
+        if name == "publish":  # first, because all later positional arguments are overrides
+            action.add_argument("path", type=Path, help="Hugging Face checkpoint folder")
+        add_run_arguments(action).add_argument("--model", choices=LIVE_MODELS, default="critic", help="default: critic")
         if name == "verify":
             action.add_argument("--version", type=int, action="append", help="only this version; may be repeated")
         if name == "rollback":
@@ -90,7 +103,7 @@ def show(store: WeightsStore) -> None:
         print("no serving instance is alive")
 
 
-def verify(store: WeightsStore, versions: Sequence[int]) -> int:
+def verify(config: RunConfig, model: LiveModel, store: WeightsStore, versions: Sequence[int]) -> int:
     """Verify all `versions`, continuing after a bad one; return 1 if any is bad, else 0."""
     from python_backend.models.modeling import quiet_transformers  # deferred: they import torch
     from trainer.verification import VersionRejected, verify_alone
@@ -99,7 +112,7 @@ def verify(store: WeightsStore, versions: Sequence[int]) -> int:
     bad = 0
     for version in versions:
         try:
-            manifest = verify_alone(store, version)
+            manifest = verify_alone(store, version, _loader(config, model))
             print(f"version {version}: good, {len(manifest.tensors)} tensors, step {manifest.step}", flush=True)
         except VersionRejected as error:
             bad += 1
@@ -109,42 +122,58 @@ def verify(store: WeightsStore, versions: Sequence[int]) -> int:
     return 1 if bad else 0
 
 
-def rollback(config: RunConfig, store: WeightsStore, to: int | None) -> None:
+def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int | None) -> None:
     """Publish the weights of version `to` as a new version and wait until every instance serves it.
 
     Raises:
         WeightsError: version `to` does not exist or is damaged.
         NotServed: some instance does not serve the new version in time, although CURRENT names it.
     """
-    from python_backend.models.modeling import load_critic, quiet_transformers
+    from python_backend.models.modeling import quiet_transformers
     from trainer.publish import Publisher
     from trainer.verification import VersionRejected, verify_alone
 
     quiet_transformers()
-    target = _parent_of_current(store) if to is None else to
+    target, load = _parent_of_current(store) if to is None else to, _loader(config, model)
     try:
-        manifest = verify_alone(store, target)
-        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=_epoch(store))
+        manifest = verify_alone(store, target, load)
+        publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=_epoch(store), model=model)
         reload = publisher.publish(
-            load_critic(store.folder(target)), step=manifest.step, parent=target, beat=_Patience(store),
+            load(store.folder(target)), step=manifest.step, parent=target, beat=_Patience(store),
             write=lambda folder: _copy(store.folder(target), folder),
         )  # fmt: skip
     except VersionRejected as error:
         raise WeightsError(str(error)) from error
     print(f"version {reload.version} is served, with the weights of version {target} (step {manifest.step})")
-    if Journal(config.run.journal_dir, config.run.identity).is_followed():
+    if model.name == "critic" and Journal(config.run.journal_dir, config.run.identity).is_followed():
         print(
             "a sidecar is training this critic, and its next update will replace this version; to continue training "
             f"from this version, resume the actor from step {manifest.step}, which rewinds the critic"
         )
 
 
-def ready(store: WeightsStore, url: str) -> int:
+def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint: Path) -> None:
+    """Verify a checkpoint and serve it as a new version of the reward model, once every instance has loaded it.
+
+    Raises:
+        RlhfError: the checkpoint was refused, and the old version serves; or NotServed, as in `rollback`.
+    """
+    from python_backend.models.modeling import quiet_transformers
+    from trainer.live.reward import publish_reward
+
+    if model.name != "reward":
+        raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
+    quiet_transformers()
+    reload = publish_reward(config, checkpoint, beat=_Patience(store))
+    print(f"version {reload.version} is served, with the weights of {checkpoint}")
+
+
+def ready(model: LiveModel, store: WeightsStore, url: str) -> int:
     """Return 0 if the server at `url` serves CURRENT or a later version, else 1."""
-    from trainer.servers import CriticServers
+    from trainer.servers import ModelServers
 
     current = store.current()
-    outcome = CriticServers([url]).versions()[0]
+    outcome = ModelServers([url], model=model.served_as).versions()[0]
     if outcome.version is not None and current is not None and outcome.version >= current:
         print(f"ready: {url} serves version {outcome.version}")
         return 0
@@ -154,20 +183,33 @@ def ready(store: WeightsStore, url: str) -> int:
 
 
 class _Patience:
-    """Heartbeat callback of the publisher; raises NotServed if no instance is alive or PATIENCE_S have passed."""
+    """Heartbeat callback of the publisher.
+
+    Raises NotServed if no instance is alive, or PATIENCE_S after its first call: the checks before may take any time.
+    """
 
     def __init__(self, store: WeightsStore) -> None:
         self._store = store
-        self._deadline = time.monotonic() + PATIENCE_S
+        self._deadline: float | None = None
 
     def __call__(self, state: str) -> None:
-        if not self._store.records.alive():
+        if self._deadline is None:
+            self._deadline = time.monotonic() + PATIENCE_S
+        records = self._store.records
+        if not records.alive() and not records.died():  # an instance that died is replaced by its server's supervisor
             raise NotServed(f"CURRENT is now {self._store.current()}, but no serving instance is alive")
         if time.monotonic() > self._deadline:
             raise NotServed(
                 f"still {state} after {PATIENCE_S:g} s; `python -m tools weights list` "
                 "shows which version each instance serves"
             )
+
+
+def _loader(config: RunConfig, model: LiveModel) -> Callable[[Path], Any]:
+    from python_backend.models.modeling import load_critic
+    from trainer.publish import reward_loader
+
+    return load_critic if model.name == "critic" else reward_loader(config.reward)
 
 
 def _parent_of_current(store: WeightsStore) -> int:

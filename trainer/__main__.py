@@ -22,11 +22,14 @@ from python_backend.stop_signal import stop_event
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, follow the journal until a signal arrives, and return the exit code."""
     parser = run_parser("python -m trainer", "The critic sidecar.")
-    parser.add_argument("--init-only", action="store_true", help="make weights version 0 and exit")
+    parser.add_argument(
+        "--init-only", action="store_true", help="make version 0 of the weights of critic and reward model and exit"
+    )
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
-        check_critic(config)
+        if not args.init_only or config.serves_critic:
+            check_critic(config)
         if not args.init_only:
             launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
         log_to_stderr()
@@ -42,8 +45,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
         import torch
 
         from python_backend.models.modeling import quiet_transformers
-        from python_backend.store.weights import WeightsStore
-        from trainer.publish import initialise_store
+        from trainer.publish import initialise_stores
         from trainer.sidecar import follow
 
     torch.set_num_threads(config.trainer.threads)
@@ -51,7 +53,7 @@ def _run(config: RunConfig, *, init_only: bool) -> None:
     torch.set_num_interop_threads(1)
     quiet_transformers()
     if init_only:
-        initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
+        initialise_stores(config)
     elif config.trainer.ranks > 1:
         _run_ranks(config)
     else:

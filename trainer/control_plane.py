@@ -20,7 +20,15 @@ from tritonclient.utils import InferenceServerException
 
 from python_backend.errors import RlhfError
 from python_backend.store import control_key
-from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, DUMMY_VAR, LOST_RANK, SEQUENCE_LENGTHS, TOKENS
+from python_backend.wire.contract import (
+    CRITIC_SAVE,
+    CRITIC_TRAIN,
+    DUMMY_VAR,
+    LOST_RANK,
+    NEEDS_MORE,
+    SEQUENCE_LENGTHS,
+    TOKENS,
+)
 
 CALL_TIMEOUT_S = 10.0
 UNLOAD_POLL_S = 0.05
@@ -204,11 +212,19 @@ class ControlPlane:
         )
 
     def probe_scoring(self, model: str, outputs: Sequence[str], timeout_s: float) -> dict[str, np.ndarray]:
-        """Score one row of two tokens with id 0, to verify that the model computes; return the `outputs` by name."""
+        """Score one row of two tokens with id 0, to verify that the model computes; return the `outputs` by name.
+
+        A reward model that such a row cannot be sent to refuses it, which proves that it is alive; returns {} then.
+        """
         tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
         inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
-        answer = self._call(model, self._client.infer, model, inputs, outputs=wanted, timeout_s=timeout_s)
+        try:
+            answer = self._call(model, self._client.infer, model, inputs, outputs=wanted, timeout_s=timeout_s)
+        except ControlPlaneError as error:
+            if NEEDS_MORE in str(error):
+                return {}
+            raise
         arrays = {name: answer.as_numpy(name) for name in outputs}
         empty = [name for name, array in arrays.items() if array is None or array.size == 0]
         if empty:

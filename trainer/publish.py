@@ -1,24 +1,29 @@
-"""Publishes trained weights: write a version, verify it, move CURRENT, wait until every instance serves it."""
+"""Publishes new weights: write a version, verify it, move CURRENT, wait until every instance serves it."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from python_backend.config import CriticSection, RunConfig
+from python_backend.checkpoints.inspection import CONFIG_FILE
+from python_backend.config import CriticSection, RewardSection, RunConfig
+from python_backend.config.live_models import LiveModel, live_model, live_models
 from python_backend.config.sections import constants_of
-from python_backend.models.canary import canary_row
-from python_backend.models.modeling import CriticModel, load_critic, save_critic
+from python_backend.models.canary import canary_outputs
+from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward, save_critic
 from python_backend.store.control_key import control_key
-from python_backend.store.weights import Manifest, WeightsError, WeightsStore
+from python_backend.store.weights import Manifest, WeightsError, WeightsStore, weights_files
+from python_backend.wire.contract import CRITIC
 from trainer.control_plane import ControlPlaneError, LoadRefused
-from trainer.servers import CriticServers, Loaded
+from trainer.servers import Loaded, ModelServers
 from trainer.verification import VersionRejected, holds_weights, verify_version
 
 logger = logging.getLogger(__name__)
@@ -43,7 +48,7 @@ class Reload:
 
 
 class Publisher:
-    """Publishes versions of one critic, and rolls back those that an instance rejects."""
+    """Publishes versions of one model, and rolls back those that an instance rejects."""
 
     def __init__(
         self,
@@ -55,21 +60,24 @@ class Publisher:
         reload: str,
         timeout_s: float,
         keep: int,
+        model: str = CRITIC,
         show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
     ) -> None:
         """Create a publisher.
 
         Args:
-            servers: gRPC addresses of the critic's servers, as in `trainer.servers`.
+            servers: gRPC addresses of the model's servers, as in `trainer.servers`.
             reload: "swap" or "triton".
             timeout_s: timeout of a load at one server; also, how long instances may lag before they are reloaded.
             keep: number of newest versions to keep.
+            model: name of the model on the servers.
             show_trouble: called with the current state and the error that blocks it, to report it to waiting callers.
         """
         self._store = store
         self._run_id = run_id
         self._epoch = epoch
-        self._servers = CriticServers(servers, control_key(store.root))
+        self._servers = ModelServers(servers, control_key(store.root), model=model)
+        self._model = model
         self._reload = reload
         self._timeout_s = timeout_s
         self._keep = keep
@@ -81,45 +89,48 @@ class Publisher:
 
     @classmethod
     def of(
-        cls, config: RunConfig, store: WeightsStore, *, run_id: str, epoch: int,
+        cls, config: RunConfig, store: WeightsStore, *, run_id: str, epoch: int, model: LiveModel | None = None,
         show_trouble: Callable[[str, str], None] = lambda state, trouble: None,
     ) -> Publisher:  # fmt: skip
-        """Return a publisher with the settings of `config`."""
-        settings = config.trainer
+        """Return a publisher with the settings of `config`, by default of the critic."""
+        settings, model = config.trainer, model or live_model(config, "critic")
         return cls(
-            store, servers=settings.servers or [config.server.grpc_url], reload=config.critic.reload,
+            store, servers=settings.servers or [config.server.grpc_url], reload=model.reload,
             timeout_s=settings.serve_timeout_s, keep=settings.publish.keep, run_id=run_id,
-            epoch=epoch, show_trouble=show_trouble,
+            epoch=epoch, model=model.served_as, show_trouble=show_trouble,
         )  # fmt: skip
 
     def publish(
         self,
-        critic: CriticModel,
+        model: CriticModel | RewardModel,
         *,
         step: int,
         beat: Callable[[str], None],
         parent: int | None = None,
-        write: Callable[[Path], None] | None = None,
+        write: Callable[[Path], Mapping[str, str] | None] | None = None,
     ) -> Reload:
-        """Write, verify and serve the critic's weights.
+        """Write, verify and serve the model's weights.
 
         Args:
-            critic: holds the trained weights.
-            step: number of critic updates that produced them.
+            model: holds the new weights.
+            step: number of critic updates that produced them; 0 for a reward model.
             beat: called repeatedly while waiting, with a description of the state.
             parent: the version that these weights are a copy of, after a rewind or rollback; they then always get a new
                 number. Without `parent`, the newest version is reused if it has the same content (a replay after a
                 crash).
-            write: writes the weights to a folder; default: `write` of `critic`.
+            write: writes the weights to a folder; default: `write` of a critic.
 
         Raises:
             VersionRejected: verification or an instance rejected the version; CURRENT names the previous one.
             OSError: a disk error; nothing was published.
         """
         start = time.monotonic()
-        expected = critic.values([canary_row(critic)])[0]
+        expected = canary_outputs(model)
+        if write is None:
+            assert isinstance(model, CriticModel)
+            write = model.write
         manifest = self._store.add(
-            write or critic.write,
+            write,
             run_id=self._run_id,
             step=step,
             parent=self._store.current() if parent is None else parent,
@@ -130,7 +141,7 @@ class Publisher:
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
         try:
-            self.verify(manifest.version, critic, expected)
+            self.verify(manifest.version, model, expected)
             self.await_staging(manifest, beat)
             verified = time.monotonic()
             served_by = self._serve(manifest, beat)
@@ -155,12 +166,12 @@ class Publisher:
         """Return whether a version has the critic's weights, bit for bit."""
         return holds_weights(self._store, version, critic)
 
-    def verify(self, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
+    def verify(self, version: int, model: CriticModel | RewardModel, expected: np.ndarray | None = None) -> None:
         """Verify a version of this store; see `verify_version`."""
-        verify_version(self._store, version, critic, expected)
+        verify_version(self._store, version, model, expected)
 
     def triton_reload(self) -> Reload:
-        """Reload the critic through Triton on every server: new processes load the version that CURRENT names.
+        """Reload the model through Triton on every server: new processes load the version that CURRENT names.
 
         Raises:
             ControlPlaneError: a server refused the load or did not respond; its old process keeps serving.
@@ -178,7 +189,7 @@ class Publisher:
     def look(self, working: Working = contextlib.nullcontext) -> None:
         """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died.
 
-        `working`: context manager for a reload, which may take as long as loading the critic; its argument says what
+        `working`: context manager for a reload, which may take as long as loading the model; its argument says what
         is done.
         """
         if time.monotonic() < self._look_at:
@@ -193,7 +204,7 @@ class Publisher:
         self.heal(working)
 
     def heal(self, working: Working = contextlib.nullcontext) -> list[Loaded]:
-        """Reload the critic if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
+        """Reload the model if an instance died more than HEAL_AFTER_S ago; return the outcomes, [] without a reload.
 
         Triton does not restart a model process that was killed. The supervisor in `tools serve` and `tools run` does so
         sooner than HEAL_AFTER_S; this is for servers without a supervisor.
@@ -206,9 +217,9 @@ class Publisher:
         self._died_at = None if not died else self._died_at or now
         if self._died_at is None or now - self._died_at < HEAL_AFTER_S:
             return []
-        logger.warning("%s died: reloading the critic through Triton", died[0].name)
+        logger.warning("%s died: reloading %s through Triton", died[0].name, self._model)
         self._heal_at += RECOVERY_PAUSE_S
-        with working("reloading the critic through Triton"):
+        with working(f"reloading {self._model} through Triton"):
             return self._outcomes()
 
     def _serve(self, manifest: Manifest, beat: Callable[[str], None]) -> dict[str, int]:
@@ -233,7 +244,7 @@ class Publisher:
             beat(f"waiting until version {version} is served")
             self._reject_if_refused(version, previous, self.heal())  # the new version may be what killed an instance
             if time.monotonic() > recover_at:
-                logger.warning("version %d is not served yet: reloading the critic through Triton", version)
+                logger.warning("version %d is not served yet: reloading %s through Triton", version, self._model)
                 self._reject_if_refused(version, previous, self._outcomes())
                 recover_at = time.monotonic() + RECOVERY_PAUSE_S
             time.sleep(WAIT_POLL_S)
@@ -283,3 +294,30 @@ def initialise_store(store: WeightsStore, section: CriticSection, *, run_id: str
     )
     manifest = store.add(lambda folder: save_critic(critic, folder), run_id=run_id, step=0, parent=None, epoch=0)
     store.set_current(manifest.version)
+
+
+def reward_loader(section: RewardSection) -> Callable[..., RewardModel]:
+    """Return `load_reward` with the settings that the served model has."""
+    return functools.partial(
+        load_reward, pooling=section.pooling, attribute_weights=section.attribute_weights,
+        merge_attributes=section.merge_attributes, standardization=constants_of(section.standardization),
+    )  # fmt: skip
+
+
+def initialise_stores(config: RunConfig) -> None:
+    """Publish version 0 of each model that is served from versions, unless it has one. Raises CheckpointError."""
+    for model in live_models(config):
+        store = WeightsStore(model.store)
+        if model.name == "critic":
+            initialise_store(store, config.critic, run_id=config.run.identity)
+        elif store.current() is None:
+            reward_loader(config.reward)(config.reward.checkpoint).check_finite()
+            write = functools.partial(copy_checkpoint, config.reward.checkpoint)
+            manifest = store.add(write, run_id=config.run.identity, step=0, parent=None, epoch=0)
+            store.set_current(manifest.version)
+
+
+def copy_checkpoint(source: Path, folder: Path) -> None:
+    """Copy weights and configuration of a checkpoint. The tokenizer of every version is that of `reward.checkpoint`."""
+    for path in (*weights_files(source), source / CONFIG_FILE):
+        shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""The tritonservers that serve one critic: resolves their addresses, reloads them, and queries their versions."""
+"""The tritonservers that serve one model: resolves their addresses, reloads them, and queries their versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from python_backend.config.addresses import resolve
-from python_backend.wire.contract import CRITIC, WEIGHTS_VERSION
+from python_backend.wire.contract import CRITIC, REWARD_VERSION, WEIGHTS_VERSION
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
 T = TypeVar("T")
@@ -25,13 +25,14 @@ class Loaded:
     error: ControlPlaneError | None = None
 
 
-class CriticServers:
-    """All servers of one critic; DNS names are resolved again at each call, because servers may be added or removed."""
+class ModelServers:
+    """All servers of one model; DNS names are resolved again at each call, because servers may be added or removed."""
 
-    def __init__(self, addresses: Sequence[str], key: str | None = None) -> None:
-        """`key` is the servers' key for model control, which `load` needs."""
+    def __init__(self, addresses: Sequence[str], key: str | None = None, *, model: str = CRITIC) -> None:
+        """`key` is the servers' key for model control, which `load` needs; `model`: its name on the servers."""
         self.addresses = tuple(addresses)
-        self._key = key
+        self._key, self._model = key, model
+        self._output = WEIGHTS_VERSION if model == CRITIC else REWARD_VERSION
 
     def urls(self) -> list[str]:
         """Return `host:port` of each current server. Raises ControlPlaneError if a name cannot be resolved."""
@@ -42,7 +43,7 @@ class CriticServers:
         return list(found)
 
     def load(self, version: int, *, timeout_s: float) -> list[Loaded]:
-        """Reload the critic on all servers in parallel.
+        """Reload the model on all servers in parallel.
 
         A server counts as reloaded if its active configuration is the one that was sent, and its response to an
         inference request names `version` or a later one.
@@ -57,13 +58,13 @@ class CriticServers:
         label = f"{version}-{uuid.uuid4().hex[:8]}"  # unique: Triton reloads only if the configuration has changed
 
         def load_one(control: ControlPlane) -> int:
-            control.load(CRITIC, parameters={"weights_version": label}, timeout_s=timeout_s)
-            active = control.active_parameters(CRITIC).get("weights_version")
+            control.load(self._model, parameters={"weights_version": label}, timeout_s=timeout_s)
+            active = control.active_parameters(self._model).get("weights_version")
             if active != label:
-                raise ControlPlaneError(f"{CRITIC} runs with the configuration {active!r} instead of {label!r}")
-            served = _ask(control)
+                raise ControlPlaneError(f"{self._model} runs with the configuration {active!r} instead of {label!r}")
+            served = self._ask(control)
             if served < version:
-                raise ControlPlaneError(f"{CRITIC} serves version {served} instead of {version}")
+                raise ControlPlaneError(f"{self._model} serves version {served} instead of {version}")
             return served
 
         return self._each(load_one)
@@ -73,7 +74,7 @@ class CriticServers:
 
         Raises ControlPlaneError if a name cannot be resolved.
         """
-        return self._each(_ask)
+        return self._each(self._ask)
 
     def _each(self, ask: Callable[[ControlPlane], int]) -> list[Loaded]:
         def one(url: str) -> Loaded:
@@ -87,10 +88,9 @@ class CriticServers:
         with ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="servers") as pool:
             return list(pool.map(one, urls))
 
-
-def _ask(control: ControlPlane) -> int:
-    answer = control.probe_scoring(CRITIC, [WEIGHTS_VERSION], PROBE_TIMEOUT_S)
-    return int(answer[WEIGHTS_VERSION].ravel()[0])
+    def _ask(self, control: ControlPlane) -> int:
+        answer = control.probe_scoring(self._model, [self._output], PROBE_TIMEOUT_S)
+        return int(answer[self._output].ravel()[0])
 
 
 def _resolve(address: str) -> list[str]:

@@ -18,7 +18,7 @@ from trainer.critic_versions import CriticVersions
 from trainer.patience import Patience, StoppedWaiting
 from trainer.pending_entries import PendingEntries
 from trainer.progress import SidecarProgress
-from trainer.publish import Publisher, initialise_store
+from trainer.publish import Publisher, initialise_stores
 
 logger = logging.getLogger(__name__)
 IDLE_S = 0.005
@@ -35,7 +35,7 @@ def follow(
         epoch = Patience(stop).until_done("starting", lambda: held.enter_context(journal.lock()))
         progress = SidecarProgress(journal, config.run.dir / "critic_metrics.jsonl", epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
-        progress.persist("making version 0", lambda: initialise_store(store, config.critic, run_id=journal.run_id))
+        progress.persist("making version 0", lambda: initialise_stores(config))
         publisher = kind.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)
         critic = CriticState(settings, store, journal, folder, progress, seed=config.run.seed, load=load)
         checkpoints = CriticCheckpoints(settings, critic, folder, store, journal, progress)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,8 +12,8 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.tensor_file import STORED_AS
 from python_backend.errors import RlhfError
-from python_backend.models.canary import canary_difference, canary_row
-from python_backend.models.modeling import CriticModel, load_critic
+from python_backend.models.canary import canary_difference, canary_outputs
+from python_backend.models.modeling import CriticModel, RewardModel, load_critic
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore
 
 CANARY_TOLERANCE = 1e-5  # relative to the largest value: equal weights differ by rounding at most
@@ -22,15 +24,17 @@ class VersionRejected(RlhfError):
     """A version failed verification, or an instance rejected it; the previous version keeps serving."""
 
 
-def verify_version(store: WeightsStore, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
-    """Verify that `version` holds the weights of `critic`.
+def verify_version(
+    store: WeightsStore, version: int, model: CriticModel | RewardModel, expected: np.ndarray | None = None
+) -> None:
+    """Verify that `version` holds the weights of `model`.
 
     Checks the hash, names, shapes and dtypes, that all weights are finite, and that a forward pass through the serving
-    code gives the critic's values for the canary row.
+    code gives the model's values, or its rewards, for the canary row.
 
     Args:
-        critic: the trained critic.
-        expected: the critic's values for the canary row, if known already.
+        model: the model in memory.
+        expected: the model's outputs for the canary row, if known already.
 
     Raises:
         VersionRejected: a check failed; the message names the version and the cause.
@@ -40,39 +44,43 @@ def verify_version(store: WeightsStore, version: int, critic: CriticModel, expec
         with ThreadPoolExecutor(1, "hash") as beside:
             whole = beside.submit(store.verify_files, version)
             try:
-                staged = critic.with_weights(store.folder(version))
+                staged = model.with_weights(store.folder(version))
                 staged.check_finite()
-                served = staged.values([canary_row(critic)])[0]
-                tolerance = CANARY_TOLERANCE if staged.model.device == critic.model.device else CROSS_DEVICE_TOLERANCE
+                served = canary_outputs(staged)
+                tolerance = CANARY_TOLERANCE if staged.model.device == model.model.device else CROSS_DEVICE_TOLERANCE
             finally:
                 manifest = whole.result()  # a damaged file's own error replaces the errors that it caused above
     except (WeightsError, CheckpointError) as error:
         raise rejected(version, error) from error
-    _check_dtypes(manifest, critic)
-    trained = critic.values([canary_row(critic)])[0] if expected is None else expected
-    difference = canary_difference(served, trained)
+    _check_dtypes(manifest, model)
+    difference = canary_difference(served, canary_outputs(model) if expected is None else expected)
     if not difference <= tolerance:
         raise VersionRejected(
-            f"version {version}: the values for the canary row differ by {difference:.3g} from the trained critic's"
+            f"version {version}: the values for the canary row differ by {difference:.3g} from the published model's"
         )
 
 
-def verify_alone(store: WeightsStore, version: int) -> Manifest:
-    """Verify a version from its files only, without comparing it with the critic in memory that produced it.
+def verify_alone(
+    store: WeightsStore, version: int, load: Callable[[Path], CriticModel | RewardModel] = load_critic
+) -> Manifest:
+    """Verify a version from its files only, without comparing it with the model in memory that produced it.
 
-    Checks that the files are intact, and that the weights and the values for the canary row are finite; returns the
+    Checks that the files are intact, and that the weights and the outputs for the canary row are finite; returns the
     manifest.
+
+    Args:
+        load: loads the model from a version's folder.
 
     Raises:
         VersionRejected: a check failed; the message names the version and the cause.
     """
     try:
         manifest = store.verify_files(version)
-        critic = load_critic(store.folder(version))
-        critic.check_finite()
+        model = load(store.folder(version))
+        model.check_finite()
     except (WeightsError, CheckpointError) as error:
         raise rejected(version, error) from error
-    if not np.isfinite(critic.values([canary_row(critic)])[0]).all():
+    if not np.isfinite(canary_outputs(model)).all():
         raise VersionRejected(f"version {version}: the values for the canary row are not finite")
     return manifest
 
@@ -92,11 +100,11 @@ def rejected(version: int, error: Exception) -> VersionRejected:
     return VersionRejected(text if f"version {version}" in text else f"version {version}: {text}")
 
 
-def _check_dtypes(manifest: Manifest, critic: CriticModel) -> None:
-    """Raise VersionRejected if a stored tensor has another dtype than the trained one."""
-    for name, dtype in critic.dtypes().items():
+def _check_dtypes(manifest: Manifest, model: CriticModel | RewardModel) -> None:
+    """Raise VersionRejected if a stored tensor has another dtype than the published one."""
+    for name, dtype in model.dtypes().items():
         if manifest.base is not None and name not in manifest.tensors:  # an adapter, or a weight of the base
             continue
         stored, trained = manifest.tensors[name][0], STORED_AS.get(dtype)
         if stored != trained:
-            raise VersionRejected(f"version {manifest.version}: {name} is {stored}, the trained critic's is {trained}")
+            raise VersionRejected(f"version {manifest.version}: {name} is {stored}, the published model's is {trained}")

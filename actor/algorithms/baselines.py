@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from actor.algorithms.advantages import is_rounding
+from actor.algorithms.advantages import is_rounding, require_same_shape
 
 GROUP_EPSILON = 1e-6
 
@@ -49,6 +49,35 @@ def group_standardise(rewards: Tensor, groups: Tensor, counted: Tensor) -> Tenso
     std = (squares / (count - 1).clamp(min=1)).sqrt()
     standardised = centred / (std[index] + GROUP_EPSILON)
     return torch.where(is_rounding(std, mean)[index], 0.0, standardised).to(rewards.dtype)
+
+
+def process_supervision(step_rewards: Tensor, ends: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+    """Standardise the rewards of all steps within each group, and sum for each token those from its step on.
+
+        A_{i,t} = sum over steps j of response i that end at t or later of (r_{i,j} - mean) / (std + 1e-6)
+
+    mean and std (n - 1) are over all steps of the counted responses of a group. Rewards that are equal up to float32
+    rounding give advantages of 0.
+
+    Args:
+        step_rewards: `[B, S-1]`, the reward of the step that ends at this position.
+        ends: bool `[B, S-1]`, where a step ends.
+        groups: `[B]`, integer, equal for responses to the same prompt.
+        counted: bool `[B]`; a row that is not counted has advantages 0 and is excluded from the statistics.
+
+    Returns: `[B, S-1]` in the dtype of `step_rewards`, also outside of the responses.
+    Raises: ValueError if shapes differ.
+    Source: Shao et al. 2024 (arXiv 2402.03300), section 4.1.3; n - 1 and epsilon as in `group_standardise`.
+    """
+    require_same_shape(step_rewards=step_rewards, ends=ends)
+    if groups.shape != step_rewards.shape[:1]:
+        raise ValueError(f"groups must be [B] = [{step_rewards.shape[0]}], got {tuple(groups.shape)}")
+    is_step = ends & counted[:, None]
+    of_step = groups[:, None].expand_as(ends)[is_step]
+    steps = group_standardise(step_rewards[is_step], of_step, torch.ones_like(of_step, dtype=torch.bool))
+    standardised = torch.zeros_like(step_rewards)
+    standardised[is_step] = steps.to(step_rewards.dtype)
+    return standardised.flip(1).cumsum(1).flip(1)
 
 
 def _group_sums(rewards: Tensor, groups: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

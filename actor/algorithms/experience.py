@@ -8,7 +8,7 @@ from torch import Tensor
 
 from actor.algorithms.advantages import explained_variance, kl_estimate, masked_mean, masked_whiten, response_mask
 from actor.algorithms.methods import Episodes, Method, returns_to_go
-from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS
 
@@ -18,12 +18,12 @@ class TooManyFailed(RlhfError):
 
 
 def make_batch(
-    scored: ScoredRollout, method: Method, *, rewards: Tensor, kl_coef: float, responses_per_prompt: int = 1
+    scored: ScoredRollout, method: Method, *, rewards: ShapedRewards, kl_coef: float, responses_per_prompt: int = 1
 ) -> PPOBatch:
     """Return the training batch of a rollout, with advantages and returns; rows without a score are masked out.
 
     Args:
-        rewards: float32 `[B]`, scores shaped by `RewardShaper`.
+        rewards: scores shaped by `RewardShaper`.
         kl_coef: KL coefficient of this step.
         responses_per_prompt: number of consecutive rows that share a prompt.
     """
@@ -35,8 +35,10 @@ def make_batch(
     learned = scores.scored & rollout.is_end if method.mask_unfinished else scores.scored
     penalty = torch.zeros_like(mask) if kl is None or method.kl_in_loss else kl_coef * kl
     episodes = Episodes(
-        rewards, penalty, prev_values, mask, rollout.lengths,
-        torch.arange(len(rewards)) // responses_per_prompt, learned,
+        rewards.outcome, penalty, prev_values, mask, rollout.lengths,
+        torch.arange(len(mask)) // responses_per_prompt, learned,
+        None if rewards.steps is None else rewards.steps[:, 1:],  # index t is given for token t, position t - 1
+        None if scores.process is None else scores.process.ends[:, 1:],
     )  # fmt: skip
     advantages, returns = method.algorithm.advantages(episodes, method.gamma, method.lam)
     weights = learned_mask = mask * learned[:, None]
@@ -126,11 +128,23 @@ def text_metrics(rollout: Rollout, scores: Scores) -> dict[str, float]:
         "masked_samples": float((~scores.scored).sum()),
         "distinct2": distinct_bigrams(rollout),
     }
+    if scores.reward_version is not None:
+        metrics["reward_version"] = float(scores.reward_version)
+    metrics |= process_metrics(scores)
     for name, component in scores.components.items():
         finite = component[torch.isfinite(component)]
         if finite.numel():  # a reward that failed on every row has no mean
             metrics[f"reward_{name}"] = float(finite.mean())
     return metrics
+
+
+def process_metrics(scores: Scores) -> dict[str, float]:
+    """Return the mean reward of a step and the mean number of steps of scored rows; empty without process rewards."""
+    if scores.process is None or not scores.scored.any():
+        return {}
+    ends = scores.process.ends[scores.scored]
+    steps = scores.process.rewards[scores.scored][ends]
+    return {"process_rewards": float(steps.mean()), "steps_per_response": float(ends.sum(-1).float().mean())}
 
 
 def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
@@ -151,7 +165,10 @@ def distinct_bigrams(rollout: Rollout) -> float:
     return len(set(pairs)) / max(1, len(pairs))
 
 
-def score_returns(rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
+def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:
     """Return the Monte-Carlo returns `[B, S-1]` at gamma 1, of the scores without penalties, and the response mask."""
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
-    return rewards[:, None] * mask, mask
+    if scores.process is None:
+        return scores.rewards[:, None] * mask, mask
+    steps = (scores.process.rewards[:, 1:] * mask).flip(1).cumsum(1).flip(1)
+    return (steps + scores.process.outcome[:, None]) * mask, mask

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import gae, token_rewards
-from actor.algorithms.baselines import group_standardise, leave_one_out
+from actor.algorithms.baselines import group_standardise, leave_one_out, process_supervision
 from actor.algorithms.policy_loss import ClipRange, PolicyLoss, clipped_loss, reinforce_loss
 from python_backend.config import AlgorithmSection, KLSection
+from python_backend.errors import RlhfError
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +25,15 @@ logger = logging.getLogger(__name__)
 class Episodes:
     """Scored responses: the input of an advantage function."""
 
-    rewards: Tensor  # float32 [B], shaped scores
+    rewards: Tensor  # float32 [B], shaped scores; with a process reward only what they have beyond its steps
     penalty: Tensor  # float32 [B, S-1], KL penalty per token, times kl_coef; 0 if the penalty is in the loss
     values: Tensor  # float32 [B, S-1]; 0 outside the mask and without a critic
     mask: Tensor  # float32 [B, S-1], response tokens of scored rows
     lengths: Tensor  # int64 [B], prompt + response
     groups: Tensor  # int64 [B], equal for responses to the same prompt
     counted: Tensor  # bool [B], rows that the policy learns from
+    steps: Tensor | None = None  # float32 [B, S-1], shaped process rewards; None without any
+    ends: Tensor | None = None  # bool [B, S-1], where a process reward is given
 
     @property
     def totals(self) -> Tensor:
@@ -60,8 +63,10 @@ def returns_to_go(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor,
 def against_the_others(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """RLOO: subtract from each response's total reward the mean over the other responses to the same prompt.
 
-    The returns are the total rewards; `gamma` and `lam` are unused.
+    The returns are the total rewards; `gamma` and `lam` are unused. There is no form for process rewards.
     """
+    if episodes.steps is not None:
+        raise RlhfError("the served reward model gives process rewards (reward.process), which rloo cannot use")
     advantages = leave_one_out(episodes.totals, episodes.groups, episodes.counted)
     return episodes.spread(advantages), episodes.spread(episodes.totals)
 
@@ -69,8 +74,17 @@ def against_the_others(episodes: Episodes, gamma: float, lam: float) -> tuple[Te
 def within_the_group(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """GRPO: standardise each response's total reward over all responses to the same prompt.
 
-    The returns are the total rewards; `gamma` and `lam` are unused.
+    With a process reward, standardise the rewards of all steps instead (`process_supervision`); the rest of a
+    response's total reward counts as a reward of its last step. The returns are the total rewards, or with a process
+    reward the sums from each token on; `gamma` and `lam` are unused.
     """
+    if episodes.steps is not None and episodes.ends is not None:
+        ends = episodes.ends & (episodes.mask > 0)
+        position = torch.arange(ends.shape[1], device=ends.device)
+        last = torch.where(ends, position, -1).amax(1, keepdim=True).clamp(min=0)
+        rewards = episodes.steps.scatter_add(1, last, episodes.totals[:, None]) * ends
+        advantages = process_supervision(rewards, ends, episodes.groups, episodes.counted)
+        return advantages * episodes.mask, rewards.flip(1).cumsum(1).flip(1) * episodes.mask
     advantages = group_standardise(episodes.totals, episodes.groups, episodes.counted)
     return episodes.spread(advantages), episodes.spread(episodes.totals)
 
@@ -133,4 +147,5 @@ class Method:
 
 
 def _token_rewards(episodes: Episodes) -> Tensor:
-    return token_rewards(episodes.rewards, episodes.penalty, episodes.lengths, kl_coef=1.0)
+    rewards = token_rewards(episodes.rewards, episodes.penalty, episodes.lengths, kl_coef=1.0)
+    return rewards if episodes.steps is None else rewards + episodes.steps

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import is_rounding
-from actor.data.rollout import Rollout
+from actor.data.rollout import Rollout, Scores, ShapedRewards
 from python_backend.config import RewardsSection
 
 EPSILON = 1e-8
@@ -54,6 +54,22 @@ class RewardShaper:
         self._max_new_tokens = max_new_tokens
         self.moments = RunningMoments()
 
+    def shape_scores(self, scores: Scores, rollout: Rollout) -> ShapedRewards:
+        """Return the shaped rewards of a rollout.
+
+        A process reward is normalised and clipped step by step: each step counts once in the statistics. What the score
+        has beyond it, the other terms of a weighted sum, is neither normalised nor clipped. Penalties are given at the
+        end of the response.
+        """
+        if scores.process is None:
+            return ShapedRewards(self.shape(scores.rewards, scores.scored, rollout))
+        process = scores.process
+        counted = process.ends & scores.scored[:, None]
+        found = process.rewards[counted]
+        steps = torch.zeros_like(process.rewards)
+        steps[counted] = self._in_units(found, torch.ones_like(found, dtype=torch.bool))
+        return ShapedRewards(torch.where(scores.scored, self._penalised(process.outcome, rollout), 0.0), steps)
+
     def shape(self, rewards: Tensor, scored: Tensor, rollout: Rollout) -> Tensor:
         """Return shaped scores, float32 `[B]`; 0 where not scored.
 
@@ -63,16 +79,23 @@ class RewardShaper:
             rewards: float32 `[B]`.
             scored: bool `[B]`; rows where it is False are excluded from all statistics.
         """
+        return torch.where(scored, self._penalised(self._in_units(rewards, scored), rollout), 0.0)
+
+    def _in_units(self, rewards: Tensor, scored: Tensor) -> Tensor:
+        """Return the rewards normalised and clipped."""
         s = self._settings
         shaped = rewards.clone() if s.normalization == "none" else self._normalised(rewards, scored)
-        if s.clip is not None:
-            shaped = shaped.clamp(-s.clip, s.clip)
-        shaped = shaped - s.missing_eos_penalty * (~rollout.is_end)
+        return shaped if s.clip is None else shaped.clamp(-s.clip, s.clip)
+
+    def _penalised(self, rewards: Tensor, rollout: Rollout) -> Tensor:
+        """Return the rewards `[B]` minus the penalties."""
+        s = self._settings
+        shaped = rewards - s.missing_eos_penalty * (~rollout.is_end)
         if s.overlong_tokens:
             lengths = (rollout.lengths - rollout.prompt_lengths).float()
             share = (lengths - (self._max_new_tokens - s.overlong_tokens)) / s.overlong_tokens
             shaped = shaped - s.overlong_penalty * share.clamp(0.0, 1.0)
-        return torch.where(scored, shaped, 0.0)
+        return shaped
 
     def _normalised(self, rewards: Tensor, scored: Tensor) -> Tensor:
         """Return (reward - mean) / std; 0 if the scores seen so far differ only by rounding."""

@@ -47,6 +47,34 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class ProcessRewards:
+    """Rewards within the responses: of the steps, or of the tokens."""
+
+    rewards: Tensor  # float32 [B, S], the reward given at token t; 0 where none
+    ends: Tensor  # bool [B, S], tokens at which a reward is given
+    outcome: Tensor  # float32 [B], score of the response beyond them: of the other terms of a weighted sum
+
+    def select(self, rows: Tensor) -> ProcessRewards:
+        """Return the rewards of `rows` (int64 indices `[n]`), in that order."""
+        return ProcessRewards(self.rewards[rows], self.ends[rows], self.outcome[rows])
+
+    def replaced(self, rows: Tensor, by: ProcessRewards) -> ProcessRewards:
+        """Return these rewards, with those of `by` in `rows` (int64 indices `[n]`)."""
+        return ProcessRewards(
+            self.rewards.index_copy(0, rows, by.rewards), self.ends.index_copy(0, rows, by.ends),
+            self.outcome.index_copy(0, rows, by.outcome),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShapedRewards:
+    """Rewards as the policy is trained on them."""
+
+    outcome: Tensor  # float32 [B], given at the end of each response
+    steps: Tensor | None = None  # float32 [B, S], given at token t by a process reward; None without one
+
+
+@dataclass(frozen=True)
 class Scores:
     """The server's scores; `scored` is False in rows whose score is unavailable."""
 
@@ -56,18 +84,28 @@ class Scores:
     scored: Tensor  # bool [B]
     failures: list[str]  # the distinct causes of unavailable scores
     components: dict[str, Tensor] = field(default_factory=dict)  # float32 [B] of each reward; NaN where it failed
+    reward_versions: Tensor | None = None  # int64 [B], version of a live reward model, -1 where unavailable
+    process: ProcessRewards | None = None  # `rewards` are then the aggregates of each response's steps
 
     @property
     def has_values(self) -> bool:
         """Whether a critic computed values."""
         return bool((self.versions >= 0).any())
 
+    @property
+    def reward_version(self) -> int | None:
+        """Newest version of a live reward model among the rows; None if it is not live, or has scored no row."""
+        newest = -1 if self.reward_versions is None else int(self.reward_versions.max())
+        return None if newest < 0 else newest
+
     def select(self, rows: Tensor) -> Scores:
         """Return the scores of `rows` (int64 indices `[n]`), in that order."""
         components = {name: values[rows] for name, values in self.components.items()}
         return Scores(
-            self.rewards[rows], self.values[rows], self.versions[rows], self.scored[rows], self.failures, components
-        )
+            self.rewards[rows], self.values[rows], self.versions[rows], self.scored[rows], self.failures, components,
+            None if self.reward_versions is None else self.reward_versions[rows],
+            None if self.process is None else self.process.select(rows),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

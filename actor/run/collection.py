@@ -9,6 +9,7 @@ from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout
 from actor.policy.policy import Policy
 from actor.run.metrics import Timers
+from actor.scoring.agreement import with_one_version
 from actor.scoring.reference import Reference, only_known
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import ScoringStream
@@ -17,7 +18,7 @@ from actor.scoring.stream import ScoringStream
 async def collect(
     policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int,
     ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
-    with_logprobs: bool = True,
+    with_logprobs: bool = True, group_size: int = 1,
 ) -> ScoredRollout:  # fmt: skip
     """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored rollout.
 
@@ -28,11 +29,13 @@ async def collect(
         ready: a future that completes when the critic's weights are new enough for scoring.
         with_kl: compute reference log-probs.
         with_logprobs: compute the policy's log-probs even without `with_kl`.
+        group_size: number of consecutive prompts that are the same one, which form an advantage group; groupwise reward
+            functions receive its responses together.
 
     Raises:
         NotFinite from generation, or the error of `ready`.
     """
-    stream = ScoringStream(scorer, ready=ready, rows_per_request=scorer.rows_per_request)
+    stream = ScoringStream(scorer, ready=ready, rows_per_request=scorer.rows_per_request, group_size=group_size)
     asked = reference.stream(in_thread) if with_kl else None
 
     def finished(index: int, row: Rollout) -> None:
@@ -55,6 +58,7 @@ async def collect(
                 await ready
         with timers.phase("score_wait"):
             scores = await stream.scores(rollout.tokens.shape[1])
+            scores = await with_one_version(scorer.score, rollout, scores, group_size=group_size)
         timers.note("scoring", *stream.span)
     finally:
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,11 @@ class Text:
     prompt: str
     response: str
     reward: float | None  # None: unavailable
+    reward_version: int | None = None  # of a live reward model
+
+    def line(self) -> dict[str, Any]:
+        """Return the fields, without the version if the reward model is not live."""
+        return {name: value for name, value in asdict(self).items() if name != "reward_version" or value is not None}
 
 
 class Timers:
@@ -93,12 +99,12 @@ class MetricsLog:
 
     def add_texts(self, texts: Sequence[Text]) -> None:
         """Write texts to rollouts.jsonl, TensorBoard and the trackers' tables."""
-        append_jsonl(self._texts_path, map(asdict, texts))
+        append_jsonl(self._texts_path, (text.line() for text in texts))
         for i, text in enumerate(texts):
             shown = f"reward {text.reward}\n\n**{text.prompt}**{text.response}"
             self._board.add_text(f"train_rollouts/text_{i}", shown, text.step)
         if self._trackers is not None and texts:
-            self._trackers.add_texts([asdict(text) for text in texts])
+            self._trackers.add_texts([text.line() for text in texts])
 
     def close(self) -> None:
         """Close the event file and the trackers."""

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from actor.algorithms.experience import rollout_metrics, text_metrics
+from actor.algorithms.experience import process_metrics, rollout_metrics, text_metrics
 from actor.data.rollout import PPOBatch, ScoredRollout, Scores
 from actor.policy.checkpoint import (
     RunState,
@@ -194,7 +194,9 @@ class Bookkeeper:
         for i in range(min(self._settings.logged_texts, len(rows))):
             prompt = scored.rollout.prompts[i]
             response = self._policy.tokenizer.decode(rows[i][prompt.tokens.size :].tolist(), skip_special_tokens=True)
-            texts.append(Text(step, prompt.text, response, float(scores.rewards[i]) if scores.scored[i] else None))
+            reward = float(scores.rewards[i]) if scores.scored[i] else None
+            version = None if scores.reward_versions is None else int(scores.reward_versions[i])
+            texts.append(Text(step, prompt.text, response, reward, version))
         return texts
 
     def log_timeline(self, step: int, spans: list[tuple[str, float, float]]) -> None:
@@ -220,13 +222,14 @@ class Bookkeeper:
         _warn_of_failures(f"validation {when}", result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
+        line |= process_metrics(result.scores)
         if when != "between":
             self._validations[when] = result
             path = self._dir / "samples.jsonl"  # "before" overwrites the file
             kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
             write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
             write_json(self._dir / f"validation_{when}.json", line)
-        await asyncio.to_thread(self._keep_if_best, step, result.reward)
+        await asyncio.to_thread(self._keep_if_best, step, result.reward, result.scores.reward_version)
         path = self._dir / "validations.jsonl"
         if self._validated is None:  # a resumed run repeats steps: drop their lines
             drop_steps_from(step, path)
@@ -237,8 +240,11 @@ class Bookkeeper:
         self._log.chart(charted, step)
         logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
 
-    def _keep_if_best(self, step: int, reward: float) -> None:
-        """Write the policy to `best/`, with its score, if it has the highest validation reward so far."""
+    def _keep_if_best(self, step: int, reward: float, version: int | None) -> None:
+        """Write the policy to `best/`, with its score, if it has the highest validation reward so far.
+
+        Rewards of different versions of a live reward model cannot be compared: the first one of a version is the best.
+        """
         if self._settings.validation.every == 0:
             return
         if not math.isfinite(reward):
@@ -247,12 +253,18 @@ class Bookkeeper:
         best = self._dir / "best"
         known = read_json(best / "best.json")
         # A best/ of a later step was written before a resume from an older checkpoint, so it is replaced.
-        if known is not None and known["reward"] >= reward and known["step"] <= step:
+        if (
+            known is not None
+            and known.get("reward_version") == version
+            and known["reward"] >= reward
+            and known["step"] <= step
+        ):
             return
+        score = {"step": step, "reward": reward, **({} if version is None else {"reward_version": version})}
 
         def fill(folder: Path) -> None:
             self._policy.save(folder)
-            write_json(folder / "best.json", {"step": step, "reward": reward})
+            write_json(folder / "best.json", score)
 
         write_folder(best, fill)
 
@@ -314,6 +326,10 @@ class Bookkeeper:
             "reward_after": after.get("reward"),
             "kl_final": after.get("kl"),
             "ev_v0": before.get("explained_variance"),
+            "process_reward_before": before.get("process_rewards"),
+            "process_reward_after": after.get("process_rewards"),
+            "steps_before": before.get("steps_per_response"),
+            "steps_after": after.get("steps_per_response"),
         }
         return {name: value for name, value in found.items() if value is not None}
 
@@ -330,7 +346,7 @@ class Bookkeeper:
         before = self._validations.get("before")
         if before is not None:  # not kept across a resume
             scores = await scorer.values(before.rollout)
-            figures["ev_last"] = explained(before.rollout, before.scores.rewards, scores)
+            figures["ev_last"] = explained(before.rollout, before.scores, scores)
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:

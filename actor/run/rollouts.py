@@ -67,6 +67,7 @@ class Rollouts:
                     self._policy, self._scorer, self._reference, self.inputs.prompts_of(step),
                     seed=self.inputs.seed_of(step), ready=ready, in_thread=self._in_thread, timers=timers,
                     with_kl=settings.kl.measures(step), with_logprobs=not settings.is_one_update,
+                    group_size=settings.algorithm.responses_per_prompt,
                 )  # fmt: skip
         finally:
             await cancelled([ready])

@@ -6,8 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from actor.algorithms.advantages import explained_variance, response_mask
 from actor.algorithms.experience import score_returns, sequence_kl
 from actor.data.compute import InThread
@@ -62,20 +60,20 @@ class Validator:
         whole, scores = scored.rollout, scored.scores
         mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
         kl = sequence_kl(scored, mask)
-        return Validation(whole, scores, kl, explained(whole, scores.rewards, scores) if scores.has_values else None)
+        return Validation(whole, scores, kl, explained(whole, scores, scores) if scores.has_values else None)
 
 
-def explained(rollout: Rollout, rewards: torch.Tensor, scores: Scores) -> float:
-    """Return the explained variance of the critic's values over scored rows."""
-    returns, mask = score_returns(rewards, rollout)
-    mask = mask * scores.scored[:, None]
-    return float(explained_variance(scores.values[:, :-1], returns, mask))
+def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:
+    """Return the share of the variance of the returns of `rewarded` that the values of `valued` explain."""
+    returns, mask = score_returns(rewarded, rollout)
+    mask = mask * (rewarded.scored & valued.scored)[:, None]
+    return float(explained_variance(valued.values[:, :-1], returns, mask))
 
 
 def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str, Any]]:
     """Return one line per response of a validation, for samples.jsonl."""
     lines = []
-    rollout = validation.rollout
+    rollout, versions = validation.rollout, validation.scores.reward_versions
     for i, (prompt, row) in enumerate(zip(rollout.prompts, rollout.rows(), strict=True)):
         response = tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True)
         lines.append(
@@ -86,10 +84,19 @@ def samples(validation: Validation, when: str, tokenizer: Any) -> list[dict[str,
                 **_question(prompt),
                 "response": response,
                 "reward": float(validation.scores.rewards[i]) if validation.scores.scored[i] else None,
+                **_steps(validation.scores, i),
                 "ended": bool(rollout.is_end[i]),
+                **({} if versions is None else {"reward_version": int(versions[i])}),
             }
         )
     return lines
+
+
+def _steps(scores: Scores, index: int) -> dict[str, list[float]]:
+    """Return the process rewards of one response, in its order."""
+    if scores.process is None or not scores.scored[index]:
+        return {}
+    return {"step_rewards": scores.process.rewards[index][scores.process.ends[index]].tolist()}
 
 
 def _question(prompt: Prompt) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,17 +58,24 @@ class TritonClient:
         url: str,
         settings: ClientSection,
         *,
-        training_key_env: str | None = None,
+        training_key: str | None = None,
         retry_reserve: int = RETRY_RESERVE,
     ) -> None:
-        """`url`: the server's address, unless `settings.servers` is set; `retry_reserve`: size of each retry budget."""
+        """
+        Args:
+            url: the server's address, unless `settings.servers` is set.
+            training_key: sent with every request, if set.
+            retry_reserve: size of each retry budget.
+        """
         self.counters = RequestCounters()
+        self.outputs: dict[str, frozenset[str]] = {}
+        """Names of each model's outputs, known once `model_parameters` has been called."""
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings
         self._train_retries = min(settings.retries, settings.train_retries)
         self._in_flight = asyncio.Semaphore(settings.max_in_flight)
-        key = os.environ.get(training_key_env) if training_key_env else None
-        self._headers = {**UNCOMPRESSED, **({contract.TRAINING_KEY_HEADER: key} if key else {})}
+        key = {contract.TRAINING_KEY_HEADER: training_key} if training_key else {}
+        self._headers = {**UNCOMPRESSED, **key}
         # Separate budgets, so that failing scoring requests cannot use up the retries of the few training requests.
         self._scoring_budget, self._training_budget = (
             RetryBudget(settings.retry_budget, retry_reserve) for _ in range(2)
@@ -109,6 +115,7 @@ class TritonClient:
             declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
             if declared.get(contract.TOKENS) == "TYPE_INT32":
                 self._tokens_dtype = np.dtype(np.int32)
+            self.outputs[model] = frozenset(tensor["name"] for tensor in config.get("output", []))
             self._parameters[model] = parameters_of(config)
             return self._parameters[model]
 
@@ -116,44 +123,58 @@ class TritonClient:
         with self._calling():
             return await self._until_answered(attempts, ask, self._settings.deadline_s, patient=False)
 
+    async def why_not_ready(self, model: str) -> str | None:
+        """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
+        return await self._servers.why_not_ready(model)
+
+    @property
+    def outage(self) -> str:
+        """Why requests wait, with one cause per server; empty if they do not."""
+        return self._servers.outage
+
     async def score(
         self, rows: list[np.ndarray], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
-        width: int = 0,
+        width: int = 0, prompt_lengths: list[int] | None = None,
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """Return outputs of critic_infer for n token rows, which are sent padded to S, the longest row or `width`.
 
         Args:
             rows: int64 `[length_i]` each.
             outputs: names among `rewards` [n, 1], `values` [n, S], `weights_version` [n, 1] and, if several rewards
-                are served, `reward_components` [n, C] and `reward_errors` [n, 1].
+                are served, `reward_components` [n, C] and `reward_errors` [n, 1]; of a process reward, `step_rewards`
+                and `step_ends` [n, K].
             metadata: one dictionary per row for reward functions; None: send no metadata.
             width: pad to at least this many tokens, for servers that batch only requests of equal length.
+            prompt_lengths: leading tokens of each row that belong to its prompt; a process reward needs them.
 
         Raises:
             RequestFailed: all attempts failed, or the request itself is invalid.
         """
-        inputs = {**_padded(rows, width), **_metadata(metadata)}
+        inputs = {**_padded(rows, width, prompt_lengths), **_metadata(metadata)}
         return await self._infer(contract.CRITIC_INFER, inputs, outputs)
 
     async def rewards(
         self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
-        metadata: list[dict[str, Any]] | None = None, *, width: int = 0,
+        metadata: list[dict[str, Any]] | None = None, *, width: int = 0, prompt_lengths: list[int] | None = None,
     ) -> dict[str, np.ndarray]:  # fmt: skip
         """Like `score`, but return outputs of reward_model; the critic does not run.
 
         Raises RequestFailed.
         """
-        inputs = {**_padded(rows, width), **_metadata(metadata)}
+        inputs = {**_padded(rows, width, prompt_lengths), **_metadata(metadata)}
         return await self._infer(contract.REWARD_MODEL, inputs, outputs)
 
     async def score_sentences(
-        self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None
-    ) -> dict[str, np.ndarray]:
+        self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
+        pairs: list[str] | None = None,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         """Like `score`, but return outputs of reward_model for n texts, which it tokenises with its own tokenizer.
 
-        Raises RequestFailed.
+        `pairs`: the second text of each row, for a reward model of text pairs. Raises RequestFailed.
         """
         inputs = {contract.SENTENCES: contract.texts_array(texts), **_metadata(metadata)}
+        if pairs is not None:
+            inputs[contract.TEXT_PAIRS] = contract.texts_array(pairs)
         return await self._infer(contract.REWARD_MODEL, inputs, outputs)
 
     async def logprobs(self, rows: list[np.ndarray]) -> np.ndarray:
@@ -281,10 +302,15 @@ def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
     return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
 
 
-def _padded(rows: list[np.ndarray], width: int = 0) -> dict[str, np.ndarray]:
-    """Return `tokens` [n, S] and `sequence_lengths` [n, 1]; S is the longest row, and at least `width`."""
+def _padded(rows: list[np.ndarray], width: int = 0, prompt_lengths: list[int] | None = None) -> dict[str, np.ndarray]:
+    """Return `tokens` [n, S], `sequence_lengths` [n, 1] and `prompt_lengths` [n, 1], if given.
+
+    S is the longest row, and at least `width`.
+    """
     tokens = padded_rows(rows, max(width, *(row.size for row in rows)), np.int64)
-    return {contract.TOKENS: tokens, contract.SEQUENCE_LENGTHS: np.asarray([[row.size] for row in rows], np.int64)}
+    sizes = {contract.SEQUENCE_LENGTHS: [row.size for row in rows], contract.PROMPT_LENGTHS: prompt_lengths}
+    counts = {name: np.asarray(size, np.int64)[:, None] for name, size in sizes.items() if size is not None}
+    return {contract.TOKENS: tokens, **counts}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

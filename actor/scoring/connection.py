@@ -23,10 +23,13 @@ from python_backend.config import ClientSection
 from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,
     CHECKPOINT_FINGERPRINT,
+    GROUPWISE,
     LOST_RANK,
+    PROCESS,
     REWARD_COMPONENTS,
     REWARD_WEIGHTS,
     TEMPERATURE,
+    TEXTS_ONLY,
 )
 
 if sys.version_info >= (3, 11):
@@ -41,7 +44,8 @@ MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait
 HINT = "; is `python -m tools serve` running there?"
 SAME_ON_ALL_SERVERS = (
     "tokenizer_fingerprint", "num_rewards", "dtype", REWARD_COMPONENTS, REWARD_WEIGHTS, TEMPERATURE,
-    BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT,
+    BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, PROCESS, TEXTS_ONLY, "aggregate", "step_separator", "step_mark", "score",
+    "logit", "template", "generation_prompt", "text", "append_eos", GROUPWISE,
 )  # fmt: skip
 """Model parameters that the actor checks when it starts, or that change what a score means."""
 

@@ -1,50 +1,91 @@
-"""Mixtures of rewards that the server sums: reward names, metadata for reward functions, and causes of failures."""
+"""Mixtures of rewards that the server sums: names and weights, metadata for the rewards, and causes of failures."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt
+from actor.scoring.process import RewardKind
+from python_backend.config.reward_terms import MODEL_TERM
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
-from python_backend.wire.contract import REWARD_COMPONENTS, REWARD_ERRORS, REWARDS
+from python_backend.rewards.groups import GROUP_KEY
+from python_backend.wire.contract import (
+    GROUPWISE,
+    REWARD_COMPONENTS,
+    REWARD_ERRORS,
+    REWARD_WEIGHTS,
+    REWARDS,
+    STEP_ENDS,
+)
 
 
 @dataclass(frozen=True)
 class RewardMixture:
-    """Names of the rewards that the server sums; empty if only the reward model is served."""
+    """Names and weights of the rewards that the server sums, empty if only the reward model is served, and its kind."""
 
     names: tuple[str, ...] = ()
+    groupwise: bool = False  # whether all responses to a prompt must be in one request
+    weights: tuple[float, ...] = ()
+    kind: RewardKind = field(default_factory=RewardKind)
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> RewardMixture:
         """Create the mixture from the `parameters` of reward_model."""
-        return cls(tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]")))
+        names, weights = (json.loads(parameters.get(key) or "[]") for key in (REWARD_COMPONENTS, REWARD_WEIGHTS))
+        is_groupwise = parameters.get(GROUPWISE) == "true"
+        return cls(tuple(names), is_groupwise, tuple(weights), RewardKind.of(parameters))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Outputs to request from reward_model."""
-        return (REWARDS, REWARD_COMPONENTS, REWARD_ERRORS) if self.names else (REWARDS,)
+        return ((REWARDS, REWARD_COMPONENTS, REWARD_ERRORS) if self.names else (REWARDS,)) + self.kind.outputs
+
+    @property
+    def model_weight(self) -> float:
+        """Weight of the reward model's score."""
+        return dict(zip(self.names, self.weights, strict=True)).get(MODEL_TERM, 1.0)
+
+    def beyond_the_model(self, components: Tensor) -> Tensor:
+        """Return the weighted sum `[n]` of the components `[n, C]` that are not the reward model's."""
+        others = [0.0 if name == MODEL_TERM else weight for name, weight in zip(self.names, self.weights, strict=True)]
+        return components.nan_to_num() @ torch.tensor(others)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Raise PromptError if a prompt column has a name that the actor uses for reward functions."""
-        for prompt in prompts if self.names else ():
-            taken = {PROMPT_KEY, RESPONSE_KEY} & prompt.metadata.keys()
+        """Raise PromptError if a prompt column has a name that the actor uses for rewards."""
+        reserved = {PROMPT_KEY, RESPONSE_KEY, *((GROUP_KEY,) if self.groupwise else ())}
+        for prompt in prompts if self._needs_texts else ():
+            taken = reserved & prompt.metadata.keys()
             if taken:
                 raise PromptError(
                     f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}, the name under which reward "
-                    "functions receive the prompt's or the response's text; rename the column"
+                    "functions receive the prompt's or the response's text or group; rename the column"
+                )
+        for prompt in prompts if self.kind.granularity else ():
+            if STEP_ENDS in prompt.metadata:
+                raise PromptError(
+                    f"prompt {prompt.prompt_id} has a column {STEP_ENDS!r}, the name of a response's steps in its "
+                    "metadata; rename the column"
                 )
 
-    def metadata(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Return a row's metadata: the prompt's other columns and, for a mixture, the texts of prompt and response."""
-        texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if self.names else {}
-        return {**prompt.metadata, **texts}
+    @property
+    def _needs_texts(self) -> bool:
+        return bool(self.names) or self.kind != RewardKind()
+
+    def metadata(self, prompt: Prompt, response: str, group: int) -> dict[str, Any]:
+        """Return a row's metadata: the prompt's other columns and, where needed, the texts of prompt and response.
+
+        `group` is the row's group within the request, sent if a function is groupwise.
+        """
+        texts = {PROMPT_KEY: prompt.text, RESPONSE_KEY: response} if self._needs_texts else {}
+        return {**prompt.metadata, **texts, **({GROUP_KEY: group} if self.groupwise else {})}
 
     def causes(self, answer: Mapping[str, np.ndarray]) -> list[str]:
         """Return why rows of the response `answer` have no reward, one entry per such row."""

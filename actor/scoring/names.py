@@ -40,7 +40,7 @@ class ServerNames:
             self._unresolved.discard(address)
         except (OSError, ValueError) as error:
             if address not in self._last:
-                raise RequestFailed(f"actor.client.servers: {address!r} cannot be resolved: {error}") from error
+                raise RequestFailed(f"server address {address!r} cannot be resolved: {error}") from error
             if address not in self._unresolved:  # once, not at every attempt
                 logger.warning("%s cannot be resolved (%s): keeping the servers that it named", address, error)
             self._unresolved.add(address)

@@ -101,6 +101,18 @@ class ServerPool(Generic[C]):
         """Return whether any server accepts requests for this model."""
         return any(server.takes(model) for server in self.servers)
 
+    @property
+    def outage(self) -> str:
+        """Why requests wait for a healthy server; empty if they do not."""
+        return self._causes() if self._outage else ""
+
+    async def why_not_ready(self, model: str) -> str | None:
+        """Probe all servers; return why none of them is ready to answer this model, or None if one is."""
+        if not self.servers:
+            await self._look_up()
+        causes = await asyncio.gather(*(self._why_not_there(server, model) for server in self.servers))
+        return None if None in causes else "; ".join(cause for cause in causes if cause)
+
     async def close(self) -> None:
         """Cancel the probes and close all connections."""
         everyone = [*self.servers, *self._gone]
@@ -225,6 +237,15 @@ class ServerPool(Generic[C]):
             return trouble.why or trouble.what
         return "; ".join(cause for cause in causes if cause) or None
 
+    async def _why_not_there(self, server: Server[C], model: str) -> str | None:
+        """Return why this server is not ready to answer the model, with its address; None if it is."""
+        try:
+            suspended = server.suspended.get(model)  # Triton reports the model of a dead process as ready
+            cause = suspended.cause if suspended else await server.connection.why_not_ready(model)
+        except Trouble as trouble:
+            cause = trouble.why or trouble.what
+        return f"{server.url}: {cause}" if cause else None
+
     def _suspend(self, server: Server[C], model: str, trouble: Trouble) -> None:
         known = server.suspended.get(model)
         if known and not known.on_trial:  # already recorded by another request in flight when the process died
@@ -248,7 +269,7 @@ class ServerPool(Generic[C]):
         self._outage.models.add(model)
         if self._outage.seconds >= longest:
             raise RequestFailed(
-                f"{model}: no healthy server for {self._outage.seconds:.0f} s (actor.client.max_outage_s): "
+                f"{model}: no healthy server for {self._outage.seconds:.0f} s (max_outage_s): "
                 f"{self._causes()}; is `python -m tools serve` running there?"
             )
         await self._changed.wait()

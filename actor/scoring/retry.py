@@ -22,6 +22,14 @@ class ServerFailed(RequestFailed):
     """The server executed the request and it failed (500); repeating the request would not execute it again."""
 
 
+class RequestRefused(RequestFailed):
+    """The server rejects the request, as it would any repetition; `why` is its own message."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
 class OverBudget(RequestFailed):
     """The request could have been retried, but the shared retry budget is spent."""
 
@@ -139,7 +147,7 @@ class Attempts:
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
             raise OverBudget(
-                f"{cause}; not retried: too many requests fail, actor.client.retry_budget is exhausted"
+                f"{cause}; not retried: too many requests fail, the retry_budget is exhausted"
             ) from trouble.__cause__
         self.retried += 1
         longest = min(MAX_BACKOFF_S, self._settings.backoff_s * 2 ** (self._made - 1))
@@ -151,8 +159,10 @@ class Attempts:
             raise self._failure(trouble, url) from trouble.__cause__
 
     def _failure(self, trouble: Trouble, url: str) -> RequestFailed:
-        kind = ServerFailed if trouble.kind is Kind.FAILED else RequestFailed
-        return kind(trouble.sentence(self.model, url, self.retried + 1))
+        sentence = trouble.sentence(self.model, url, self.retried + 1)
+        if trouble.kind is Kind.WRONG:
+            return RequestRefused(sentence, trouble.why)
+        return (ServerFailed if trouble.kind is Kind.FAILED else RequestFailed)(sentence)
 
 
 def jittered(longest_s: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,21 @@ import torch
 
 from actor.data.prompts import MESSAGES_KEY
 from actor.data.rollout import Rollout, Scores
+from actor.scoring import process
 from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.mixture import RewardMixture
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.errors import RlhfError
-from python_backend.wire.contract import CRITIC, REWARD_COMPONENTS, REWARD_MODEL, REWARDS, VALUES, WEIGHTS_VERSION
+from python_backend.wire.contract import (
+    CRITIC,
+    REWARD_COMPONENTS,
+    REWARD_MODEL,
+    REWARD_VERSION,
+    REWARDS,
+    STORE,
+    VALUES,
+    WEIGHTS_VERSION,
+)
 
 Answer = dict[str, np.ndarray] | str  # outputs, or the error message
 
@@ -34,17 +45,20 @@ class Scorer:
         self.has_critic = with_critic
         self._tokenizer = tokenizer
         self.rows_per_request = rows_per_request
-        self.sends_sentences = False
+        self.sends_sentences = self.sends_pairs = False
         self.mixture = RewardMixture()
+        self._is_live = False  # whether the server names the version of its reward model
 
     async def compare_tokenizers(self) -> None:
         """Read which rewards are served, and compare the tokenizers of reward model and critic with the policy's.
 
-        A reward model with another vocabulary receives sentences instead of token ids.
+        A reward model with another vocabulary, with a template, or of text pairs, receives sentences instead of token
+        ids.
 
         Raises:
             ModelMismatch: the critic is not served or has another vocabulary, a model's configuration names no
-                tokenizer, or the reward model returns several rewards per row.
+                tokenizer, or the reward model returns several rewards per row, or rewards per token of another
+                vocabulary.
             RequestFailed: the server cannot be reached.
         """
         ours = fingerprint(self._tokenizer)
@@ -59,6 +73,8 @@ class Scorer:
                 )
             if model == REWARD_MODEL:
                 self.mixture = RewardMixture.of(parameters)
+                self._is_live = bool(parameters.get(STORE))
+                self.sends_pairs = parameters.get("text") == "pair"
             if not theirs[model]:
                 raise ModelMismatch(
                     f"{model} was rendered without its checkpoint's tokenizer, so it cannot be checked against "
@@ -70,7 +86,12 @@ class Scorer:
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
-        self.sends_sentences = theirs[REWARD_MODEL] != ours
+        self.sends_sentences = self.sends_pairs or theirs[REWARD_MODEL] != ours or self.mixture.kind.texts_only
+        if self.sends_sentences and self.mixture.kind.granularity == "token":
+            raise ModelMismatch(
+                f"reward.process.granularity is token, but the tokens of {folders[REWARD_MODEL]} are not the policy's "
+                f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
+            )
 
     async def _parameters_of(self, model: str) -> dict[str, str]:
         try:
@@ -83,12 +104,17 @@ class Scorer:
                 "configuration, or choose grpo, rloo or reinforce++"
             ) from error
 
-    async def score(self, rollout: Rollout) -> Scores:
-        """Return rewards, values and the weights version of the values for every row."""
+    async def score(self, rollout: Rollout, group_size: int = 1) -> Scores:
+        """Return rewards, values and the weights version of the values for every row.
+
+        `group_size`: number of consecutive rows that a groupwise reward function receives together.
+        """
         count, step = len(rollout.prompts), self.rows_per_request
+        if self.mixture.groupwise:
+            step = max(1, step // group_size) * group_size
         chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
-        answers = await asyncio.gather(*(self._score_chunk(rollout, chunk) for chunk in chunks))
-        return _assemble(rollout, chunks, answers, self.mixture)
+        answers = await asyncio.gather(*(self._score_chunk(rollout, chunk, group_size) for chunk in chunks))
+        return _assemble(rollout, chunks, answers, self.mixture, is_live=self._is_live)
 
     async def values(self, rollout: Rollout) -> Scores:
         """Return values without running the reward model; all rewards are 0."""
@@ -105,53 +131,83 @@ class Scorer:
         except RequestFailed as error:
             return str(error)
 
-    async def _score_chunk(self, rollout: Rollout, chunk: slice) -> Answer:
-        rows, wanted = rollout.rows()[chunk], self.mixture.outputs
-        metadata = self._metadata(rollout, chunk) if self.mixture.names or self.sends_sentences else None
+    async def _score_chunk(self, rollout: Rollout, chunk: slice, group_size: int) -> Answer:
+        rows, wanted = rollout.rows()[chunk], self.mixture.outputs + (REWARD_VERSION,) * self._is_live
+        metadata = self._metadata(rollout, chunk, group_size) if self.mixture.names or self.sends_sentences else None
+        is_process = self.mixture.kind.granularity is not None
+        more: dict[str, Any] = {"prompt_lengths": rollout.prompt_lengths[chunk].tolist()} if is_process else {}
         try:
             if not self.sends_sentences and self.has_critic:
-                return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata)
+                outputs = (*wanted, VALUES, WEIGHTS_VERSION)
+                return await self._client.score(rows, outputs, metadata, **more)
             if not self.sends_sentences:
-                return await self._client.rewards(rows, wanted, metadata)
-            texts = [self.render(rollout, i) for i in range(len(rollout.prompts))[chunk]]
+                return await self._client.rewards(rows, wanted, metadata, **more)
             if not self.has_critic:
-                return await self._client.score_sentences(texts, wanted, metadata)
+                return await self._score_texts(rollout, chunk, wanted, metadata)
             values, rewards = await asyncio.gather(
-                self._client.score(rows, (VALUES, WEIGHTS_VERSION)),
-                self._client.score_sentences(texts, wanted, metadata),
+                self._client.score(rows, (VALUES, WEIGHTS_VERSION)), self._score_texts(rollout, chunk, wanted, metadata)
             )
             return {**values, **rewards}
         except RequestFailed as error:  # counted and masked by the caller
             return str(error)
+
+    async def _score_texts(
+        self, rollout: Rollout, chunk: slice, wanted: tuple[str, ...], metadata: list[dict[str, Any]] | None
+    ) -> dict[str, np.ndarray]:
+        indices = range(len(rollout.prompts))[chunk]
+        texts, pairs = [self.render(rollout, i) for i in indices], None
+        if self.sends_pairs:
+            texts = [self._prompt(rollout, i) for i in indices]
+            pairs = [self._response(rollout, i) for i in indices]
+        answer = await self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
+        if self.mixture.kind.granularity is None:
+            return answer
+        firsts = rollout.prompt_lengths[chunk].tolist()
+        starts = [first if self._is_chat(rollout, i) else 0 for i, first in zip(indices, firsts, strict=True)]
+        return process.ends_on_tokens(answer, self._tokenizer, rollout.rows()[chunk], starts, firsts)
+
+    @staticmethod
+    def _is_chat(rollout: Rollout, index: int) -> bool:
+        return MESSAGES_KEY in rollout.prompts[index].metadata
 
     def render(self, rollout: Rollout, index: int) -> str:
         """Return the text for a reward model with another tokenizer.
 
         For a chat prompt, it is the text of the reply only, because the messages are sent as metadata.
         """
-        if MESSAGES_KEY in rollout.prompts[index].metadata:
+        if self._is_chat(rollout, index):
             return self._response(rollout, index)
-        return self._text(rollout, index, start=0)
+        return self._text(rollout, index)
+
+    def _prompt(self, rollout: Rollout, index: int) -> str:
+        """Return the text of a prompt; of a chat, nothing, because the messages are sent as metadata."""
+        return (
+            "" if self._is_chat(rollout, index) else self._text(rollout, index, end=int(rollout.prompt_lengths[index]))
+        )
 
     def _response(self, rollout: Rollout, index: int) -> str:
         return self._text(rollout, index, start=int(rollout.prompt_lengths[index]))
 
-    def _text(self, rollout: Rollout, index: int, *, start: int) -> str:
-        row = rollout.tokens[index, start : int(rollout.lengths[index])]
+    def _text(self, rollout: Rollout, index: int, *, start: int = 0, end: int | None = None) -> str:
+        row = rollout.tokens[index, start : int(rollout.lengths[index]) if end is None else end]
         return self._tokenizer.decode(row.tolist(), skip_special_tokens=True)
 
-    def _metadata(self, rollout: Rollout, chunk: slice) -> list[dict[str, Any]]:
+    def _metadata(self, rollout: Rollout, chunk: slice, group_size: int) -> list[dict[str, Any]]:
         return [
-            self.mixture.metadata(rollout.prompts[i], self._response(rollout, i))
+            self.mixture.metadata(rollout.prompts[i], self._response(rollout, i), i // group_size)
             for i in range(len(rollout.prompts))[chunk]
         ]
 
 
-def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixture: RewardMixture) -> Scores:
+def _assemble(
+    rollout: Rollout, chunks: list[slice], answers: list[Answer], mixture: RewardMixture, *, is_live: bool = False
+) -> Scores:
     count, width = rollout.tokens.shape
     rewards, values = torch.zeros(count), torch.zeros(count, width)
     versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     components = torch.full((count, len(mixture.names)), torch.nan)
+    reward_versions = torch.full((count,), -1, dtype=torch.int64) if is_live else None
+    steps = None if mixture.kind.granularity is None else process.empty(count, width)
     failures, num_explained = [], 0
     for chunk, answer in zip(chunks, answers, strict=True):
         if isinstance(answer, str):
@@ -159,6 +215,8 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
             continue
         if REWARDS in answer:
             rewards[chunk] = torch.tensor(answer[REWARDS][:, 0])
+        if steps is not None and REWARDS in answer:
+            process.place(steps, chunk, answer, mixture.model_weight)
         if mixture.names:
             components[chunk] = torch.tensor(answer[REWARD_COMPONENTS])
             failures += mixture.causes(answer)
@@ -166,19 +224,25 @@ def _assemble(rollout: Rollout, chunks: list[slice], answers: list[Answer], mixt
         if VALUES in answer:
             values[chunk, : answer[VALUES].shape[1]] = torch.tensor(answer[VALUES])
             versions[chunk] = _one_version(answer[WEIGHTS_VERSION], chunk.stop - chunk.start)
+        if reward_versions is not None:
+            reward_versions[chunk] = _one_version(answer[REWARD_VERSION], chunk.stop - chunk.start)
         scored[chunk] = True
     # Rows whose reward failed are not finite either, but `reward_errors` has explained them already.
     finite = torch.isfinite(rewards) & torch.isfinite(values).all(-1)
+    if steps is not None:
+        steps = dataclasses.replace(steps, outcome=mixture.beyond_the_model(components))
+        finite &= torch.isfinite(steps.rewards).all(-1)
     if int((~finite).sum()) > num_explained:
-        failures.append(f"{int((~finite).sum()) - num_explained} rows have rewards or values that are not finite")
+        what = "rewards or values that are not finite" + (", or no steps" if steps is not None else "")
+        failures.append(f"{int((~finite).sum()) - num_explained} rows have {what}")
     rewards, values = torch.where(finite, rewards, 0.0), torch.where(finite[:, None], values, 0.0)
     by_name = dict(zip(mixture.names, components.unbind(-1), strict=True))
-    return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name)
+    return Scores(rewards, values, versions, scored & finite, sorted(set(failures)), by_name, reward_versions, steps)
 
 
 def _one_version(versions: np.ndarray, rows: int) -> int:
-    """Return the one version that scored a request; a row's values must never mix versions of the critic."""
-    assert versions.shape == (rows, 1), f"weights_version of {rows} rows has the shape {versions.shape}"
+    """Return the one version that scored a request; a row must never mix versions of a model."""
+    assert versions.shape == (rows, 1), f"the versions of {rows} rows have the shape {versions.shape}"
     assert (versions == versions[0]).all(), f"one request was scored by the versions {sorted(set(versions.flat))}"
     return int(versions[0, 0])
 
@@ -186,6 +250,7 @@ def _one_version(versions: np.ndarray, rows: int) -> int:
 def join_scores(parts: list[Scores], width: int) -> Scores:
     """Concatenate scores of several rollouts, with values padded to `width` tokens."""
     values = [torch.nn.functional.pad(part.values, (0, width - part.values.shape[1])) for part in parts]
+    reward_versions = [part.reward_versions for part in parts if part.reward_versions is not None]
     return Scores(
         torch.cat([part.rewards for part in parts]),
         torch.cat(values),
@@ -193,4 +258,6 @@ def join_scores(parts: list[Scores], width: int) -> Scores:
         torch.cat([part.scored for part in parts]),
         sorted({failure for part in parts for failure in part.failures}),
         {name: torch.cat([part.components[name] for part in parts]) for name in parts[0].components},
+        torch.cat(reward_versions) if reward_versions else None,
+        process.join(steps, width) if (steps := [part.process for part in parts if part.process is not None]) else None,
     )

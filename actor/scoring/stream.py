@@ -1,8 +1,12 @@
-"""Streams rows to the server: each response is scored as soon as it ends, while others are still being generated."""
+"""Streams rows to the server: each response is scored as soon as it ends, while others are still being generated.
+
+If a reward function is groupwise, a response waits for the others to its prompt, and for no other.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -24,16 +28,20 @@ class RowStream(Generic[T]):
     """Sends requests for the rows of one rollout. Create it on the event loop."""
 
     def __init__(
-        self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None
-    ) -> None:
+        self, ask: Callable[[Rollout], Awaitable[T]], *, rows_per_request: int, ready: Awaitable[object] | None = None,
+        group_size: int = 1,
+    ) -> None:  # fmt: skip
         """
         Args:
             ask: sends one request for the rows of a rollout.
             rows_per_request: maximum rows per request; a smaller request is sent after `GATHER_S`.
             ready: requests are not sent before it completes, and fail with its error; None: send at once.
+            group_size: number of consecutive prompts whose rows share a request, next to each other and in order.
         """
         self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
         self._loop = asyncio.get_running_loop()
+        self._group_size = group_size
+        self._unfinished: dict[int, dict[int, Rollout]] = {}  # groups that miss a row
         self._waiting: list[tuple[int, Rollout]] = []
         self._order: list[int] = []
         self._requests: list[asyncio.Task[T]] = []
@@ -63,10 +71,19 @@ class RowStream(Generic[T]):
         await asyncio.gather(*self._requests, return_exceptions=True)
 
     def _add(self, index: int, row: Rollout) -> None:
-        self._waiting.append((index, row))
-        if len(self._waiting) == self._rows_per_request:
+        number = index // self._group_size
+        group = self._unfinished.setdefault(number, {})
+        group[index] = row
+        if len(group) < self._group_size:
+            return
+        del self._unfinished[number]
+        if len(self._waiting) + len(group) > self._rows_per_request:
             self._send()
-        elif len(self._waiting) == 1:
+        is_first = not self._waiting
+        self._waiting += sorted(group.items())
+        if len(self._waiting) >= self._rows_per_request:
+            self._send()
+        elif is_first:
             self._loop.call_later(GATHER_S, self._send)
 
     def _send(self) -> None:
@@ -85,10 +102,12 @@ class RowStream(Generic[T]):
 
 
 class ScoringStream(RowStream[Scores]):
-    """Scores the rows of one rollout."""
+    """Scores the rows of one rollout; `group_size` is its number of responses per prompt."""
 
-    def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int) -> None:
-        super().__init__(scorer.score, ready=ready, rows_per_request=rows_per_request)
+    def __init__(self, scorer: Scorer, *, ready: Awaitable[object], rows_per_request: int, group_size: int = 1) -> None:
+        size = group_size if scorer.mixture.groupwise else 1
+        ask = functools.partial(scorer.score, group_size=size)
+        super().__init__(ask, ready=ready, rows_per_request=rows_per_request, group_size=size)
 
     async def scores(self, width: int) -> Scores:
         """Return the scores of all rows, ordered by prompt index, with values padded to `width` tokens."""

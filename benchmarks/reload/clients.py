@@ -1,4 +1,4 @@
-"""Clients of the reload benchmark: a process that sends value requests in a closed loop until it is stopped."""
+"""Clients of the reload benchmark: a process that sends scoring requests in a closed loop until it is stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actor.scoring.client import RequestFailed, TritonClient
 from benchmarks.support.children import serve_json
 from benchmarks.support.workload import make_trace
 from python_backend.config import ClientSection
-from python_backend.wire.contract import VALUES, WEIGHTS_VERSION
+from python_backend.wire.contract import REWARD_VERSION, REWARDS, VALUES, WEIGHTS_VERSION
 
 DEADLINE_S = 300.0
 NUM_ROWS = 256
@@ -22,9 +22,10 @@ AFTER_FAILURE_S = 0.01  # pause, so that a failing server is not flooded with re
 
 
 class Recording:
-    """Running clients and their observations. Each client requests values of one row at a time, without retries."""
+    """Running clients and their observations. Each client has one row at a time scored, without retries."""
 
-    def __init__(self, url: str, num_clients: int) -> None:
+    def __init__(self, url: str, num_clients: int, model: str) -> None:
+        self._model = model
         self._starts: list[float] = []
         self._latencies: list[float] = []
         self._versions: list[int] = []
@@ -57,26 +58,33 @@ class Recording:
             row = next(rows)
             start = time.monotonic()
             try:
-                answer = await client.score([row], (VALUES, WEIGHTS_VERSION))
+                scores, version = await self._scored(client, row)
             except RequestFailed as error:
                 self._failures.append((start, str(error)))
                 await asyncio.sleep(AFTER_FAILURE_S)
                 continue
             latency = time.monotonic() - start
-            if answer[VALUES].shape != (1, row.size) or not np.isfinite(answer[VALUES]).all():
-                self._failures.append((start, f"not {row.size} finite values: shape {answer[VALUES].shape}"))
+            if not np.isfinite(scores).all():
+                self._failures.append((start, "scores that are not finite"))
                 continue
             self._starts.append(start)
             self._latencies.append(latency)
-            self._versions.append(int(answer[WEIGHTS_VERSION][0, 0]))
+            self._versions.append(version)
+
+    async def _scored(self, client: TritonClient, row: np.ndarray) -> tuple[np.ndarray, int]:
+        if self._model == "critic":
+            answer = await client.score([row], (VALUES, WEIGHTS_VERSION))
+            return answer[VALUES].reshape(1, row.size), int(answer[WEIGHTS_VERSION][0, 0])
+        answer = await client.rewards([row], (REWARDS, REWARD_VERSION))
+        return answer[REWARDS].reshape(1, 1), int(answer[REWARD_VERSION][0, 0])
 
 
 def serve(ports: list[int]) -> None:
     """Serve `/start`, which starts clients, and `/stop`, which returns their observations, until SIGTERM."""
     recordings: list[Recording] = []
 
-    async def start(url: str, num_clients: int) -> dict[str, Any]:
-        recordings.append(Recording(url, num_clients))
+    async def start(url: str, num_clients: int, model: str = "critic") -> dict[str, Any]:
+        recordings.append(Recording(url, num_clients, model))
         return {}
 
     async def stop() -> dict[str, Any]:

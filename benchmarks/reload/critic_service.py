@@ -1,4 +1,4 @@
-"""The server of the reload benchmark, with a critic whose versions can be published."""
+"""The server of the reload benchmark, with a critic or a reward model whose versions can be published."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from benchmarks.reload.setup import ReloadSetup, on_core
 from benchmarks.support.servers import SERVED, start_triton
 from benchmarks.support.workload import SIZES, make_checkpoint
+from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.config import CriticSection, RewardSection, RunConfig, RunSection, ServerSection, TrainerSection
+from python_backend.config.live_models import live_model
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import CRITIC
 from tools.serve import with_fixed_ports
 from trainer.control_plane import ControlPlane
+
+if TYPE_CHECKING:
+    from trainer.publish import Publisher
 
 T = TypeVar("T")
 RUN_ID = "bench"
@@ -44,9 +48,14 @@ class Timed:
 class CriticService:
     """Context manager: runs a tritonserver on its own core, and a critic whose weights can be published to it."""
 
+    name = "critic"
+    """Name of the model whose weights are published."""
+    sections: ClassVar[dict[str, Any]] = {}
+    """Further sections of the configuration, merged over those of a critic."""
+
     def __init__(self, setup: ReloadSetup, name: str, model: str, *, trainer: TrainerSection | None = None) -> None:
-        from python_backend.models.modeling import load_critic, quiet_transformers  # torch: not for --help
-        from trainer.publish import Publisher, initialise_store
+        from python_backend.models.modeling import quiet_transformers  # torch: not for --help
+        from trainer.publish import initialise_stores
 
         quiet_transformers()
         self.folder = setup.folder / f"{name}-{model}"
@@ -57,19 +66,16 @@ class CriticService:
             RunConfig(
                 run=RunSection(dir=self.folder, run_id=RUN_ID),
                 server=ServerSection(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=1),
-                reward=RewardSection(checkpoint=checkpoint, **SERVED),
+                reward=RewardSection(checkpoint=checkpoint, store=self.name == "reward", **SERVED),
                 critic=CriticSection(checkpoint=checkpoint, **SERVED),
-                trainer=trainer or TrainerSection(),
+                trainer=trainer or TrainerSection(serve_timeout_s=LOAD_TIMEOUT_S),
+                **self.sections,
             )
         )
-        self.store = WeightsStore(self.config.run.weights_dir)
-        initialise_store(self.store, self.config.critic, run_id=RUN_ID)
-        self.critic = load_critic(self.store.folder(0))
-        self.critic.own_weights()
-        self._publisher = Publisher(
-            self.store, run_id=RUN_ID, epoch=1, servers=[self.config.server.grpc_url], reload="swap",
-            timeout_s=LOAD_TIMEOUT_S, keep=3,
-        )  # fmt: skip
+        initialise_stores(self.config)
+        self.live = live_model(self.config, self.name)
+        self.store = WeightsStore(self.live.store)
+        self.prepare()
         self._step = 0
         # Publishes at low priority, as a trainer should if it shares a core with clients. Only this thread has the low
         # priority, since child processes would inherit the priority of the whole process.
@@ -83,7 +89,7 @@ class CriticService:
     def __exit__(self, *_: object) -> None:
         self._publishing.shutdown()
         self.server.stop()
-        for heavy in ("checkpoint", "weights", "journal", "checkpoints", "backends"):
+        for heavy in ("checkpoint", "second", "weights", "journal", "checkpoints", "backends"):
             shutil.rmtree(self.folder / heavy, ignore_errors=True)
 
     @property
@@ -92,21 +98,34 @@ class CriticService:
         return self.config.server.http_url
 
     def failed_requests(self) -> int:
-        """Return the number of critic requests that have failed since the server started, by the server's own count."""
+        """Return the number of requests to the model that have failed since the start, by the server's own count."""
         with ControlPlane(self.config.server.grpc_url) as control:
-            return control.statistics(CRITIC).failure_count
+            return control.statistics(self.live.served_as).failure_count
 
     def publish(self) -> Timed:
-        """Change the critic's weights a little, publish them and wait until they are served; return the timing."""
+        """Change the model's weights a little, publish them and wait until they are served; return the timing."""
         return self.as_publisher(self._publish)
 
     def triton_reload(self) -> Timed:
-        """Let Triton replace the critic's process; return the timing."""
+        """Let Triton replace the model's process; return the timing."""
         return self.as_publisher(self._triton_reload)
 
     def as_publisher(self, do: Callable[[], T]) -> T:
         """Call `do` in the publisher's thread, with its core, priority and single torch thread; return the result."""
         return self._publishing.submit(do).result()
+
+    def prepare(self) -> None:
+        """Load the model that is published."""
+        from python_backend.models.modeling import load_critic
+
+        self.critic = load_critic(self.store.folder(0))
+        self.critic.own_weights()
+
+    def publisher(self) -> Publisher:
+        """Return a publisher to the server."""
+        from trainer.publish import Publisher
+
+        return Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1, model=self.live)
 
     def _publish(self) -> Timed:
         import torch
@@ -115,14 +134,46 @@ class CriticService:
         with torch.no_grad():
             list(self.critic.model.parameters())[-1].add_(PERTURBATION)
         begin = time.monotonic()
-        done = self._publisher.publish(self.critic, step=self._step, beat=lambda state: None)
+        done = self.publisher().publish(self.critic, step=self._step, beat=lambda state: None)
         end = begin + (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
         return Timed("swap", begin, end, done.version, done.publish_ms, done.verify_ms, done.reload_ms)
 
     def _triton_reload(self) -> Timed:
         begin = time.monotonic()
-        done = self._publisher.triton_reload()
+        done = self.publisher().triton_reload()
         return Timed("triton", begin, time.monotonic(), done.version, 0.0, 0.0, done.reload_ms)
+
+
+class RewardService(CriticService):
+    """The same with a reward model and without a critic; versions are published as by `tools weights publish`."""
+
+    name = "reward"
+    sections: ClassVar[dict[str, Any]] = {"actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}}
+
+    def prepare(self) -> None:
+        """Write a second checkpoint with other weights; the two are published alternately."""
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        first, second = self.config.reward.checkpoint, self.folder / "second"
+        shutil.copytree(first, second)
+        tensors = load_file(second / WEIGHTS_FILE)
+        tensors["score.weight"] += PERTURBATION * torch.ones_like(tensors["score.weight"])
+        save_file(tensors, second / WEIGHTS_FILE, metadata={"format": "pt"})
+        self._checkpoints = first, second
+
+    def _publish(self) -> Timed:
+        from trainer.live.reward import publish_reward
+
+        self._step += 1
+        done = publish_reward(self.config, self._checkpoints[self._step % 2], beat=lambda state: None)
+        # Only from here on: before, it has loaded the served version and the checkpoint, to compare them.
+        end = time.monotonic()
+        begin = end - (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
+        return Timed("swap", begin, end, done.version, done.publish_ms, done.verify_ms, done.reload_ms)
+
+
+SERVICES = {service.name: service for service in (CriticService, RewardService)}
 
 
 def _step_back() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reload.critic_service import CriticService, Timed
+from benchmarks.reload.critic_service import SERVICES, CriticService, Timed
 from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.reload.windows import Samples, Window, p99, quiet_windows, ratio
 from benchmarks.support.benchmark import Target
@@ -35,9 +35,9 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
     settings = setup.settings
     reloads: list[Timed] = []
     blocks: list[dict[str, Any]] = []
-    with CriticService(setup, "load", model) as service:
+    with SERVICES[settings.model](setup, "load", model) as service:
         before = service.failed_requests()
-        setup.clients.ask("/start", {"url": service.url, "num_clients": settings.clients})
+        setup.clients.ask("/start", {"url": service.url, "num_clients": settings.clients, "model": settings.model})
         time.sleep(SETTLE_S)
         for cycle in range(settings.cycles):
             for kind in ("quiet", "swap", "quiet", "triton"):

@@ -1,4 +1,4 @@
-"""Benchmark of the critic's reloads: their cost for clients, and the time until a new version is served.
+"""Benchmark of reloads of the critic (or reward model): their cost for clients, and the time until one is served.
 
 Server and clients have one core each. Each part is saved when it is done, and a later run can add other parts.
 """
@@ -38,10 +38,11 @@ OPTIONS = {
         "e: journal; earlier results of other parts in OUT are kept",
         known=LETTERS,
     ),
+    "model": Option("critic", "model that is reloaded in part a: critic or reward", known=("critic", "reward")),
     "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
     "swaps": Option(200, "part a: number of swaps", quick=4),
     "triton_reloads": Option(50, "part a: number of Triton reloads", quick=1),
-    "clients": Option(32, "parts a and c: value requests in flight while the critic is reloaded", quick=4),
+    "clients": Option(32, "parts a and c: scoring requests in flight while the model is reloaded", quick=4),
     "cycles": Option(25, "part a: cycles of quiet, swaps, quiet, Triton reloads", quick=1),
     "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
     "publishes": Option(20, "part b: publishes of each model up to 7 million parameters", quick=2),

@@ -49,7 +49,7 @@ class LateModel(CountedModel):
         model = self.current_model()
         for batch in plan_micro_batches(lengths, token_budget=self._late_budget, max_rows=self._late_rows):
             width = max(lengths[i] for i in batch)
-            scores[batch] = np.stack(self.forward(model, [rows[i] for i in batch], width))
+            scores[batch] = np.stack(self.forward(model, [rows[i] for i in batch], width))[:, :1]
         ends = np.cumsum([len(request) for request in read])[:-1]
         for call, part in zip(calls, np.split(scores, ends), strict=True):
             call.answer({REWARDS: part})

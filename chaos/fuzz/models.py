@@ -18,6 +18,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "guarded": {
         "rewards": {"model": {}, "length": {"function": "chaos.fuzz.requests:num_tokens", "weight": 0.1}},
+        "reward": {"text": "pair"},
         "server": {"training_key_env": KEY_VARIABLE},
         "actor": {"kl": {"reference": "triton"}},
     },

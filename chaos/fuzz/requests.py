@@ -27,6 +27,7 @@ from python_backend.wire.contract import (
     SENTENCES,
     SEQUENCE_LENGTHS,
     STEP,
+    TEXT_PAIRS,
     TOKENS,
 )
 
@@ -36,7 +37,19 @@ EDGES = (0, -1, 1, VOCAB_SIZE, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63))
 DATATYPES = (
     "BOOL", "UINT8", "INT8", "INT32", "INT64", "UINT64", "FP16", "BF16", "FP32", "FP64", "BYTES", "NONSENSE", "",
 )  # fmt: skip
-NAMES = (TOKENS, SEQUENCE_LENGTHS, SENTENCES, METADATA, PROMPT_LENGTHS, RETURNS, STEP, "after_critic", "", "x" * 5000)
+NAMES = (
+    TOKENS,
+    SEQUENCE_LENGTHS,
+    SENTENCES,
+    TEXT_PAIRS,
+    METADATA,
+    PROMPT_LENGTHS,
+    RETURNS,
+    STEP,
+    "after_critic",
+    "",
+    "x" * 5000,
+)
 TEXTS = (
     b"", b" ", b"A list of words", b"\x00", b"\xff\xfe", b"\x1b[2J\x1b]0;title\x07", b"\xed\xa0\x80", b"</s>" * 500,
     "\u202e\U0001f600".encode() * 50, b"x" * 100_000, b"word " * 200_000, b"y" * 1_000_001,
@@ -199,6 +212,12 @@ def _odd_sentences(generator: random.Random, request: Request) -> None:
     request.tensors = [array_tensor(SENTENCES, texts)]
 
 
+def _odd_pairs(generator: random.Random, request: Request) -> None:
+    rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
+    texts = [[generator.choice(TEXTS)] for _ in range(min(8, max(1, rows)))]
+    request.tensors.append(array_tensor(TEXT_PAIRS, np.asarray(texts, dtype=np.object_)))
+
+
 def _odd_metadata(generator: random.Random, request: Request) -> None:
     rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
     texts = [[generator.choice(METADATA_TEXTS)] for _ in range(min(8, max(1, rows)))]
@@ -245,7 +264,10 @@ def _odd_step(generator: random.Random, request: Request) -> None:
 
 
 def _odd_outputs(generator: random.Random, request: Request) -> None:
-    known = ("rewards", "values", "response_values", "weights_version", "after_critic", "nothing", "", "rewards")
+    known = (
+        "rewards", "values", "response_values", "weights_version", "after_critic", "nothing", "", "rewards",
+        "probabilities", "queue_us", "compute_us",
+    )  # fmt: skip
     request.outputs = generator.choices(known, k=generator.randint(1, 3))
 
 
@@ -297,7 +319,7 @@ def _kill_by_brackets(generator: random.Random, request: Request) -> None:
 
 CHANGES: tuple[Callable[[random.Random, Request], None], ...] = (
     _drop_tensor, _repeat_tensor, _rename_tensor, _change_datatype, _change_shape, _empty, _cut_data, _extend_data,
-    _scramble_data, _edge_values, _bad_floats, _odd_sentences, _odd_metadata, _many_rows, _many_sentences,
+    _scramble_data, _edge_values, _bad_floats, _odd_sentences, _odd_pairs, _odd_metadata, _many_rows, _many_sentences,
     _long_sentences, _wide_rows, _prompt_lengths, _odd_run_id, _odd_step, _odd_outputs, _odd_parameters, _odd_version,
     _as_json, _odd_body, _odd_headers,
 )  # fmt: skip

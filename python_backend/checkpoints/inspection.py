@@ -107,6 +107,12 @@ class CheckpointInfo:
     adapters: StoredAdapters | None = None
 
     @property
+    def label_names(self) -> list[str]:
+        """Names of the head's outputs: `labels`, or LABEL_0, LABEL_1, ... as in transformers."""
+        count = 0 if self.head is None else self.head.num_labels
+        return list(self.labels) if len(self.labels) == count else [f"LABEL_{i}" for i in range(count)]
+
+    @property
     def dtypes(self) -> dict[str, int]:
         """Number of parameters by dtype, most frequent first."""
         counts: Counter[str] = Counter()
@@ -138,7 +144,8 @@ def check_checkpoint(folder: Path) -> None:
         )
     if (folder / ADAPTER_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(
-            f"{folder} contains only a PEFT adapter; merge it into its model (merge_and_unload) first"
+            f"{folder} contains only a PEFT adapter; merge it into its model first: a reward model's with "
+            "`python -m tools import --reward FOLDER --merge NEW_FOLDER`, others with PEFT's merge_and_unload"
         )
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} is not a Hugging Face checkpoint: it has no {CONFIG_FILE}")
@@ -167,7 +174,8 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     text = config.get("text_config") or config
     architecture = next(iter(config.get("architectures") or []), None)
     names = config.get("id2label") or {}
-    labels = tuple(str(label) for label in names.values())
+    # transformers sorts the file's keys as texts, "10" before "2".
+    labels = tuple(str(names[key]) for key in sorted(names, key=lambda key: (len(key), key)))
     return CheckpointInfo(
         folder=folder,
         model_type=str(config.get("model_type", "unknown")),
@@ -204,7 +212,8 @@ def reward_head(info: CheckpointInfo) -> Head:
     if info.head is None:
         raise CheckpointError(
             f"{info.folder} is not a trained reward model: its weights have no head (such as score.weight); use a "
-            "checkpoint with a classification or value head (a critic can start from this one)"
+            "checkpoint with a classification or value head, or score with a language model's logits (reward.logit); a "
+            "critic can start from this one"
         )
     return info.head
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from python_backend.checkpoints.inspection import CheckpointError
 # as many while that yields too few tokens. Tokens next to the cut may be wrong, so spare ones are added and discarded.
 CHARACTERS_PER_TOKEN = 8
 SPARE_TOKENS = 64
+TYPE_SHIFT = 32  # bits above a token id for its type in a text pair, such as 1 in the second text of BERT
+LONGEST_ROW_TOKENS = 32_768  # row limit if neither the checkpoint nor the configuration sets one
+SENTENCEPIECE_SPACE = "\u2581"  # which SentencePiece puts before a text
 LONGEST_WORD = CHARACTERS_PER_TOKEN * SPARE_TOKENS  # how many characters `_parts` searches for a word boundary
 
 
@@ -67,6 +70,62 @@ def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)
 
 
+def encode_sentence(
+    tokenizer: Any, text: str, max_length: int, *, special_tokens: bool, skipped_pad_id: int | None, pair: str = "",
+    token_types: bool = False, append_eos: bool = False,
+) -> list[int]:  # fmt: skip
+    """Return the ids of a sentence for a reward model.
+
+    Args:
+        special_tokens: True: as `encode_text`; False: as `encode_bare_text`.
+        skipped_pad_id: with `special_tokens`, remove trailing tokens with this id; None: remove nothing.
+        pair: the second text of a text pair; empty: there is none.
+        token_types: add each token's type in a pair to its id (`TYPE_SHIFT`).
+        append_eos: append the end-of-sequence token to the last text, unless it is there.
+    """
+    end = (tokenizer.eos_token or "") if append_eos else ""
+    text, pair = (text, _ended(pair, end)) if pair else (_ended(text, end), "")
+    if pair:
+        ids = _encode_pair(tokenizer, text, pair, max_length, special_tokens, token_types)
+    elif special_tokens:
+        ids = encode_text(tokenizer, text, max_length)
+    else:
+        return encode_bare_text(tokenizer, text, max_length)
+    while special_tokens and len(ids) > 1 and ids[-1] == skipped_pad_id:
+        ids.pop()
+    return ids
+
+
+def _ended(text: str, end: str) -> str:
+    return text if text.endswith(end) else text + end
+
+
+def _encode_pair(
+    tokenizer: Any, text: str, pair: str, max_length: int, special_tokens: bool, token_types: bool
+) -> list[int]:
+    """Return the ids of `tokenizer(text, pair, truncation=True)`.
+
+    Of very long texts, only a part that can remain is tokenised: for each pair of pieces that it cuts off, the
+    tokenizer makes a row, which could exhaust the memory.
+    """
+    parts = (_enough(tokenizer, one, max_length) for one in (text, pair))
+    encoded = tokenizer(*parts, truncation=True, max_length=max_length, add_special_tokens=special_tokens)
+    ids = encoded["input_ids"]
+    if not token_types or "token_type_ids" not in encoded:
+        return ids
+    return [token + (kind << TYPE_SHIFT) for token, kind in zip(ids, encoded["token_type_ids"], strict=True)]
+
+
+def _enough(tokenizer: Any, text: str, max_length: int) -> str:
+    """Return the text, or a part of it with more than `max_length` tokens."""
+    for part in _parts(text, max_length, tokenizer.truncation_side):
+        if len(part) == len(text):
+            break
+        if len(tokenizer(part, add_special_tokens=False)["input_ids"]) >= max_length + SPARE_TOKENS:
+            break
+    return part
+
+
 def _first_ids(encode: Callable[[str], list[int]], text: str, max_length: int) -> list[int]:
     ids: list[int] = []
     for part in _parts(text, max_length, "right"):
@@ -100,6 +159,38 @@ def _word_end(text: str, positions: range) -> int:
 
 def _literal(tokenizer: Any, special_ids: list[int]) -> str:
     return "".join(tokenizer.convert_ids_to_tokens(special_ids))
+
+
+def single_tokens(tokenizer: Any, names: Sequence[str | int]) -> list[int]:
+    """Return the id of each name: a text that is one token, an entry of the vocabulary, or an id itself.
+
+    Raises:
+        CheckpointError: a name is not one token, or two names are the same token.
+    """
+    ids = [_single_token(tokenizer, name) for name in names]
+    for i, token in enumerate(ids):
+        if token in ids[:i]:
+            raise CheckpointError(f"{names[ids.index(token)]!r} and {names[i]!r} are the same token, {token}")
+    return ids
+
+
+def _single_token(tokenizer: Any, name: str | int) -> int:
+    if isinstance(name, int):
+        return name
+    ids = [int(i) for i in tokenizer(name, add_special_tokens=False)["input_ids"]]
+    if len(ids) == 2 and tokenizer.convert_ids_to_tokens(ids[0]) == SENTENCEPIECE_SPACE:
+        return ids[1]
+    # A tokenizer may drop characters, or replace them by its unknown token.
+    if len(ids) == 1 and tokenizer.decode(ids).strip().casefold() == name.strip().casefold():
+        return ids[0]
+    entry = tokenizer.get_vocab().get(name)
+    if entry is None:
+        pieces = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids))) or "none"
+        raise CheckpointError(
+            f"{name!r} is {len(ids)} tokens of the tokenizer in {tokenizer.name_or_path}, but must be one: {pieces}; "
+            "give a text that is one token, an entry of its vocabulary, or a token id"
+        )
+    return int(entry)
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
 
 from python_backend.config.actor import ActorSection, check_actor
 from python_backend.config.actor_parts import (
@@ -28,6 +28,7 @@ from python_backend.config.actor_parts import (
     ValidationSection,
 )
 from python_backend.config.deterministic import with_fixed_values
+from python_backend.config.gateway import GatewaySection
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.config.sections import (
@@ -42,6 +43,7 @@ from python_backend.config.sections import (
     TrainerSection,
     check_ranks,
 )
+from python_backend.config.token_rewards import check_token_rewards
 from python_backend.config.training import check_trainer, check_training
 from python_backend.errors import RlhfError
 
@@ -53,6 +55,7 @@ __all__ = [
     "CriticOptimizerSection",
     "CriticSection",
     "DemoSection",
+    "GatewaySection",
     "GenerationSection",
     "KLSection",
     "ModelSection",
@@ -108,18 +111,26 @@ class RunConfig(Section):
     rewards: Terms | None = None
     """Terms of a weighted sum of rewards, by name; default: only the reward model."""
     critic: CriticSection = CriticSection()
-    """The critic model; needs a checkpoint if `actor.algorithm.name` is `ppo`, otherwise no critic is served."""
+    """The critic model; needs a checkpoint if `actor.algorithm.name` is `ppo`, otherwise no critic is served. A YAML
+    without `actor`, or with `actor.client` alone, serves for another trainer the models that it names: `reward` or
+    `rewards`, `critic`, or both."""
     reference: ReferenceSection = ReferenceSection()
     """The reference model, served if `actor.kl.reference` is `triton`."""
     trainer: TrainerSection = TrainerSection()
     """The critic sidecar."""
     actor: ActorSection = ActorSection()
     """The training loop of the policy."""
+    gateway: GatewaySection = GatewaySection()
+    """The HTTP gateway for other trainers."""
     demo: DemoSection | None = None
     """Used only by the demo's configuration."""
 
+    _roles: frozenset[str] = PrivateAttr(frozenset())  # what a YAML without `actor` names of the models to serve
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if "actor" not in self.model_fields_set or self.actor.model_fields_set == {"client"}:
+            self._roles = frozenset({"reward", "rewards", "critic"} & self.model_fields_set)
         check_terms(self.rewards or {})
         slow = [name for name, term in self.functions.items() if term.timeout_s >= self.actor.client.deadline_s]
         if slow:
@@ -129,6 +140,12 @@ class RunConfig(Section):
             )
         for key, section in (("reward", self.reward), ("critic", self.critic), ("reference", self.reference)):
             check_ranks(key, section)
+        check_token_rewards(self.reward)
+        if self.uses_reward_model and self.reward.process and self.actor.algorithm.name == "rloo":
+            raise ValueError(
+                "actor.algorithm.name is rloo, which has no published form for process rewards (reward.process); "
+                "choose ppo, reinforce++ or grpo, or remove reward.process"
+            )
         check_actor(self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
@@ -148,16 +165,26 @@ class RunConfig(Section):
         return function_terms(self.rewards or {})
 
     @property
+    def serves_critic(self) -> bool:
+        """Whether the critic is served and trained: if the algorithm uses it; without an actor, if the YAML has one."""
+        return "critic" in self._roles if self._roles else self.actor.algorithm.uses_critic
+
+    @property
+    def serves_rewards(self) -> bool:
+        """Whether rewards are served: always, except without an actor, if the YAML has only a critic."""
+        return self._roles != {"critic"}
+
+    @property
     def uses_reward_model(self) -> bool:
         """Whether the reward checkpoint is served; False if `rewards` contains only functions."""
-        return self.rewards is None or MODEL_TERM in self.rewards
+        return self.serves_rewards and (self.rewards is None or MODEL_TERM in self.rewards)
 
     @property
     def served_sections(self) -> dict[str, ModelSection]:
         """Sections of the models that tritonserver loads from checkpoints, by section name."""
         sections: dict[str, tuple[bool, ModelSection]] = {
             "reward": (self.uses_reward_model, self.reward),
-            "critic": (self.actor.algorithm.uses_critic, self.critic),
+            "critic": (self.serves_critic, self.critic),
             "reference": (self.actor.kl.serves_reference, self.reference),
         }
         return {name: section for name, (is_served, section) in sections.items() if is_served}

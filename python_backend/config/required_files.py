@@ -8,7 +8,7 @@ from pathlib import Path
 
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
-from python_backend.config import ConfigError, RunConfig
+from python_backend.config import ConfigError, RewardSection, RunConfig
 from python_backend.config.training import missing_packages
 from python_backend.rewards.function import FILE_SPEC
 from python_backend.store.durable import read_json
@@ -50,6 +50,8 @@ def check_critic(config: RunConfig) -> None:
             f"actor.algorithm.name: {config.actor.algorithm.name} has no critic, so there is nothing to train; do not "
             "start the sidecar, or set actor.algorithm.name to ppo"
         )
+    if not config.serves_critic:
+        raise ConfigError("critic.checkpoint: the YAML has no section `critic`, so there is nothing to train; add it")
     problems = missing_packages("trainer", config.trainer, "trainer.optimizer", config.trainer.optimizer.kind)
     if not (config.run.weights_dir / "CURRENT").exists():
         problems["critic.checkpoint"] = _of_checkpoint(config.critic.checkpoint, WAYS_OUT["critic"])
@@ -81,14 +83,19 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         for role, section in config.served_sections.items()
     }
     if config.uses_reward_model and problems["reward.checkpoint"] is None:
-        problems["reward.checkpoint"] = _of_reward(config.reward.checkpoint, whole_run=whole_run)
+        problems["reward.checkpoint"] = _of_reward(config.reward, whole_run=whole_run)
     for role, section in config.served_sections.items():
         if section.tensor_parallel > 1 and problems[f"{role}.checkpoint"] is None:
             problems[f"{role}.checkpoint"] = _of_split(section.checkpoint, section.tensor_parallel)
-    if not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
+    if config.functions and not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
         problems["actor.policy.checkpoint"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
             "policy's checkpoint"
+        )
+    gate = config.reward.gate
+    if gate is not None and not gate.pairs.is_file():
+        problems["reward.gate.pairs"] = (
+            f"{gate.pairs} does not exist; give a JSONL file of pairs{_start_of(gate.pairs)}"
         )
     for name, term in config.functions.items():
         if found := FILE_SPEC.fullmatch(str(term.function)):
@@ -128,11 +135,15 @@ def _of_split(folder: Path, size: int) -> str | None:
     return None
 
 
-def _of_reward(folder: Path, *, whole_run: bool) -> str | None:
+def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
+    folder = reward.checkpoint
     try:
-        reward_head(inspect_checkpoint(folder))
+        if reward.logit is None:
+            reward_head(inspect_checkpoint(folder))
     except CheckpointError as error:
         return str(error)
+    if (reward.logit or reward.process) and not _has_tokenizer(folder):
+        return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"
     if whole_run and not _has_tokenizer(folder):
         return (
             f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
 
 from python_backend.config.fields import Count, Seconds, Section
-from python_backend.rewards.function import check_spec
+from python_backend.rewards.function import TIMEOUT_OPTION, check_spec
 
 MODEL_TERM = "model"  # the checkpoint of the section `reward`
 TERM_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -21,8 +22,12 @@ class RewardTerm(Section):
     """Factor of the score. With 0 the score is only logged, but a sample for which it fails still has no reward."""
     function: str | None = None
     """`path/to/file.py:name` or `package.module:name`, called with one `Sample`; not allowed for `model`."""
+    groupwise: bool = False
+    """The function receives a list of all responses to a prompt, and returns a number for each."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments for the function; of a class, those of its constructor. Anything that JSON can express."""
     timeout_s: Seconds = 2.0
-    """Timeout for one sample; on expiry the worker process is killed and the sample has no reward."""
+    """Timeout for one sample, or one group; on expiry the worker process is killed, and none of them has a reward."""
     workers: Count = 2
     """Number of worker processes."""
     memory_mib: Count = 4096
@@ -32,6 +37,19 @@ class RewardTerm(Section):
     @classmethod
     def _well_formed(cls, value: str | None) -> str | None:
         return None if value is None else check_spec(value)
+
+    @field_validator("options")
+    @classmethod
+    def _for_a_call(cls, value: dict[str, Any]) -> dict[str, Any]:
+        wrong = next((name for name in value if not name.isidentifier() or name == TIMEOUT_OPTION), None)
+        if wrong is not None:
+            why = "use the term's own timeout_s" if wrong == TIMEOUT_OPTION else "not the name of an argument"
+            raise ValueError(f"{wrong!r}: {why}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:  # a date, or .nan
+            raise ValueError(f"not expressible in JSON: {error}") from error
+        return value
 
 
 Terms = Annotated[dict[str, RewardTerm], Field(min_length=1)]

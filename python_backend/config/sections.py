@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from python_backend.config.addresses import Address
 from python_backend.config.fields import (
@@ -24,7 +24,9 @@ from python_backend.config.fields import (
     Section,
     Seed,
 )
+from python_backend.config.live_models import GateSection
 from python_backend.config.optimizer import CriticOptimizerSection
+from python_backend.config.token_rewards import TokenRewardSettings
 
 
 class RunSection(Section):
@@ -63,6 +65,11 @@ class RunSection(Section):
     def weights_dir(self) -> Path:
         """Folder of the critic's weights store."""
         return self.dir / "weights" / "critic"
+
+    @property
+    def reward_weights_dir(self) -> Path:
+        """Folder of the reward model's weights store."""
+        return self.dir / "weights" / "reward"
 
     @property
     def repository_dir(self) -> Path:
@@ -214,7 +221,7 @@ def constants_of(setting: str | Standardization) -> Any:
     return (setting.mean, setting.std) if isinstance(setting, Standardization) else setting
 
 
-class RewardSection(ModelSection):
+class RewardSection(ModelSection, TokenRewardSettings):
     """The reward model: a checkpoint with a trained classification or value head of one or more labels."""
 
     checkpoint: Path = Path("checkpoints/reward")
@@ -230,9 +237,27 @@ class RewardSection(ModelSection):
     """Weights of the A labels in the merged sum; default: 1/A each."""
     merge_attributes: bool = True
     """Return the weighted sum of the labels, [B, 1]; otherwise all A labels, [B, A]."""
+    text: Literal["joined", "pair"] = "joined"
+    """What the reward model was trained on: `joined`, prompt and response as one text or chat; `pair`, prompt and
+    response as the two texts of a pair (`tokenizer(prompt, response)`), which the actor and the gateway then send."""
     add_special_tokens: bool = True
     """Tokenise `sentences` as transformers' pipelines do: add the tokenizer's [CLS], [SEP], BOS or EOS unless the text,
     such as the output of a chat template, already has them. `false`: add none, as NeMo-Aligner's server did."""
+    append_eos: bool = False
+    """End `sentences` other than chats with the tokenizer's end-of-sequence token, as TRL's RewardTrainer does."""
+    store: bool = False
+    """Serve the model from versions in a weights store: `checkpoint` becomes version 0, and `python -m tools weights
+    publish --model reward` replaces it while the server runs. Every reply names the version (`reward_version`)."""
+    reload: Literal["swap", "triton"] = "swap"
+    """With `store`: how instances switch to a published version, as in `critic.reload`."""
+    gate: GateSection | None = None
+    """With `store`: accuracy on pairs of texts that a new version must reach before it is served; default: none."""
+
+    @model_validator(mode="after")
+    def _stored(self) -> RewardSection:
+        if self.gate is not None and not self.store:
+            raise ValueError("reward.gate checks new versions, which need reward.store: true; set it, or remove gate")
+        return self
 
 
 class CriticSection(ModelSection):

@@ -1,4 +1,4 @@
-"""The canary row: a row of tokens whose values show whether a critic was stored and loaded correctly."""
+"""The canary row: a row of tokens whose values or rewards show whether a model was stored and loaded correctly."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ import numpy as np
 import torch
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.models.modeling import CriticModel
+from python_backend.models.modeling import CriticModel, RewardModel
 
 CANARY_TOKENS = 16
 # Relative to the largest value. Equal weights differ by rounding only; another device or kernel rounds differently.
 SERVED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-def canary_row(critic: CriticModel) -> np.ndarray:
-    """Return the token ids, int64 `[16]`, on which the stored and the trained critic are compared."""
-    return np.arange(CANARY_TOKENS, dtype=np.int64) % critic.limits.vocab_size
+def canary_row(model: CriticModel | RewardModel) -> np.ndarray:
+    """Return the token ids, int64 `[16]`, on which a stored and a published model are compared."""
+    return np.arange(CANARY_TOKENS, dtype=np.int64) % model.limits.vocab_size
+
+
+def canary_outputs(model: CriticModel | RewardModel) -> np.ndarray:
+    """Return the values float32 `[16]`, or the rewards float32 `[A]`, of the canary row."""
+    row = canary_row(model)
+    return model.values([row])[0] if isinstance(model, CriticModel) else model.score([row])[0]
 
 
 def canary_difference(values: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest difference of two critics' values for the canary row, relative to the largest value."""
+    """Return the largest difference of two models' outputs for the canary row, relative to the largest value."""
     return float(np.abs(values - expected).max()) / max(1.0, float(np.abs(expected).max()))
 
 
-def check_canary(critic: CriticModel, values: np.ndarray, expected: Sequence[float]) -> None:
-    """Raise CheckpointError unless `values`, a served critic's for the canary row, are those of the trained one."""
+def check_canary(model: CriticModel | RewardModel, values: np.ndarray, expected: Sequence[float]) -> None:
+    """Raise CheckpointError unless `values`, a served model's for the canary row, are those of the published one."""
     difference = canary_difference(values, np.asarray(expected, np.float32))
-    if not difference <= SERVED_TOLERANCE[critic.model.dtype]:
-        raise CheckpointError(f"the values for the canary row differ by {difference:.3g} from the trained critic's")
+    if not difference <= SERVED_TOLERANCE[model.model.dtype]:
+        raise CheckpointError(f"the values for the canary row differ by {difference:.3g} from the published model's")

@@ -1,4 +1,4 @@
-"""Computes rewards from per-token outputs: pooling, weighted sum of attributes, standardisation.
+"""Computes rewards from per-token outputs: pooling, weighted sum of attributes, log-odds, standardisation.
 
 As in NeMo-Aligner, attributes are pooled in fp32, then merged, then standardised. Tensors in, tensors out.
 """
@@ -45,6 +45,30 @@ def merge_attributes(scores: Tensor, weights: Tensor) -> Tensor:
     return (scores * weights).sum(dim=-1, keepdim=True)
 
 
+def label_probabilities(scores: Tensor, problem_type: str | None) -> Tensor:
+    """Return the probabilities `[B, A]` of the labels with `scores` `[B, A]`, as transformers' pipeline computes them.
+
+    `problem_type` is that of the model's configuration; the scores of a regression are returned as they are.
+    """
+    if problem_type == "regression":
+        return scores
+    if problem_type == "multi_label_classification" or scores.shape[-1] == 1:
+        return scores.sigmoid()
+    return scores.softmax(-1)
+
+
 def standardise(values: Tensor, mean: float, std: float) -> Tensor:
     """Return `(values - mean) / std` elementwise, for `values` of any shape; `std` > 0."""
     return (values - mean) / std
+
+
+def log_odds(outputs: Tensor, num_for: int) -> Tensor:
+    """Return `[..., 1]`: the log-odds of the first `num_for` of `outputs` `[..., A]` against the others.
+
+    logsumexp(outputs[:num_for]) - logsumexp(outputs[num_for:]), which for next-token logits is the difference of the
+    log-probs, log p(for) - log p(against). Without others, it is the first term alone.
+    """
+    favourable = outputs[..., :num_for].logsumexp(-1, keepdim=True)
+    if num_for == outputs.shape[-1]:
+        return favourable
+    return favourable - outputs[..., num_for:].logsumexp(-1, keepdim=True)

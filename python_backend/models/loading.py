@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,11 +44,11 @@ if TYPE_CHECKING:  # slow to import, and needed only for models larger than one 
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 NOT_ARCHITECTURE = {  # keys of config.json that do not change the forward pass
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "reward_standardization",
-    "id2label", "label2id", "use_cache", "distributed_config", ADAPTERS_KEY,
+    "id2label", "label2id", "use_cache", "distributed_config", ADAPTERS_KEY, *OPENRLHF_KEYS,
 }  # fmt: skip
-OPENRLHF_KEYS = ("value_head_prefix", "normalize_reward", "mean", "std")
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,57 @@ def twin(model: Any, info: CheckpointInfo, group: RankGroup | None = None) -> An
     Raises:
         CheckpointError: the architecture, names or shapes differ.
     """
-    _check_same_architecture(model.config, info.folder)
+    _check_same_architecture(model.config.to_dict(), info.folder)
+    return _with_tensors(model, stored_tensors(info), info.folder, group)
+
+
+def twin_with_head(
+    model: Any, origin: CheckpointInfo, info: CheckpointInfo, group: RankGroup | None = None
+) -> Any | None:
+    """Return a module like `model`, which was loaded from `origin`, with the weights of another reward checkpoint.
+
+    Returns None if only transformers can load them: because it has to rename or convert tensors, or for `group`.
+
+    Raises:
+        CheckpointError: the architecture or the head differs from that of `origin`, or a shape.
+    """
+    if info.head != origin.head:
+        raise CheckpointError(f"{info.folder} has another head than the served model: {info.head}, not {origin.head}")
+    _check_same_architecture(_read_config(origin.folder), info.folder)
+    if group is not None:
+        return None
+    own, tensors, linear = model.state_dict(), stored_tensors(info), head_of(model)
+    prefix = next(name for name, module in model.named_modules() if module is linear)
+    assert info.head is not None
+    # A copy, because the mapped tensors may not be aligned, and the last bits would depend on that (see TokenHead).
+    tensors[f"{prefix}.weight"] = tensors.pop(info.head.weight_name).clone()
+    if linear.bias is not None:
+        tensors[f"{prefix}.bias"] = tensors.pop(info.head.bias_name, torch.zeros_like(linear.bias))
+    if not own.keys() <= tensors.keys():
+        return None
+    return _with_tensors(model, {name: tensors[name] for name in own}, info.folder)
+
+
+def check_finite(module: torch.nn.Module) -> None:
+    """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
+    sums = {name: parameter.detach().sum() for name, parameter in module.named_parameters()}
+    # A sum is not finite if any element is NaN or infinite; it costs a tenth of `isfinite` on every element.
+    # All sums are checked together first, and one by one only to name the parameter.
+    if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
+        name = next(name for name, value in sums.items() if not value.isfinite())
+        raise CheckpointError(f"{name} has values that are not finite")
+
+
+def _with_tensors(model: Any, tensors: dict[str, Tensor], folder: Path, group: RankGroup | None = None) -> Any:
     # Constructing the class again would hold the GIL of a serving process five times as long. The copy first shares
     # every tensor with `model`. The strict assignment then replaces the tensors in the checkpoint, while computed
     # tensors (rotary frequencies) stay shared.
     module = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    tensors = stored_tensors(info)
     if group is not None:
         group.attach(module)
         tensors = {name: group.part(name, tensor) for name, tensor in tensors.items()}
-    _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, info.folder)
+    _assign(module, {name: tensor.to(dtypes.get(name)) for name, tensor in tensors.items()}, folder)
     return module if group is not None else module.to(model.device)
 
 
@@ -295,23 +335,26 @@ def _read_one(info: CheckpointInfo, name: str) -> Tensor:
         return file.get_tensor(name)
 
 
-def _check_same_architecture(config: Any, folder: Path) -> None:
-    try:
-        theirs = _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
-    mine = config.to_dict()
+def _check_same_architecture(mine: Mapping[str, Any], folder: Path) -> None:
+    theirs = _read_config(folder)
     if theirs["model_type"] != mine["model_type"]:
         raise CheckpointError(
-            f"{folder} is a {theirs['model_type']} model, but the served critic is {mine['model_type']}"
+            f"{folder} is a {theirs['model_type']} model, but the served model is {mine['model_type']}"
         )
     for key in sorted({*mine, *theirs} - NOT_ARCHITECTURE):
         # Compare every key: with equal shapes, the number of heads, the rotary base or the norms may still differ.
         if mine.get(key) != theirs.get(key):
             raise CheckpointError(
-                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served critic; "
+                f"{folder}: {key} in {CONFIG_FILE} is {theirs.get(key)!r}, but {mine.get(key)!r} in the served model; "
                 "a different architecture needs a reload through Triton"
             )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return _read_architecture((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: unreadable {CONFIG_FILE}: {error}") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -328,4 +371,4 @@ def _assign(module: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: P
         module.load_state_dict(tensors, strict=True, assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"{folder} does not fit the served critic: {reason[:400]}") from error
+        raise CheckpointError(f"{folder} does not fit the served model: {reason[:400]}") from error

@@ -5,8 +5,9 @@ Shared by the server, the sidecar and the tests.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,10 +28,18 @@ from python_backend.checkpoints.inspection import (
     reward_head,
 )
 from python_backend.checkpoints.positions import rotary_limit
+from python_backend.checkpoints.tokenization import TYPE_SHIFT
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.collation import collate
-from python_backend.models.heads import merge_attributes, pool_last, pool_mean, standardise
-from python_backend.models.loading import load_pooled_model, load_token_model, read_head, twin
+from python_backend.models.heads import label_probabilities, merge_attributes, pool_last, pool_mean, standardise
+from python_backend.models.loading import (
+    check_finite,
+    load_pooled_model,
+    load_token_model,
+    read_head,
+    twin,
+    twin_with_head,
+)
 from python_backend.models.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
 from python_backend.store.durable import disk_errors
 from python_backend.wire.contract import Limits
@@ -49,8 +58,10 @@ class RewardModel:
 
     def __init__(
         self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants,
-        skipped_pad_id: int | None = None,
+        skipped_pad_id: int | None = None, origin: CheckpointInfo | None = None,
     ) -> None:  # fmt: skip
+        self.origin = origin  # checkpoint that it was loaded from
+        self.reload: Callable[..., RewardModel] | None = None  # `load_reward` with the same settings
         self.model = outputs.model if isinstance(outputs, TokenHead) else outputs
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
@@ -59,6 +70,7 @@ class RewardModel:
         self._token_head = outputs if isinstance(outputs, TokenHead) else None
         self._pool = POOLS.get(pooling)
         self._weights = weights
+        self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
 
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""
@@ -71,16 +83,47 @@ class RewardModel:
 
         Runs one forward pass, padded to `width`.
         """
+        return self.rewards_and_scores(rows, width)[:, : self.num_outputs]
+
+    @torch.no_grad()
+    def rewards_and_scores(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
+        """Return float32 `[n, num_outputs + A]`: rewards as `score`, then the head's A own outputs.
+
+        The ids of a text pair may carry token types (`tokenization.TYPE_SHIFT`) if the model `has_token_types`.
+        """
         ids, attention, lengths = collate(rows, self.model.device, width)
+        types: dict[str, Tensor] = {}
+        if self.has_token_types and int(ids.max()) >> TYPE_SHIFT:
+            types, ids = {"token_type_ids": ids >> TYPE_SHIFT}, ids % (1 << TYPE_SHIFT)
         if self._token_head is None or self._pool is None:  # encoders have their own pooling, unaffected by padding
-            scores = self.model(input_ids=ids, attention_mask=attention).logits
+            scores = self.model(input_ids=ids, attention_mask=attention, **types).logits
         elif self._pool is pool_last:
-            scores = self._token_head.at_last(ids, attention, lengths)
+            scores = self._token_head.at_last(ids, attention, lengths, **types)
         else:
-            scores = self._pool(self._token_head(ids, attention), lengths)
-        if self._weights is not None:
-            scores = merge_attributes(scores, self._weights)
-        return standardise(scores, self.mean, self.std).cpu().numpy()
+            scores = self._pool(self._token_head(ids, attention, **types), lengths)
+        merged = scores if self._weights is None else merge_attributes(scores, self._weights)
+        return torch.cat([standardise(merged, self.mean, self.std), scores], dim=1).cpu().numpy()
+
+    def probabilities(self, scores: np.ndarray) -> np.ndarray:
+        """Return the labels' probabilities float32 `[n, A]` of the head's outputs `[n, A]`."""
+        return label_probabilities(torch.from_numpy(scores), self.model.config.problem_type).numpy()
+
+    def check_finite(self) -> None:
+        """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
+        check_finite(self.model)
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtypes that a version must have: any, because a version is a copy of a checkpoint."""
+        return {}
+
+    def with_weights(self, folder: Path) -> RewardModel:
+        """Return a second model with the same settings and the weights and constants of another checkpoint.
+
+        Raises:
+            CheckpointError: architecture, head, names or shapes differ from this model's, or the file is damaged.
+        """
+        assert self.reload is not None
+        return self.reload(folder, like=self)
 
 
 class CriticModel:
@@ -122,12 +165,7 @@ class CriticModel:
 
     def check_finite(self) -> None:
         """Raise CheckpointError naming the first parameter that holds NaN or infinity."""
-        sums = {name: parameter.detach().sum() for name, parameter in self.model.named_parameters()}
-        # A sum is not finite if any element is NaN or infinite; it costs a tenth of `isfinite` on every element.
-        # All sums are checked together first, and one by one only to name the parameter.
-        if not torch.stack([value.double() for value in sums.values()]).isfinite().all():
-            name = next(name for name, value in sums.items() if not value.isfinite())
-            raise CheckpointError(f"{name} has values that are not finite")
+        check_finite(self.model)
 
     def own_weights(self) -> None:
         """Copy the weights to train out of the mapped file."""
@@ -167,6 +205,7 @@ def load_reward(
     folder: Path, *, device: str = "cpu", dtype: str = "float32", pooling: Pooling = "auto",
     attribute_weights: Sequence[float] | None = None, merge_attributes: bool = True,
     standardization: Standardization = "checkpoint", compile_forward: bool = False, group: RankGroup | None = None,
+    like: RewardModel | None = None,
 ) -> RewardModel:  # fmt: skip
     """Load a reward model from a checkpoint with a trained head of one or more labels (attributes).
 
@@ -178,21 +217,30 @@ def load_reward(
         standardization: `checkpoint` (config.json's `reward_standardization`), `off`, or (mean, std).
         compile_forward: apply torch.compile to the body.
         group: load this rank's part of the model, on its device instead of `device`.
+        like: a model that was loaded with the same settings; load other weights of it.
 
     Raises:
-        CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head.
+        CheckpointError: the folder is not a checkpoint, has no trained head, or a setting does not fit its head; or its
+            architecture or head differs from that of `like`.
     """
+    settings: dict[str, Any] = {
+        "device": device, "dtype": dtype, "pooling": pooling, "attribute_weights": attribute_weights,
+        "merge_attributes": merge_attributes, "standardization": standardization, "compile_forward": compile_forward,
+        "group": group,
+    }  # fmt: skip
     info = inspect_checkpoint(folder)
     head = reward_head(info)
+    copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
     weights = _attribute_weights(info, head, attribute_weights)
-    constants = _constants(info, standardization)
+    constants = constants_for(info, standardization)
     num_outputs = 1 if merge_attributes else head.num_labels
     device = device if group is None else str(group.device)
     outputs: Any
     skipped_pad_id = None
     if head.is_plain:
-        model = load_token_model(info, read_head(info, head), dtype, group)
-        outputs = TokenHead(model.to(device), compile_forward=compile_forward)
+        model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
+        known = None if like is None or copied is None else like._token_head
+        outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
         if pooling == "auto":
             pooling = "last"
             skipped_pad_id = _skipped_pad_id(outputs, head)
@@ -202,14 +250,16 @@ def load_reward(
                 f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set "
                 "tensor_parallel: 1"
             )
-        outputs = _load_pooled(info, head, device, dtype, pooling)
+        outputs = _load_pooled(info, head, device, dtype, pooling) if copied is None else copied
         if compile_forward:
             compile_body(outputs, lambda ids, attention: outputs(input_ids=ids, attention_mask=attention))
     merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
-    return RewardModel(
+    reward = RewardModel(
         outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,
-        constants=constants, skipped_pad_id=skipped_pad_id,
+        constants=constants, skipped_pad_id=skipped_pad_id, origin=info,
     )  # fmt: skip
+    reward.reload = functools.partial(load_reward, **settings)
+    return reward
 
 
 def load_critic(
@@ -227,7 +277,7 @@ def load_critic(
         CheckpointError: the folder is not a checkpoint, or its body does not fit the architecture it names.
     """
     info = inspect_checkpoint(folder)
-    constants = _constants(info, standardization)
+    constants = constants_for(info, standardization)
     head = None if info.head is None or not info.head.is_plain else read_head(info, info.head)
     if info.head is None:
         note = "the checkpoint has no head: the value head starts at 0"
@@ -322,7 +372,8 @@ def _attribute_weights(info: CheckpointInfo, head: Head, given: Sequence[float] 
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def _constants(info: CheckpointInfo, setting: Standardization) -> Constants:
+def constants_for(info: CheckpointInfo, setting: Standardization) -> Constants:
+    """Return the constants of standardisation that `setting` selects; see `load_reward`."""
     if setting == "off":
         return Constants()
     if setting == "checkpoint":

@@ -44,6 +44,25 @@ def linear_head(model: Any) -> nn.Linear | None:
     return head if float((ours - own).abs().max()) <= TOLERANCE * max(1.0, float(own.abs().max())) else None
 
 
+def keep_outputs(model: Any, ids: Sequence[int]) -> None:
+    """Replace the output layer of a causal LM by the rows of the tokens `ids`, in fp32: logits become `[B, S, A]`.
+
+    Raises:
+        ValueError: an id is outside the vocabulary, or the logits are not a linear function of the hidden states.
+    """
+    head = linear_head(model)
+    if head is None:
+        raise ValueError("its logits are more than a linear layer over the hidden states, such as capped")
+    wrong = [i for i in ids if not 0 <= i < head.out_features]
+    if wrong:
+        raise ValueError(f"token {wrong[0]} is outside the vocabulary [0, {head.out_features})")
+    rows = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, dtype=torch.float32)
+    rows.weight = nn.Parameter(head.weight.detach()[list(ids)].float())
+    if head.bias is not None:
+        rows.bias = nn.Parameter(head.bias.detach()[list(ids)].float())
+    model.set_output_embeddings(rows)
+
+
 def head_logprobs(
     hidden: Tensor, head: nn.Linear, targets: Tensor, *, temperature: float, banned_token_ids: Sequence[int] = (),
     with_entropy: bool = False,

@@ -42,23 +42,26 @@ class TokenHead:
         if compile_forward:
             compile_body(model, self)
 
-    def __call__(self, ids: Tensor, attention: Tensor) -> Tensor:
-        """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens."""
+    def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+        """Return outputs `[B, S, A]` of `ids` `[B, S]`, padded on the right; `attention` `[B, S]` is 1 at tokens.
+
+        `types`: `token_type_ids` `[B, S]`, for a body that has them.
+        """
         if self._layered:  # layers between body and head, as in ModernBERT's token classification class
-            return self.model(input_ids=ids, attention_mask=attention).logits
+            return self.model(input_ids=ids, attention_mask=attention, **types).logits
         if self.lean is not None and not torch.is_grad_enabled():
             hidden = self.lean.hidden(ids)
         elif self.is_causal:
             hidden = self.model.base_model(input_ids=ids, use_cache=False)[0]
         else:
-            hidden = self.model.base_model(input_ids=ids, attention_mask=attention)[0]
+            hidden = self.model.base_model(input_ids=ids, attention_mask=attention, **types)[0]
         return self.head(hidden)
 
-    def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor) -> Tensor:
+    def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, A]` at index length-1 of each row."""
         if self.lean is not None and not torch.is_grad_enabled():
             return self.head(self.lean.last_hidden(ids, lengths))
-        return pool_last(self(ids, attention), lengths)
+        return pool_last(self(ids, attention, **types), lengths)
 
 
 def head_of(model: Any) -> torch.nn.Linear:

@@ -1,5 +1,6 @@
-"""Reward functions: a function takes a `Sample` and returns a number."""
+"""Reward functions: a function takes a `Sample`, or all samples of a group, and returns a number for each."""
 
-from python_backend.rewards.function import Sample
+from python_backend.rewards.counts import count
+from python_backend.rewards.function import BadOption, Sample
 
-__all__ = ["Sample"]
+__all__ = ["BadOption", "Sample", "count"]

@@ -1,17 +1,20 @@
-"""Reward functions: their argument `Sample`, how they are imported, and which return values are valid.
+"""Reward functions: their arguments, how they are imported and configured, and which return values are valid.
 
 Imports only the standard library, so that worker processes start fast.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import math
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +27,18 @@ RESPONSE_KEY = "response"
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
+TIMEOUT_OPTION = "timeout_s"  # parameter by which a class receives the time limit of its calls
+
+
+Function = Callable[[Any], Any]  # of a `Sample`; a groupwise function, of a list of them
 
 
 class FunctionError(RlhfError, ValueError):
-    """A reward function cannot be imported; the message names the function and the cause."""
+    """A reward function cannot be imported, or refuses its options; the message names the function and the cause."""
+
+
+class BadOption(RlhfError, ValueError):
+    """A function refuses an option; the message begins with the option's name. Raised by a class with options."""
 
 
 class BadScore(RlhfError, ValueError):
@@ -69,8 +80,14 @@ def with_absolute_path(spec: str, place: Callable[[Path], Path]) -> str:
     return f"{place(Path(found['file']))}:{found['name']}" if found else spec
 
 
-def load_function(spec: str) -> Callable[[Sample], Any]:
-    """Import and return the function that `spec` names. Raises FunctionError if that fails for any reason."""
+def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeout_s: float = 0.0) -> Function:
+    """Import what `spec` names, and return it as a function of one argument.
+
+    A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
+    `options`, and called; a parameter `timeout_s` receives the time limit of a call.
+
+    Raises FunctionError if that fails for any reason, or an option is unknown or missing.
+    """
     check_spec(spec)
     source, _, name = spec.rpartition(":")
     try:
@@ -83,17 +100,51 @@ def load_function(spec: str) -> Callable[[Sample], Any]:
             f"has no {name!r}" if function is None else f"defines {name!r} as {type(function).__name__}, not a function"
         )
         raise FunctionError(f"{spec} cannot be imported: {source} {what}")
-    return function
+    return _configured(spec, function, dict(options or {}), timeout_s)
 
 
-def score(function: Callable[[Sample], Any], sample: Sample) -> float:
-    """Return the function's score of one sample.
+def _configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:
+    is_class = isinstance(function, type)
+    if not is_class and not options:
+        return function  # whatever its signature
+    try:
+        signature = inspect.signature(function)
+        if is_class and TIMEOUT_OPTION in signature.parameters:
+            options[TIMEOUT_OPTION] = timeout_s
+        _check_names(options, [*signature.parameters.values()][0 if is_class else 1 :])
+        return function(**options) if is_class else functools.partial(function, **options)
+    except BadOption as error:
+        raise FunctionError(f"{spec}: options.{error}") from error
+    except BaseException as error:  # user code, as above
+        raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
 
-    Raises:
-        BadScore: the return value is not a number, or not finite.
-        BaseException: anything that the function raises.
-    """
-    value = function(sample)
+
+def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Raise BadOption for an option that is none of `parameters`, and for one that is missing."""
+    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    valid = [each.name for each in named]
+    unknown = sorted(options.keys() - set(valid))
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        near = difflib.get_close_matches(unknown[0], valid, 1)
+        names = ", ".join(name for name in valid if name != TIMEOUT_OPTION) or "none"
+        raise BadOption(f"{unknown[0]}: unknown; " + (f"did you mean {near[0]}?" if near else f"the options: {names}"))
+    for each in named:
+        if each.default is each.empty and each.name not in options:
+            raise BadOption(f"{each.name}: missing")
+
+
+def group_scores(value: Any, size: int) -> list[Any]:
+    """Return what a groupwise function returned as a list of `size`; raise BadScore unless it has one item per row."""
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        raise BadScore(f"the function returned {value!r:.80}, but it must return {size} numbers, one per response")
+    scores = list(value)
+    if len(scores) != size:
+        raise BadScore(f"the function returned {len(scores)} scores for a group of {size}")
+    return scores
+
+
+def checked(value: Any) -> float:
+    """Return a score as a float. Raises BadScore if it is not a number, or not finite."""
     if isinstance(value, (str, bytes)) or value is None:
         raise BadScore(f"the function returned {value!r:.80}, but it must return a number")
     try:

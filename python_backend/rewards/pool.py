@@ -1,4 +1,6 @@
-"""Pool of worker processes for one reward function; killing a worker loses only the sample that it was scoring.
+"""Pool of worker processes for one reward function; killing a worker loses only the group that it was scoring.
+
+A group is the list of samples that the function receives at once: one, unless the function is groupwise.
 
 Unlike multiprocessing's pools and queues, workers share no locks: each has its own thread, process and socket, so any
 of them can be killed at any time.
@@ -19,8 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,18 @@ class ScoreOutcome:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class FunctionCall:
+    """How a function is called."""
+
+    spec: str
+    timeout_s: float
+    """Time limit for one group, counted from when a worker starts to score it."""
+    groupwise: bool = False
+    """Whether it receives all samples of a group as one list."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 class WorkerDied(RlhfError):
     """The worker process has ended; the message says how."""
 
@@ -53,7 +67,9 @@ class PoolClosed(RuntimeError):
 class Worker:
     """One process that has imported the function."""
 
-    def __init__(self, spec: str, wanted: Callable[[], bool], *, start_limit_s: float, memory_mib: int) -> None:
+    def __init__(
+        self, call: FunctionCall, wanted: Callable[[], bool], *, start_limit_s: float, memory_mib: int
+    ) -> None:
         """Start the process and wait until it has imported the function.
 
         Args:
@@ -65,7 +81,7 @@ class Worker:
             FunctionError: the function cannot be imported within `start_limit_s`.
             PoolClosed: the pool was closed while the worker was starting.
         """
-        self._wanted = wanted
+        spec, self._wanted, self._limit_s = call.spec, wanted, call.timeout_s
         self._channel, theirs = socket.socketpair()
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
             arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
@@ -76,6 +92,7 @@ class Worker:
                 start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
+            self._send({name: value for name, value in asdict(call).items() if name != "spec"}, start_limit_s)
             answer = self._read(start_limit_s)
         except (WorkerDied, TimeoutError) as error:
             self.kill()
@@ -88,23 +105,20 @@ class Worker:
             self.kill()
             raise FunctionError(answer["error"])
 
-    def run(self, sample: Sample, limit_s: float) -> ScoreOutcome:
-        """Score one sample and return the result. If this raises, the caller must kill the worker.
+    def run(self, group: list[Sample]) -> tuple[list[ScoreOutcome], dict[str, float]]:
+        """Score one group; return the outcome of each sample, and what the function has counted.
+
+        If this raises, the caller must kill the worker.
 
         Raises:
-            TimeoutError: scoring took longer than `limit_s`.
+            TimeoutError: scoring took longer than the limit.
             WorkerDied: the process ended.
             PoolClosed: the pool was closed while the worker was scoring.
         """
         started = time.monotonic()
-        self._channel.settimeout(limit_s)
-        try:
-            send_frame(self._channel, asdict(sample))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise WorkerDied(self._obituary()) from error
-        return ScoreOutcome(**self._read(max(0.0, limit_s - (time.monotonic() - started))))
+        self._send({"samples": [asdict(sample) for sample in group]}, self._limit_s)
+        answer = self._read(max(0.0, self._limit_s - (time.monotonic() - started)))
+        return [ScoreOutcome(**result) for result in answer["results"]], answer["counts"]
 
     def kill(self) -> None:
         """Kill the process and everything it started (its process group), and wait until it has ended."""
@@ -112,6 +126,15 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+    def _send(self, message: dict[str, Any], limit_s: float) -> None:
+        self._channel.settimeout(limit_s)
+        try:
+            send_frame(self._channel, message)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise WorkerDied(self._obituary()) from error
 
     def _read(self, limit_s: float) -> dict[str, Any]:
         deadline = time.monotonic() + limit_s
@@ -140,42 +163,42 @@ class Worker:
         return f"the worker process {'closed its socket' if code is None else how_ended(code)}"
 
 
-Pending = tuple[Sample, Callable[[ScoreOutcome], None]]
+Pending = tuple[list[Sample], Callable[[list[ScoreOutcome]], None]]
 
 
 class FairQueue:
-    """Queue that takes one sample of each request in turn, so that a large request does not delay small ones."""
+    """Queue that takes one group of each request in turn, so that a large request does not delay small ones."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = 0  # in samples
         self._requests: collections.deque[collections.deque[Pending]] = collections.deque()
         self._closed = False
         self._changed = threading.Condition()
 
-    def put(self, samples: Iterable[Pending]) -> None:
-        """Append the samples of one request."""
+    def put(self, groups: Iterable[Pending]) -> None:
+        """Append the groups of one request."""
         with self._changed:
-            waiting = collections.deque(samples)
+            waiting = collections.deque(groups)
             if waiting:
                 self._requests.append(waiting)
-                self.size += len(waiting)
+                self.size += sum(len(group) for group, _ in waiting)
                 self._changed.notify_all()
 
     def get(self) -> Pending | None:
-        """Wait for a sample and return it with its callback; return None once the queue is closed."""
+        """Wait for a group and return it with its callback; return None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._requests or self._closed)
             if self._closed:
                 return None
             waiting = self._requests.popleft()
-            sample = waiting.popleft()
+            group = waiting.popleft()
             if waiting:
                 self._requests.append(waiting)
-            self.size -= 1
-            return sample
+            self.size -= len(group[0])
+            return group
 
     def close(self) -> None:
-        """Close the queue; samples that are still waiting are dropped."""
+        """Close the queue; groups that are still waiting are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -186,29 +209,30 @@ class WorkerPool:
 
     def __init__(
         self,
-        spec: str,
+        call: FunctionCall,
         *,
         num_workers: int,
-        timeout_s: float,
         memory_mib: int = MEMORY_MIB,
         start_limit_s: float = START_LIMIT_S,
+        counted: Callable[[Mapping[str, float]], None] = lambda counts: None,
     ) -> None:
         """Start the workers and return when each has imported the function.
 
         Args:
-            timeout_s: time limit for one sample, counted from when a worker starts to score it.
             memory_mib: memory limit of a worker.
             start_limit_s: time limit for a worker's start, imports included.
+            counted: receives what the function counted while it scored a group, before the group's outcomes are
+                reported, from a thread of the pool.
 
         Raises:
-            FunctionError: the function cannot be imported; no process is left running.
+            FunctionError: the function cannot be imported or refuses its options; no process is left running.
         """
-        self._timeout_s = timeout_s
+        self._timeout_s, self._counted = call.timeout_s, counted
         self._closed = threading.Event()
         self._start = functools.partial(
-            Worker, spec, lambda: not self._closed.is_set(), start_limit_s=start_limit_s, memory_mib=memory_mib
+            Worker, call, lambda: not self._closed.is_set(), start_limit_s=start_limit_s, memory_mib=memory_mib
         )
-        self._samples = FairQueue()
+        self._groups = FairQueue()
         self._started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, name=f"worker-{i}", daemon=True) for i in range(num_workers)
@@ -223,25 +247,25 @@ class WorkerPool:
     @property
     def num_waiting(self) -> int:
         """Number of samples that no worker has started to score."""
-        return self._samples.size
+        return self._groups.size
 
-    def submit(self, samples: Iterable[Pending]) -> None:
-        """Queue the samples of one request, to be scored in turn with those of other requests.
+    def submit(self, groups: Iterable[Pending]) -> None:
+        """Queue the groups of one request, to be scored in turn with those of other requests.
 
-        Each sample comes with a callback, which is called once with the outcome, from a thread of the pool. It is not
-        called for samples that are dropped because the pool closes.
+        Each group comes with a callback, which is called once with the outcomes, from a thread of the pool. It is not
+        called for groups that are dropped because the pool closes.
         """
-        self._samples.put(samples)
+        self._groups.put(groups)
 
     def close(self) -> None:
-        """Kill all workers immediately; unfinished samples are dropped."""
+        """Kill all workers immediately; unfinished groups are dropped."""
         self._closed.set()
-        self._samples.close()
+        self._groups.close()
         for thread in self._threads:
             thread.join()
 
     def _serve(self) -> None:
-        """Run one worker, in its thread. If the worker was killed, start another when the next sample arrives."""
+        """Run one worker, in its thread. If the worker was killed, start another when the next group arrives."""
         worker = None
         try:
             try:
@@ -250,34 +274,37 @@ class WorkerPool:
             except Exception as error:  # thread edge: the constructor raises it
                 self._started.put(error)
                 return
-            while (item := self._samples.get()) is not None:
-                sample, done = item
+            while (item := self._groups.get()) is not None:
+                group, done = item
                 try:
                     worker = worker or self._start()
-                    outcome, worker = self._run(worker, sample)
+                    outcomes, worker = self._run(worker, group)
                 except PoolClosed:
                     return
-                except Exception as error:  # thread edge: if the thread died, its sample would have no outcome
-                    outcome = ScoreOutcome(error=str(error) or type(error).__name__)
-                done(outcome)
+                except Exception as error:  # thread edge: if the thread died, its group would have no outcome
+                    outcomes = [ScoreOutcome(error=str(error) or type(error).__name__)] * len(group)
+                done(outcomes)
         finally:
             if worker is not None:
                 worker.kill()
 
-    def _run(self, worker: Worker, sample: Sample) -> tuple[ScoreOutcome, Worker | None]:
-        """Return `(outcome, worker)`; the worker is None if it was killed."""
+    def _run(self, worker: Worker, group: list[Sample]) -> tuple[list[ScoreOutcome], Worker | None]:
+        """Return `(outcomes, worker)`; the worker is None if it was killed."""
         healthy = False
         try:
-            outcome = worker.run(sample, self._timeout_s)
+            outcomes, counts = worker.run(group)
             healthy = True
-            return outcome, worker
+            if counts:
+                self._counted(counts)
+            return outcomes, worker
         except TimeoutError:
-            return ScoreOutcome(error=f"took longer than {self._timeout_s:g} s and was killed"), None
-        except WorkerDied as error:
-            return ScoreOutcome(error=str(error)), None
+            error = f"took longer than {self._timeout_s:g} s and was killed"
+        except WorkerDied as death:
+            error = str(death)
         finally:
             if not healthy:
                 worker.kill()
+        return [ScoreOutcome(error=error)] * len(group), None
 
 
 def interpreter() -> str:

@@ -1,7 +1,9 @@
 """Worker process of a reward function: `python -m python_backend.rewards.worker SPEC FD MEMORY_MIB`.
 
-Receives samples over the socket `FD`, one at a time, and replies with `{"score": …}` or `{"error": …}`. Ends when its
-parent ends. The function runs in the main thread and may crash the process; the pool then starts another process.
+Receives the function's settings over the socket `FD`, then groups of samples, one group at a time (a group has one
+sample unless the function is groupwise), and replies with `{"score": …}` or `{"error": …}` of each sample and with what
+the function has counted. Ends when its parent ends. The function runs in the main thread and may crash the process; the
+pool then starts another process.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from python_backend.rewards.function import FunctionError, Sample, describe, load_function, score
+from python_backend.rewards.counts import take_counts
+from python_backend.rewards.function import (
+    Function,
+    FunctionError,
+    Sample,
+    checked,
+    describe,
+    group_scores,
+    load_function,
+)
 
 HEADER = struct.Struct("!I")  # a frame's length in bytes
 
@@ -70,6 +81,22 @@ def _bound_memory(memory_mib: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+def score_group(function: Function, samples: list[Sample], *, groupwise: bool) -> list[dict[str, Any]]:
+    """Return the score or the error of each sample."""
+    try:
+        scores = group_scores(function(samples), len(samples)) if groupwise else [function(samples[0])]
+    except BaseException as error:  # process edge: anything the function raises, even SystemExit, fails these samples
+        return [{"error": describe(error)}] * len(samples)
+    return [_result(score) for score in scores]
+
+
+def _result(score: Any) -> dict[str, Any]:
+    try:
+        return {"score": checked(score)}
+    except Exception as error:  # process edge: the score may be an object of the user's
+        return {"error": describe(error)}
+
+
 def main(argv: list[str]) -> int:
     """Score samples until the socket is closed, then return 0; return 1 if the function cannot be imported."""
     spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
@@ -78,8 +105,9 @@ def main(argv: list[str]) -> int:
     _watch_the_server(channel)
     _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
+    settings = receive_frame(channel)
     try:
-        function = load_function(spec)
+        function = load_function(spec, settings["options"], timeout_s=settings["timeout_s"])
     except FunctionError as error:
         send_frame(channel, {"error": str(error)})
         return 1
@@ -89,11 +117,9 @@ def main(argv: list[str]) -> int:
             message = receive_frame(channel)
         except (EOFError, OSError):
             return 0
-        try:
-            answer: dict[str, Any] = {"score": score(function, Sample(**message))}
-        except BaseException as error:  # process edge: anything the function raises, even SystemExit, fails this sample
-            answer = {"error": describe(error)}
-        send_frame(channel, answer)
+        samples = [Sample(**sample) for sample in message["samples"]]
+        results = score_group(function, samples, groupwise=settings["groupwise"])
+        send_frame(channel, {"results": results, "counts": take_counts()})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Triton model of a reward function: worker processes score the rows; the reply is sent when the last row is done.
 
+A groupwise function receives the rows of a request that have the same group id, or prompt, at once.
+
 Replies with `reward_component` FP32 [B, 1], NaN for a row without a score, and `reward_error` BYTES [B, 1]: why
 the row has no score, empty if it has one. Imports no torch.
 """
@@ -7,22 +9,26 @@ the row has no score, empty if it has one. Imports no torch.
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from python_backend.checkpoints.tokenization import TextCodec
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, TextCodec
 from python_backend.rewards.function import Sample
-from python_backend.rewards.pool import ScoreOutcome, WorkerPool
-from python_backend.serving.requests import LONGEST_ROW_TOKENS, request_limits
+from python_backend.rewards.groups import BadGroup, GroupKey, group_key
+from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
+from python_backend.serving.requests import request_limits
 from python_backend.serving.round_robin import RoundRobin
-from python_backend.serving.triton import Call, Parameters, log, log_error, refuse_numpy_2
+from python_backend.serving.triton import Call, NamedCounters, Parameters, log, log_error, refuse_numpy_2
 from python_backend.wire import contract
 
 # Token ids are not checked against the tokenizer: a policy's vocabulary may be padded beyond the tokenizer's.
 ANY_TOKEN = contract.Limits(vocab_size=2**31)
+
+FUNCTION_COUNTER = "rlhf_reward_function_total"  # metric, with a label `counter` for each name that is counted
 
 
 class TritonPythonModel:
@@ -36,11 +42,16 @@ class TritonPythonModel:
         self._most_waiting = parameters.number("max_waiting_rows")
         self._limits = request_limits(ANY_TOKEN, parameters)
         self._texts = RoundRobin("texts")
-        spec, workers = parameters.text("function"), parameters.number("workers")
-        timeout_s = float(parameters.text("timeout_s"))
-        memory_mib = parameters.number("memory_mib")
-        self._pool = WorkerPool(spec, num_workers=workers, timeout_s=timeout_s, memory_mib=memory_mib)
-        log(f"{parameters.model}: {spec} in {workers} worker processes, at most {timeout_s:g} s per sample")
+        self._groupwise = parameters.optional(contract.GROUPWISE) == "true"
+        call = FunctionCall(
+            parameters.text("function"), float(parameters.text("timeout_s")), self._groupwise,
+            json.loads(parameters.optional("options") or "{}"),
+        )  # fmt: skip
+        workers, memory_mib = parameters.number("workers"), parameters.number("memory_mib")
+        counters = NamedCounters(parameters.model, FUNCTION_COUNTER, "What the reward function counts", "counter")
+        self._pool = WorkerPool(call, num_workers=workers, memory_mib=memory_mib, counted=counters.add)
+        unit = "group" if self._groupwise else "sample"
+        log(f"{parameters.model}: {call.spec} in {workers} worker processes, at most {call.timeout_s:g} s per {unit}")
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: queue the requests for a background thread, which (de)tokenises their rows.
@@ -65,15 +76,33 @@ class TritonPythonModel:
                     "send fewer rows per request, or retry later"
                 )
             pending = PendingCall(call, len(samples))
-            self._pool.submit((sample, functools.partial(pending.done, i)) for i, sample in enumerate(samples))
+            groups, errors = self._groups(samples)
+            self._pool.submit(([samples[i] for i in rows], functools.partial(pending.done, rows)) for rows in groups)
+            for row, cause in errors.items():
+                pending.done([row], [ScoreOutcome(error=cause)])
         except Exception as error:  # thread edge: an error fails this request only
             _refuse(call, error)
+
+    def _groups(self, samples: list[Sample]) -> tuple[list[list[int]], dict[int, str]]:
+        """Return the rows of each group, in the order of the request, and the error of each row without a group."""
+        if not self._groupwise:
+            return [[i] for i in range(len(samples))], {}
+        groups: dict[GroupKey, list[int]] = {}
+        errors = {}
+        for i, sample in enumerate(samples):
+            try:
+                groups.setdefault(group_key(sample.metadata), []).append(i)
+            except BadGroup as error:
+                errors[i] = str(error)
+        return [*groups.values()], errors
 
     def _samples(self, call: Call) -> Generator[None, None, list[Sample]]:
         sentences, encoded = call.array(contract.SENTENCES), call.array(contract.METADATA)
         if sentences is not None:
-            contract.text_bytes(sentences, encoded, self._limits)
-            samples = [Sample(text) for text in contract.sentence_texts(sentences)]
+            pairs = call.array(contract.TEXT_PAIRS)
+            contract.text_bytes(sentences, encoded, self._limits, pairs)
+            texts = contract.sentence_texts(sentences)
+            samples = [Sample(a + b) for a, b in zip(texts, contract.pair_texts(pairs, len(texts)), strict=True)]
         else:
             given, lengths = call.array(contract.TOKENS), call.array(contract.SEQUENCE_LENGTHS)
             rows = contract.scoring_rows(given, lengths, limits=self._limits).tokens
@@ -89,7 +118,7 @@ class TritonPythonModel:
 
 
 class PendingCall:
-    """A request whose rows are being scored; the pool thread that completes the last row sends the reply."""
+    """A request whose rows are being scored; the thread that completes the last row sends the reply."""
 
     def __init__(self, call: Call, num_rows: int) -> None:
         self._call = call
@@ -97,11 +126,12 @@ class PendingCall:
         self._left = num_rows
         self._lock = threading.Lock()
 
-    def done(self, row: int, outcome: ScoreOutcome) -> None:
-        """Store the outcome of a row; if it was the last missing one, send the reply."""
+    def done(self, rows: Sequence[int], outcomes: Sequence[ScoreOutcome]) -> None:
+        """Store the outcomes of `rows`; if no other row is missing, send the reply."""
         with self._lock:
-            self._outcomes[row] = outcome
-            self._left -= 1
+            for row, outcome in zip(rows, outcomes, strict=True):
+                self._outcomes[row] = outcome
+            self._left -= len(rows)
             if self._left:
                 return
         try:

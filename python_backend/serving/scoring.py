@@ -22,7 +22,7 @@ from python_backend.models.batching import padded_width
 from python_backend.serving.round_robin import RoundRobin
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 from python_backend.serving.triton import Call, MetricCounters, Parameters, Unavailable, log_error
-from python_backend.wire.contract import Limits, ScoringRows
+from python_backend.wire.contract import COMPUTE_US, QUEUE_US, Limits, ScoringRows
 
 # Backpressure: while the backlog exceeds this many forward passes, `execute` blocks, so that further requests wait in
 # Triton's own queue, where Triton's limits on queue size and time apply.
@@ -46,10 +46,19 @@ class Scoring:
 
     call: Call
     rows: ScoringRows
-    deadline: float | None  # by time.monotonic(); the request fails if its first forward pass has not started by then
+    received: float  # by time.monotonic()
+    deadline: float | None  # the request fails if its first forward pass has not started by then
     model: Any = None  # set when the first row runs, so that one weights version scores the whole request
     done: int = 0  # number of rows with an output
     outputs: list[np.ndarray | None] = field(default_factory=list)
+    times: np.ndarray | None = None  # float64 [B, 2]: seconds in the queue and in the forward pass; None: not wanted
+
+    def timing(self) -> dict[str, np.ndarray]:
+        """Return the outputs `queue_us` and `compute_us`, if wanted."""
+        if self.times is None:
+            return {}
+        microseconds = np.rint(self.times * 1e6).astype(np.int64)
+        return {QUEUE_US: microseconds[:, :1], COMPUTE_US: microseconds[:, 1:]}
 
 
 class ScoringModel:
@@ -200,7 +209,8 @@ class ScoringModel:
             return None
         timeout_s = call.timeout_s or self._timeout_s
         deadline = None if timeout_s is None else received + timeout_s
-        return Scoring(call, rows, deadline, outputs=[None] * len(rows.tokens))
+        times = None if call.wanted.isdisjoint((QUEUE_US, COMPUTE_US)) else np.zeros((len(rows.tokens), 2))
+        return Scoring(call, rows, received, deadline, outputs=[None] * len(rows.tokens), times=times)
 
     def _work(self) -> None:
         self.prepare_worker()
@@ -245,16 +255,20 @@ class ScoringModel:
             return
         rows = [scoring.rows.tokens[i] for scoring, i in batch]
         width = padded_width(max(row.size for row in rows), self._multiple, self.limits.max_length)
+        begin = time.monotonic()
         try:
             outputs = self.forward(model, rows, width)
         except Exception as error:  # process edge: only the requests in this forward pass fail
             self._fail(batch, error)
             return
+        duration = time.monotonic() - begin
         tokens = sum(row.size for row in rows)
         with self._changed:
             self._counters.add((1, len(rows), tokens, len(rows) * width - tokens))
             for (scoring, i), output in zip(batch, outputs, strict=True):
                 scoring.outputs[i] = output
+                if scoring.times is not None:
+                    scoring.times[i] = begin - scoring.received, duration
                 scoring.done += 1
                 if scoring.done == len(scoring.outputs):
                     self._done.put(scoring)
@@ -268,7 +282,7 @@ class ScoringModel:
                 if scoring is None:
                     return
                 try:
-                    scoring.call.answer(self.reply(scoring))
+                    scoring.call.answer({**self.reply(scoring), **scoring.timing()})
                 except Exception as error:  # thread edge: if the thread died, no request would ever get a reply
                     log_error(f"scoring: {type(error).__name__}: {error}")
                     scoring.call.fail(error)

@@ -17,8 +17,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from python_backend.errors import RlhfError
-from python_backend.wire.contract import ContractError
+from python_backend.wire.contract import OPTIONAL_OUTPUTS, UNNAMED, ContractError
 from python_backend.wire.printable import printable
+
+MAX_NAMES = 50  # counters that a reward function may have
 
 
 class Parameters:
@@ -69,8 +71,9 @@ class Call:
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
         self.answered = False
-        self.wanted: frozenset[str] = frozenset(request.requested_output_names())
-        """Names of the outputs that the caller requested; all outputs of the model if it named none."""
+        wanted = frozenset(request.requested_output_names())
+        self.wanted: frozenset[str] = wanted - OPTIONAL_OUTPUTS if UNNAMED in wanted else wanted
+        """Names of the outputs that the caller requested; all outputs but the optional ones if it named none."""
 
     def array(self, name: str) -> np.ndarray | None:
         """Return an input tensor, or None if the request does not have it."""
@@ -172,6 +175,28 @@ class MetricCounters:
                 metric.increment(amount)
 
 
+class NamedCounters:
+    """Counters of one family that get their names as they come, as values of a label."""
+
+    def __init__(self, model: str, family: str, description: str, label: str) -> None:
+        self._model, self._label = model, label
+        self._family = _family(family, description, pb_utils.MetricFamily.COUNTER)
+        self._metrics: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def add(self, amounts: Mapping[str, float]) -> None:
+        """Add one amount to each named counter: one round trip to the server for each. Thread-safe.
+
+        Names beyond the first `MAX_NAMES` are ignored, because the server keeps every metric for ever.
+        """
+        with self._lock:
+            for name, amount in amounts.items():
+                if name not in self._metrics and len(self._metrics) < MAX_NAMES:
+                    self._metrics[name] = self._family.Metric(labels={"model": self._model, self._label: name})
+                if name in self._metrics:
+                    self._metrics[name].increment(amount)
+
+
 class Gauge:
     """A gauge in the server's Prometheus metrics."""
 
@@ -184,7 +209,11 @@ class Gauge:
 
 
 def _metric(model: str, name: str, description: str, kind: Any) -> Any:
-    """Create a metric whose family is never freed.
+    return _family(name, description, kind).Metric(labels={"model": model})
+
+
+def _family(name: str, description: str, kind: Any) -> Any:
+    """Create a family of metrics that is never freed.
 
     Freeing a family removes its metrics from the server, although the model's next process may already be counting in
     them. Freeing it at unload, together with the model, is worse: by then the stub has closed its connection to the
@@ -192,7 +221,7 @@ def _metric(model: str, name: str, description: str, kind: Any) -> Any:
     """
     family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))  # leaked on purpose: must survive interpreter shutdown, too
-    return family.Metric(labels={"model": model})
+    return family
 
 
 def log(message: str) -> None:

@@ -156,8 +156,8 @@ class Journal(JournalState):
             refuse_superseded(sender, owners, self.run_id)
             # Same session and same count as the newest rewind: its duplicate, as a new request increments the count.
             if sender is not None and owners[:1] == [str(sender)]:
-                newest = max(self._known_rewinds())
-                if newest.target == target and not self._has_failed(newest):
+                newest = self._newest_rewind()
+                if newest and newest.target == target and not self._has_failed(newest):
                     return newest
             pending = self._rewind_under_way()
             if pending is not None and pending.target == target:
@@ -308,7 +308,9 @@ class Journal(JournalState):
 
     def _append(self, kind: Kind, step: int, *, target: int = -1, content: dict[str, Any] | None = None) -> Entry:
         # Ranks start at 1, because the training entry of the step has rank 0 and is processed first.
-        rank = 1 + max((entry.rank for entry in self._known_entries() if entry.step == step), default=0)
+        same = {entry for entry in self._known_entries() if entry.step == step}
+        earlier = same | self._known_rewinds() if kind == "rewind" else same  # a rewind ranks above all before it
+        rank = 1 + max((entry.rank for entry in earlier), default=0)
         entry = Entry(step, rank, kind, target)
         durable.make_folder(self._entries)
         durable.create_file(self._entries / entry.name, json.dumps(content or {}).encode())

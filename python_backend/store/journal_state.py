@@ -64,7 +64,7 @@ class JournalState:
 
     def owners(self, rewind: Entry | None = None) -> list[str]:
         """Return the owners of the run (`<session>/<n>`) as of `rewind` (default: the newest rewind), newest first."""
-        newest = rewind or max(self._known_rewinds(), default=None)
+        newest = rewind or self._newest_rewind()
         if newest is None:
             return []
         result = read_json(self._result_path(newest))
@@ -137,6 +137,10 @@ class JournalState:
                     "the last rewind owns the run, and all others must stop"
                 )
         return ""
+
+    def _newest_rewind(self) -> Entry | None:
+        # By rank: after a rewind from step 9 to 5, one that is accepted at step 7 is newer.
+        return max(self._known_rewinds(), key=lambda entry: (entry.rank, entry.step), default=None)
 
     def _known_rewinds(self) -> set[Entry]:
         return entries_in(self._entries, kind="rewind") | entries_in(self._results, RESULT_SUFFIX, "rewind")

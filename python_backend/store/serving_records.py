@@ -1,4 +1,4 @@
-"""Records of the critic's instances: which version each serves, and whether it is alive.
+"""Records of a model's instances: which version each serves, and whether it is alive.
 
 Each instance writes one small file in a folder that servers and sidecar share, so readers need no connection to the
 servers.
@@ -22,7 +22,7 @@ STOPPED = ("T", "t")  # process states: suspended by a signal, by a debugger
 
 @dataclass(frozen=True)
 class ServingRecord:
-    """State of one critic instance, written by the instance."""
+    """State of one instance of a model, written by the instance."""
 
     instance: str
     host: str

@@ -1,4 +1,4 @@
-"""The weights store: numbered, immutable versions of the critic's weights; CURRENT names the version to serve.
+"""The weights store: numbered, immutable versions of a model's weights; CURRENT names the version to serve.
 
 Does not import torch, because servers, the sidecar and the tools all use it.
 
@@ -43,7 +43,7 @@ class Manifest:
 
     version: int
     run_id: str
-    step: int  # number of critic updates in these weights
+    step: int  # number of critic updates in these weights; 0 for a reward model
     sha256: str  # of model.safetensors; of `files`, if there are several
     tensors: dict[str, list[Any]]  # name -> [dtype, shape]
     parent: int | None  # version that these weights were trained or copied from

@@ -32,14 +32,38 @@ SEQUENCE_LENGTHS = "sequence_lengths"  # INT64 [B, 1]
 # BYTES [B, 1], UTF-8; takes precedence over tokens. The reward model's tokenizer adds its special tokens unless
 # `reward.add_special_tokens` is false. The critic's adds none: its values must belong to the policy's tokens.
 SENTENCES = "sentences"
-METADATA = "metadata"  # BYTES [B, 1], a JSON object per row; its `messages`: the chat that the sentence replies to
+# BYTES [B, 1], optional, with `sentences`: the second text of each row, empty for none. Needs `reward.text: pair`.
+TEXT_PAIRS = "text_pairs"
+METADATA = "metadata"  # BYTES [B, 1], a JSON object per row
+MESSAGES = "messages"  # key in `metadata`: the chat that the sentence replies to
 PROMPT_LENGTHS = "prompt_lengths"  # INT64 [B, 1], optional: number of leading prompt tokens in each row
+STORE = "store"  # parameter: weights store that the versions come from; a reward model may have none
 REWARDS = "rewards"  # FP32 [B, 1]; [B, A] if the attributes are not merged
+# FP32 [B, A]: the checkpoint's labels in the order of their ids, from scores before merging and standardisation.
+PROBABILITIES = "probabilities"
+LABELS = "labels"  # parameter, JSON list: the A names
+# INT64 [B, 1], microseconds: from the arrival of the request in the model's process to the start of the row's forward
+# pass, tokenisation included, and duration of that forward pass. Triton's own queue is not included.
+QUEUE_US = "queue_us"
+COMPUTE_US = "compute_us"
+# Declared and never sent. A request that names no outputs gets all of them from Triton, so it is known by this one; it
+# receives none of the optional ones.
+UNNAMED = "no_outputs_named"
+OPTIONAL_OUTPUTS = frozenset({PROBABILITIES, QUEUE_US, COMPUTE_US, UNNAMED})
+# Only of a process reward (`reward.process`), whose `rewards` aggregate each row's steps:
+TOKEN_REWARDS = "token_rewards"  # FP32 [B, S]: index t is the reward given at token t of the scored row, 0 where none
+STEP_REWARDS = "step_rewards"  # FP32 [B, K], K: most steps of a row; 0 behind a row's last step
+STEP_ENDS = "step_ends"  # INT64 [B, K]: token that ends step k; of a sentence, characters up to its end; -1 behind
+PROCESS = "process"  # parameter: granularity of a process reward, `step` or `token`
+# In the error message of a reward that a row of tokens alone cannot be sent to; health probes recognise it.
+NEEDS_MORE = "needs more than a row of tokens"
+TEXTS_ONLY = "texts_only"  # parameter: `true` if the reward scores only sentences
 AFTER_CRITIC = "after_critic"  # INT64 [B, 1]; makes Triton run reward_model after critic in critic_infer
 AFTER_COMPONENT = "after_component"  # FP32 [B, 1]; makes Triton run the models of a reward mixture in order
 REWARD_COMPONENTS = "reward_components"  # FP32 [B, C], NaN where scoring failed; also the parameter with the C names
 REWARD_ERRORS = "reward_errors"  # BYTES [B, 1], UTF-8, empty where every component has a score
 REWARD_WEIGHTS = "reward_weights"  # parameter: the components' weights
+GROUPWISE = "groupwise"  # parameter: "true" if a reward function needs all responses to a prompt in one request
 VALUES = "values"  # FP32 [B, S]
 RESPONSE_VALUES = "response_values"  # FP32 [B, R], R: longest response; index t is the value before response token t
 # FP32 [B, S]: index t is the log-prob of token t+1, -inf for a banned token; 0 from each row's last token on.
@@ -47,6 +71,7 @@ LOGPROBS = "logprobs"
 TEMPERATURE = "temperature"  # parameter: sampling temperature of the log-probs
 BANNED_TOKEN_IDS = "banned_token_ids"  # parameter, JSON list: ids that are never sampled
 CHECKPOINT_FINGERPRINT = "checkpoint_fingerprint"  # parameter: fingerprint of the reference weights
+REWARD_VERSION = "reward_version"  # INT64 [B, 1]: weights version that scored the row; only with `reward.store`
 WEIGHTS_VERSION = "weights_version"  # INT64 [B, 1]; [1] for critic_train and critic_save
 
 RETURNS = "returns"  # FP32 [N, S-1]; packed: [1, T-N]
@@ -85,16 +110,27 @@ class StepConflict(ContractError):
 
 
 @dataclass(frozen=True)
+class RowSteps:
+    """The K steps of one row that a process reward scores; each array is int64 `[K]`, ascending."""
+
+    read_at: np.ndarray  # index in the row as it is scored, which may have marks that the request has not
+    token_places: np.ndarray  # index of the step's reward in `token_rewards`
+    ends: np.ndarray  # the step's end as `step_ends` returns it
+
+
+@dataclass(frozen=True)
 class ScoringRows:
     """Rows to score.
 
     `tokens[i]` is int64 `[length_i]`, unpadded. `width` is S, the padded length of the rows in the reply.
-    `prompt_lengths` is int64 `[B]` with values in [1, length_i], or None.
+    `prompt_lengths` is int64 `[B]` with values in [1, length_i], or None. `steps[i]` are the steps of row i for a
+    process reward, otherwise empty.
     """
 
     tokens: list[np.ndarray]
     width: int
     prompt_lengths: np.ndarray | None = None
+    steps: tuple[RowSteps, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,10 +252,12 @@ def optional_counts(name: str, array: np.ndarray | None) -> list[int] | None:
     return sorted({int(value) for value in array})
 
 
-def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits) -> int:
-    """Return the number of bytes of a request's sentences and metadata. Raises ContractError if they exceed a limit."""
+def text_bytes(
+    sentences: np.ndarray, metadata: np.ndarray | None, limits: Limits, pairs: np.ndarray | None = None
+) -> int:
+    """Return the number of bytes of a request's texts and metadata. Raises ContractError if they exceed a limit."""
     total = 0
-    for name, array in ((SENTENCES, sentences), (METADATA, metadata)):
+    for name, array in ((SENTENCES, sentences), (TEXT_PAIRS, pairs), (METADATA, metadata)):
         for i, item in enumerate(() if array is None else array.flat):
             total += len(item)
             if len(item) > limits.max_sentence_bytes:
@@ -234,11 +272,20 @@ def text_bytes(sentences: np.ndarray, metadata: np.ndarray | None, limits: Limit
     return total
 
 
-def sentence_texts(sentences: np.ndarray) -> list[str]:
+def sentence_texts(sentences: np.ndarray, name: str = SENTENCES) -> list[str]:
     """Decode a BYTES `[B, 1]` tensor. Raises ContractError for another shape or text that is not UTF-8."""
     if sentences.ndim != 2 or sentences.shape[1] != 1 or sentences.shape[0] == 0:
-        raise ContractError(f"{SENTENCES}: shape {list(sentences.shape)}, must be [B, 1]")
-    return [_decode(f"{SENTENCES}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
+        raise ContractError(f"{name}: shape {list(sentences.shape)}, must be [B, 1]")
+    return [_decode(f"{name}[{i}]", item) for i, item in enumerate(sentences[:, 0])]
+
+
+def pair_texts(pairs: np.ndarray | None, rows: int) -> list[str]:
+    """Return the second text of each of `rows` sentences, empty for none. Raises ContractError if invalid."""
+    if pairs is None:
+        return [""] * rows
+    if pairs.shape != (rows, 1):
+        raise ContractError(f"{TEXT_PAIRS}: shape {list(pairs.shape)}, must be [{rows}, 1]")
+    return sentence_texts(pairs, TEXT_PAIRS)
 
 
 def metadata_rows(metadata: np.ndarray | None, rows: int) -> list[dict[str, Any]]:

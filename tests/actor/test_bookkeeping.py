@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import math
@@ -325,12 +326,14 @@ def test_saves_that_are_done_are_forgotten(tmp_path: Path, server: Server):
     run(whole())
 
 
-def validation(reward: float) -> Validation:
+def validation(reward: float, version: int | None = None) -> Validation:
     """As far as it is written down."""
     one, yes = torch.ones(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
     prompt = Prompt("1", "a", np.ones(1, np.int64))
     rollout = Rollout([prompt], torch.ones(1, 2, dtype=torch.int64), one + 1, one, yes)
     scores = Scores(torch.tensor([reward]), torch.zeros(1, 2), one, yes, [])
+    if version is not None:
+        scores = dataclasses.replace(scores, reward_versions=one * version)
     return Validation(rollout, scores, kl=0.5, explained_variance=None)
 
 
@@ -372,6 +375,19 @@ def test_a_validation_without_scores_does_not_replace_the_best(
     run(validates(0.1, 0.6))
     assert best_step(tmp_path) == 2
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["best.json", "model.safetensors"]
+
+
+def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: Server):
+    async def validates() -> list[int]:
+        book = books(tmp_path, server)
+        await book.resume()
+        best = []
+        for step, (reward, version) in enumerate([(0.9, 0), (0.5, 0), (0.1, 1), (0.3, 1), (0.2, 1)], 1):
+            await book.log_validation("between", step, validation(reward, version), seconds=0.1)
+            best.append(best_step(tmp_path))
+        return best
+
+    assert run(validates()) == [1, 1, 3, 4, 4]
 
 
 def test_what_a_killed_run_left_half_written_is_swept(tmp_path: Path, server: Server):

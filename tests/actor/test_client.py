@@ -227,7 +227,7 @@ def test_a_server_that_stays_away_is_an_error():
         async with FakeTriton() as server, client_of(server, max_outage_s=0.1) as client:
             await client.rewards(ROWS)
             await server.stop()
-            sentence = r"^reward_model: no healthy server for \d+ s \(actor\.client\.max_outage_s\)"
+            sentence = r"^reward_model: no healthy server for \d+ s \(max_outage_s\)"
             with pytest.raises(RequestFailed, match=sentence) as caught:
                 await client.rewards(ROWS)
             assert f"{server.url}: Connection refused; is `python -m tools serve` running there?" in str(caught.value)

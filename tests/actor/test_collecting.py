@@ -18,6 +18,7 @@ from actor.policy.policy import Policy
 from actor.run.collection import collect
 from actor.run.metrics import Timers
 from actor.scoring.client import RequestFailed
+from actor.scoring.mixture import RewardMixture
 from actor.scoring.reference import OwnReference
 from tests.support.settings import actor_section
 
@@ -39,12 +40,13 @@ class Server:
 
     has_critic = True
     rows_per_request = 1
+    mixture = RewardMixture()
 
     def __init__(self, answer: Callable[[], Any] = lambda: None) -> None:
         self.asked = 0
         self._answer = answer
 
-    async def score(self, rows: Rollout) -> Scores:
+    async def score(self, rows: Rollout, group_size: int = 1) -> Scores:
         self.asked += len(rows.prompts)
         answer = self._answer()
         if answer is not None:

@@ -15,7 +15,7 @@ from actor.algorithms import experience
 from actor.algorithms.advantages import KL_KINDS, explained_variance
 from actor.algorithms.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
 from actor.algorithms.methods import Method
-from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
 from tests.support.settings import actor_section
 
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
@@ -46,7 +46,7 @@ def make_batch(scored: ScoredRollout, **settings: Any) -> PPOBatch:
     """The batch under these settings of the actor, of the bare scores."""
     actor = actor_section(**settings)
     return experience.make_batch(
-        scored, method_of(**settings), rewards=scored.scores.rewards, kl_coef=actor.kl.coef,
+        scored, method_of(**settings), rewards=ShapedRewards(scored.scores.rewards), kl_coef=actor.kl.coef,
         responses_per_prompt=actor.algorithm.responses_per_prompt,
     )  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_distinct_bigrams_by_hand():
 
 def test_score_returns_are_the_score_at_each_response_token():
     scored = scored_rollout()
-    returns, mask = score_returns(scored.scores.rewards, scored.rollout)
+    returns, mask = score_returns(scored.scores, scored.rollout)
     assert torch.equal(mask, make_batch(scored, **SETTINGS).mask)
     assert returns[1].tolist() == [2, 2, 2, 0, 0]
 

@@ -45,20 +45,22 @@ def test_draining_servers_one_after_the_other_costs_nothing():
     scene(play)
 
 
-def test_a_server_with_another_tokenizer_does_not_come_back(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("setting", ["tokenizer_fingerprint", "text", "append_eos", "groupwise"])
+def test_a_server_whose_scores_mean_something_else_does_not_come_back(setting: str, caplog: pytest.LogCaptureFixture):
     async def play() -> None:
         async with FakeTriton() as first, FakeTriton() as second, client_of(first, second) as client:
+            first.parameters[setting] = second.parameters[setting] = "ours"
             await client.model_parameters(REWARD_MODEL)
             await second.stop()
             await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
-            second.parameters["tokenizer_fingerprint"] = "theirs"
+            second.parameters[setting] = "theirs"
             second.asked.clear()
             await second.start()
-            await until(lambda: "reward_model has tokenizer_fingerprint theirs" in caplog.text)
+            await until(lambda: f"reward_model has {setting} theirs" in caplog.text)
             await until(lambda: second.probes >= 5)
             await asyncio.gather(*(client.rewards(ROWS) for _ in range(4)))
             assert second.asked == []
-            second.parameters["tokenizer_fingerprint"] = "ours"
+            second.parameters[setting] = "ours"
             while not second.asked:
                 await client.rewards(ROWS)
 

@@ -174,9 +174,7 @@ def test_a_name_that_nobody_knows_is_an_error_at_the_start(monkeypatch: pytest.M
 
     async def play() -> None:
         async with Rig("dns:critic.svc:8000") as servers:
-            with pytest.raises(
-                RequestFailed, match=r"actor\.client\.servers: 'dns:critic\.svc:8000' cannot be resolved"
-            ):
+            with pytest.raises(RequestFailed, match=r"server address 'dns:critic\.svc:8000' cannot be resolved"):
                 await servers.take()
 
     scene(play)

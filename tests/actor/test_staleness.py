@@ -315,5 +315,5 @@ def test_values_of_two_versions_are_never_taken(checkpoints: Checkpoints, versio
     prompts = [Prompt(str(i), "", np.ones(1, np.int64)) for i in range(2)]
     rollout = Rollout(prompts, torch.ones(2, 3, dtype=torch.int64), *torch.tensor([[3, 3], [1, 1], [1, 1]]))
     scorer = Scorer(Mixing(), load_tokenizer(checkpoints.policy), rows_per_request=2)  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match=r"weights_version of 2 rows|one request was scored by the versions"):
+    with pytest.raises(AssertionError, match=r"the versions of 2 rows|one request was scored by"):
         asyncio.run(scorer.score(rollout))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout
+from actor.policy.policy import join_rollouts
+from actor.scoring.mixture import RewardMixture
+from actor.scoring.scorer import Scorer
 from actor.scoring.stream import RowStream
 
 PATIENCE_S = 30.0
@@ -25,20 +31,22 @@ class Asked:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.rows: list[list[int]] = []
         self.first = asyncio.Event()
 
     async def __call__(self, rows: Rollout) -> list[int]:
         self.sizes.append(len(rows.prompts))
+        self.rows.append(rows.tokens[:, 0].tolist())
         self.first.set()
         return rows.tokens[:, 0].tolist()
 
 
-def answers_of(order: list[int], *, rows_per_request: int) -> tuple[list[int], list[int]]:
+def answers_of(order: list[int], *, rows_per_request: int, group_size: int = 1) -> tuple[list[int], list[int]]:
     """Sizes of the requests for rows that end at once, in `order`; and their answers by prompt."""
 
     async def play() -> tuple[list[int], list[int]]:
         asked = Asked()
-        stream = RowStream(asked, rows_per_request=rows_per_request)
+        stream = RowStream(asked, rows_per_request=rows_per_request, group_size=group_size)
         for index in order:
             stream.take(index, one_row(index))
         await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
@@ -65,3 +73,77 @@ def test_a_row_that_ends_alone_waits_for_no_other():
         assert (await stream.answers())[0] == [[0], [1]]
 
     asyncio.run(play())
+
+
+def test_a_group_is_in_one_request_as_a_whole_and_in_order():
+    assert answers_of([3, 0, 5, 2, 1, 4], rows_per_request=4, group_size=2) == ([4, 2], [0, 1, 2, 3, 4, 5])
+    assert answers_of([3, 0, 5, 2, 1, 4], rows_per_request=3, group_size=2) == ([2, 2, 2], [0, 1, 2, 3, 4, 5])
+    assert answers_of([3, 0, 5, 2, 1, 4], rows_per_request=1, group_size=3) == ([3, 3], [0, 1, 2, 3, 4, 5])
+
+
+def test_a_row_waits_for_its_own_group_alone():
+    async def play() -> None:
+        asked = Asked()
+        stream = RowStream(asked, rows_per_request=8, group_size=2)
+        for index in (2, 1, 3):  # 0 is written still
+            stream.take(index, one_row(index))
+        await asyncio.wait_for(asked.first.wait(), PATIENCE_S)
+        assert asked.rows == [[2, 3]]
+        stream.take(0, one_row(0))
+        await asyncio.sleep(0)
+        assert (await stream.answers())[1].tolist() == [2, 3, 0, 1]
+        assert asked.rows == [[2, 3], [0, 1]]
+
+    asyncio.run(play())
+
+
+def test_rows_of_a_group_that_was_not_completed_are_never_sent():
+    async def play() -> None:
+        asked = Asked()
+        stream = RowStream(asked, rows_per_request=1, group_size=2)
+        stream.take(0, one_row(0))
+        await asyncio.sleep(0)
+        await stream.close()
+        assert asked.rows == []
+
+    asyncio.run(play())
+
+
+class Client:
+    """Answers with zeros, and notes the group of each row by request."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[int | None]] = []
+
+    async def rewards(self, rows: list[np.ndarray], outputs: Any, metadata: list[dict[str, Any]]) -> Any:
+        self.groups.append([each.get("group") for each in metadata])
+        zeros = np.zeros((len(rows), 1), np.float32)
+        return {"rewards": zeros, "reward_components": zeros, "reward_errors": np.full((len(rows), 1), b"", object)}
+
+
+class Words:
+    """A tokenizer that decodes."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize(
+    ("groupwise", "group_size", "groups"),
+    [(True, 2, [[0, 0], [1, 1], [2, 2]]), (True, 1, [[0, 1, 2], [3, 4, 5]]), (False, 2, [[None] * 3] * 2)],
+)
+def test_the_scorer_sends_the_group_of_each_row_and_splits_none(groupwise: bool, group_size: int, groups: Any):
+    client = Client()
+    scorer = Scorer(client, Words(), rows_per_request=3, with_critic=False)  # type: ignore[arg-type]
+    scorer.mixture = RewardMixture(("a",), groupwise)
+    scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(6)], pad_id=0), group_size))
+    assert client.groups == groups
+    assert scores.scored.all()
+
+
+def test_a_column_named_group_is_refused_only_where_it_would_be_replaced():
+    prompt = Prompt("1", "a", np.asarray([1]), {"group": "mine"})
+    RewardMixture(("a",)).check_prompts([prompt])
+    assert RewardMixture(("a",)).metadata(prompt, "b", 3)["group"] == "mine"
+    with pytest.raises(PromptError, match="prompt 1 has a column 'group'"):
+        RewardMixture(("a",), groupwise=True).check_prompts([prompt])

@@ -128,5 +128,12 @@ def test_quick_run_measures_every_part_and_leaves_nothing_running(tmp_path: Path
     assert {window["way"] for window in result["parts"]["gaps"]["windows"]} == {"swap", "http"}
     assert [sample["reloads"] for sample in result["parts"]["leak"]["swap"]["samples"]] == [0, 10, 20]
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "report.md", "reload.png"}
+    reward = [*command, "--parts", "a", "--model", "reward", "--swaps", "3", "--triton-reloads", "0"]
+    done = subprocess.run(reward, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (load,) = json.loads((tmp_path / "result.json").read_text())["summary"]["load"].values()
+    assert load["failed_by_clients"] == load["failed_by_server"] == 0
+    assert load["swap"]["reloads"] == 3
+    assert load["versions_seen"] > 1
     running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert str(tmp_path) not in running

@@ -18,7 +18,7 @@ from python_backend.config import load_config
 from tools import render_configs
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("python_backend", "trainer", "actor", "tools", "benchmarks", "chaos")
+PACKAGES = ("python_backend", "trainer", "actor", "critic_client", "tools", "benchmarks", "chaos")
 MOST_MODULES = 18  # in a folder
 MAIN_LOOP_LINES = 120
 HARD_LIMIT_LINES = 400
@@ -31,13 +31,14 @@ WITHOUT_TORCH = [
     "python_backend.store.sealed_folder", "python_backend.config.sections", "python_backend.serving.triton",
     "python_backend.serving.critic_save", "python_backend.serving.critic_train", "python_backend.rewards.pool",
     "python_backend.serving.function_reward", "python_backend.rewards.function", "python_backend.rewards.worker",
-    "python_backend.serving.reward_mixture", "python_backend.rewards.weighted_sum",
+    "python_backend.serving.reward_mixture", "python_backend.rewards.weighted_sum", "python_backend.rewards.judge",
     "python_backend.config.reward_terms", "python_backend.checkpoints.tokenization",
     "python_backend.serving.allocator", "python_backend.serving.scheduling", "python_backend.serving.scoring",
     "python_backend.serving.requests", "python_backend.store.weights", "trainer.__main__",
-    "trainer.control_plane", "actor.__main__", "actor.scoring.client", "tools.__main__",
+    "trainer.control_plane", "actor.__main__", "actor.scoring.client", "critic_client", "tools.__main__",
     "benchmarks.scoring.load_generator", "benchmarks.reload.parts", "benchmarks.scoring.sweep",
-    "tools.import_checkpoint", "tools.render_configs", "tools.run", "tools.serve",
+    "tools.gateway.app", "tools.gateway.command", "tools.import_checkpoint", "tools.render_configs", "tools.run",
+    "tools.serve",
 ]  # fmt: skip
 NUMPY_ALONE = ["python_backend.models.batching", "python_backend.wire.contract"]
 

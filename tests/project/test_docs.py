@@ -43,8 +43,10 @@ FOLDERS = (
     "benchmarks",
     "chaos",
     "configs",
+    "critic_client",
     "deploy",
     "docs",
+    "examples",
     "model_repository",
     "python_backend",
     "tests",
@@ -161,11 +163,14 @@ def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path) -> None:
 def test_a_reward_function_scores(text: str) -> None:
     names: dict[str, Any] = {}
     exec(compile(text, "a page", "exec"), names)
-    function = next(value for value in names.values() if getattr(value, "__annotations__", {}).get("sample"))
-    scores = [
-        function(Sample("", [], {"prompt": "What is 2 + 3?", "response": response, "answer": "5"}))
-        for response in ("It is 5.", "It is 6.")
+    samples = [
+        Sample("", [], {"prompt": "What is 2 + 3?", "response": response, "answer": "5"})
+        for response in ("It is 5.", "It is 6.", "It is 6.")
     ]
+    groupwise = next((value for value in names.values() if "group" in getattr(value, "__annotations__", {})), None)
+    function = next((value for value in names.values() if "sample" in getattr(value, "__annotations__", {})), None)
+    assert groupwise or function
+    scores = groupwise(samples) if groupwise else [function(sample) for sample in samples]
     assert scores[0] > scores[1]
 
 

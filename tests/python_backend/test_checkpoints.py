@@ -171,7 +171,7 @@ def test_constants_that_are_none(tmp_path: Path, constants: object):
 
 def test_an_adapter_alone_is_refused(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with refused(tmp_path, "contains only a PEFT adapter", "merge_and_unload"):
+    with refused(tmp_path, "contains only a PEFT adapter", "--merge NEW_FOLDER", "merge_and_unload"):
         inspect_checkpoint(tmp_path)
 
 

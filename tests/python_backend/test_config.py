@@ -45,7 +45,10 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {client: {retry: 3}}", "unknown key actor.client.retry; did you mean actor.client.retries?"),
         ("demo: {quik: true}", "unknown key demo.quik; did you mean demo.quick?"),
         ("reward: {standardization: {meen: 1}}", "did you mean reward.standardization.mean?"),
-        ("zzz: 1", "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, demo"),
+        (
+            "zzz: 1",
+            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, gateway, demo",
+        ),
         ("1: 2", "1: Keys should be strings"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
         ("actor: {steps: many}", "actor.steps: Input should be a valid integer"),

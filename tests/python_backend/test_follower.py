@@ -1,4 +1,4 @@
-"""`python_backend.serving.follower`: an instance serves what CURRENT names, whatever happens to the store around it."""
+"""`python_backend.serving.versions.follower`: an instance serves what CURRENT names, whatever happens to the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.serving.follower import Follower
+from python_backend.serving.versions.follower import Follower
 from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import WeightsError, WeightsStore
 
@@ -91,7 +91,7 @@ def test_it_serves_what_current_names_and_says_so(store: WeightsStore, instance:
     assert (instance.follower.version.number, instance.record.version) == (0, 0)
     version = publish(store, 1.5)
     until(lambda: instance.record.version == version)
-    assert (instance.follower.version.critic, instance.record.previous) == (1.5, 0)
+    assert (instance.follower.version.model, instance.record.previous) == (1.5, 0)
     assert instance.loaded == [(0, None), (1, 0.0)], "the served critic is the new one's model"
     until(lambda: instance.counted == [(0, False), (1, False)])
 
@@ -205,8 +205,8 @@ def test_a_damaged_first_version_is_told_with_the_way_out(store: WeightsStore):
         instance.follower.start()
     print(caught.value)
     assert str(caught.value) == (
-        "weights version 1 cannot be served: w has values that are not finite; `python -m tools weights rollback` "
-        "serves an older version"
+        "weights version 1 cannot be served: w has values that are not finite; `python -m tools weights rollback "
+        "--model critic` serves an older version"
     )
     assert store.records.alive() == []
 
@@ -229,7 +229,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(
         put(record)
 
     monkeypatch.setattr(store.records, "put", refuse)
-    monkeypatch.setattr("python_backend.serving.follower.TROUBLE_PAUSE_S", 0.02)
+    monkeypatch.setattr("python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
     version = publish(store, 7.0)
     until(lambda: instance.follower.version.number == version)
     until(lambda: len(instance.logged) > 1)
@@ -242,7 +242,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(
 def test_an_unreadable_current_freezes_nothing(
     store: WeightsStore, instance: Instance, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("python_backend.serving.follower.TROUBLE_PAUSE_S", 0.02)
+    monkeypatch.setattr("python_backend.serving.versions.follower.TROUBLE_PAUSE_S", 0.02)
     (store.root / "CURRENT").write_text("soon")
     until(lambda: any("not a version number" in line for line in instance.logged))
     (store.root / "CURRENT").write_text("0")

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import reward_functions
 
-from python_backend.rewards.function import FunctionError, Sample, load_function, score
-from python_backend.rewards.pool import FairQueue, ScoreOutcome, WorkerPool
+from python_backend.rewards.function import FunctionError, Sample, checked, load_function
+from python_backend.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
 
 FILE = Path(reward_functions.__file__)
 ROOT = FILE.parent.parent
@@ -28,7 +28,7 @@ PATIENT_S = 60.0
 
 
 def make_pool(name: str = "by_row", *, num_workers: int = 2, timeout_s: float = PATIENT_S) -> WorkerPool:
-    return WorkerPool(f"{FILE}:{name}", num_workers=num_workers, timeout_s=timeout_s)
+    return WorkerPool(FunctionCall(f"{FILE}:{name}", timeout_s), num_workers=num_workers)
 
 
 def doing(*actions: str | None, **metadata: object) -> list[Sample]:
@@ -42,12 +42,12 @@ def outcomes(pool: WorkerPool, samples: Sequence[Sample]) -> list[ScoreOutcome]:
     left = threading.Semaphore(0)
     for i, sample in enumerate(samples):
 
-        def done(outcome: ScoreOutcome, i: int = i) -> None:
+        def done(outcome: list[ScoreOutcome], i: int = i) -> None:
             assert results[i] is None
-            results[i] = outcome
+            (results[i],) = outcome
             left.release()
 
-        pool.submit([(sample, done)])
+        pool.submit([([sample], done)])
     for _ in samples:
         assert left.acquire(timeout=120)
     return [result for result in results if result is not None]
@@ -141,12 +141,12 @@ def test_a_worker_that_is_killed_while_idle_costs_at_most_one_sample(pool: Worke
 
 def test_a_request_of_many_samples_lets_one_of_a_few_pass() -> None:
     waiting = FairQueue()
-    noted: list[ScoreOutcome] = []
+    noted: list[list[ScoreOutcome]] = []
     long, short = doing(*[None] * 100), doing(None, None)
-    waiting.put([(sample, noted.append) for sample in long])
-    waiting.put([(sample, noted.append) for sample in short])
+    waiting.put([([sample], noted.append) for sample in long])
+    waiting.put([([sample], noted.append) for sample in short])
     assert waiting.size == 102
-    taken = [item[0] for _ in range(4) if (item := waiting.get()) is not None]
+    taken = [item[0][0] for _ in range(4) if (item := waiting.get()) is not None]
     assert [any(sample is mine for mine in short) for sample in taken] == [False, True, False, True]
     assert waiting.size == 98
     waiting.close()
@@ -155,9 +155,9 @@ def test_a_request_of_many_samples_lets_one_of_a_few_pass() -> None:
 
 def test_closing_ends_a_running_function_and_drops_what_waits() -> None:
     pool = make_pool(num_workers=2)
-    finished: list[ScoreOutcome] = []
+    finished: list[list[ScoreOutcome]] = []
     for sample in doing("loop", "sleep", None, None):
-        pool.submit([(sample, finished.append)])
+        pool.submit([([sample], finished.append)])
     assert len(workers()) >= 2
     pool.close()
     assert not finished
@@ -169,11 +169,11 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
     sample = f"Sample('', [], {{'do': 'program', 'pid_file': {str(pid_file)!r}}})"
     script = (
         "import os, sys, time\n"
-        "from python_backend.rewards.pool import WorkerPool\n"
+        "from python_backend.rewards.pool import FunctionCall, WorkerPool\n"
         "from python_backend.rewards.function import Sample\n"
-        "pool = WorkerPool(sys.argv[1], num_workers=2, timeout_s=600.0)\n"
-        f"pool.submit([({sample}, lambda outcome: None)])\n"
-        "pool.submit([(Sample('', [], {'do': 'loop'}), lambda outcome: None)])\n"
+        "pool = WorkerPool(FunctionCall(sys.argv[1], 600.0), num_workers=2)\n"
+        f"pool.submit([([{sample}], lambda outcome: None)])\n"
+        "pool.submit([([Sample('', [], {'do': 'loop'})], lambda outcome: None)])\n"
         "print('ready', flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -202,7 +202,7 @@ def test_workers_end_with_a_parent_that_is_killed_outright(tmp_path: Path) -> No
 )
 def test_a_function_that_cannot_be_imported_is_one_sentence(spec: str, cause: str) -> None:
     with pytest.raises(FunctionError, match=re.escape(cause)):
-        WorkerPool(spec, num_workers=2, timeout_s=1.0)
+        WorkerPool(FunctionCall(spec, 1.0), num_workers=2)
     assert not workers()
 
 
@@ -213,7 +213,7 @@ def test_a_file_that_fails_on_import(tmp_path: Path, body: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(body + "\n")
     with pytest.raises(FunctionError, match="cannot be imported: ") as caught:
-        WorkerPool(f"{path}:score", num_workers=1, timeout_s=1.0)
+        WorkerPool(FunctionCall(f"{path}:score", 1.0), num_workers=1)
     print(caught.value)
     assert not workers()
 
@@ -222,7 +222,7 @@ def test_an_import_without_end_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "endless.py"
     path.write_text("import time\ntime.sleep(3600)\n")
     with pytest.raises(FunctionError, match="cannot be imported: took longer than 1 s"):
-        WorkerPool(f"{path}:score", num_workers=1, timeout_s=1.0, start_limit_s=1.0)
+        WorkerPool(FunctionCall(f"{path}:score", 1.0), num_workers=1, start_limit_s=1.0)
     assert not workers()
 
 
@@ -231,7 +231,7 @@ def test_a_file_may_import_its_neighbours_and_a_module_is_found_by_name(tmp_path
     path = tmp_path / "with neighbour.py"
     path.write_text("from neighbour_of_a_reward import OFFSET\ndef f(sample): return len(sample.text) + OFFSET\n")
     for spec, expected in ((f"{path}:f", 5.0), ("builtins:hash", None)):
-        pool = WorkerPool(spec, num_workers=1, timeout_s=PATIENT_S)
+        pool = WorkerPool(FunctionCall(spec, PATIENT_S), num_workers=1)
         (outcome,) = outcomes(pool, [Sample("abc")])
         pool.close()
         assert outcome.score == expected if expected else outcome.error
@@ -245,7 +245,7 @@ def test_prompt_and_response_come_from_the_metadata() -> None:
 
 @pytest.mark.parametrize("value", [True, 3, 0.5])
 def test_numbers_are_scores(value: float) -> None:
-    assert score(lambda _: value, Sample("")) == float(value)
+    assert checked(value) == float(value)
 
 
 @pytest.mark.parametrize("spec", ["", "name", "file.py", "a b:c", "file.txt/x:name", "file.py:1"])

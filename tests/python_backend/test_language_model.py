@@ -124,7 +124,7 @@ def test_it_can_be_measured(tmp_path: Path):
     save_tiny(tmp_path, "llama", "language")
     spec = {
         "role": "reference", "checkpoint": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1,
-        "workers": 1, "max_length": None,
+        "workers": 1, "max_length": None, "options": {},
     }  # fmt: skip
     assert Measurement(spec).speeds([64])[64] > 0
 

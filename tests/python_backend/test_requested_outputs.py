@@ -19,16 +19,16 @@ from live_system import Checkpoints, LiveRun, make_run, random_rows, scoring_inp
 from triton_python_backend_utils import InferenceResponse, Request
 
 from python_backend.store.journal_entry import Result
-from python_backend.wire.contract import texts_array
+from python_backend.wire.contract import UNNAMED, texts_array
 from tools.render_configs import FUNCTION_MODULE, MODULES, parse_config, render_configs
 from trainer.publish import initialise_store
 
 OUTPUTS = {
-    "critic": ("values", "response_values", "weights_version", "after_critic"),
+    "critic": ("values", "response_values", "weights_version", "after_critic", "queue_us", "compute_us"),
     "critic_train": ("loss_mean", "weights_version"),
     "critic_save": ("status", "weights_version"),
-    "reference": ("logprobs",),
-    "reward_checkpoint": ("rewards",),
+    "reference": ("logprobs", "queue_us", "compute_us"),
+    "reward_checkpoint": ("rewards", "probabilities", "queue_us", "compute_us"),
     "reward_function_length": ("reward_component", "reward_error"),
     "reward_mixture": ("rewards", "reward_components", "reward_errors"),
 }
@@ -80,7 +80,8 @@ def models(run: LiveRun) -> Iterator[dict[str, Any]]:
             ):  # it cannot be taken back
                 patch.setattr(importer, "keep_freed_memory", lambda: None, raising=False)
             config = parse_config(model, text)
-            assert {output.name for output in config.output} == set(OUTPUTS[model]), f"{model}: update OUTPUTS"
+            declared = {output.name for output in config.output} - {UNNAMED}
+            assert declared == set(OUTPUTS[model]), f"{model}: update OUTPUTS"
             loaded[model] = module.TritonPythonModel()
             parameters = {key: {"string_value": item.string_value} for key, item in config.parameters.items()}
             arguments = {"model_config": json.dumps({"name": model, "parameters": parameters})}
@@ -109,7 +110,19 @@ def test_exactly_the_requested_outputs_are_sent(
     response = answer_to(models[model], request, run)
     assert response.error is None
     assert set(response.outputs) == set(requested)
+    for name in {"queue_us", "compute_us"} & {*requested}:
+        assert (response.outputs[name].dtype, response.outputs[name].shape) == (np.int64, (2, 1))
+        assert (response.outputs[name] > 0).all()
     assert request.num_looks_at_outputs <= 1  # each builds a new set of strings
+
+
+@pytest.mark.parametrize("model", ["critic", "reference", "reward_checkpoint"])
+def test_a_request_that_names_no_outputs_gets_no_optional_ones(
+    models: dict[str, Any], run: LiveRun, model: str
+) -> None:
+    """Triton then names all that the configuration declares."""
+    response = answer_to(models[model], Request(SCORING, (*OUTPUTS[model], UNNAMED)), run)
+    assert set(response.outputs) == set(OUTPUTS[model]) - {"probabilities", "queue_us", "compute_us"}
 
 
 def test_all_models_are_tested(models: dict[str, Any]) -> None:

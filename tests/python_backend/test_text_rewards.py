@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 from live_system import TEXTS
-from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, make_text_tokenizer, save_text_reward
-from transformers import ByT5Tokenizer, pipeline
+from tiny_checkpoints import save_tiny
+from tiny_tokenizers import CHATS, PLAIN_CHAT, POSITIONS, VOCAB, make_text_tokenizer, save_text_reward
+from transformers import AutoTokenizer, ByT5Tokenizer, pipeline
 
-from python_backend.checkpoints.tokenization import encode_text
+from python_backend.checkpoints.tokenization import TYPE_SHIFT, encode_text
 from python_backend.models.modeling import load_reward, quiet_transformers
 from python_backend.serving.requests import RowReader
 from python_backend.serving.round_robin import run_to_end
-from python_backend.wire.contract import METADATA, SENTENCES, ContractError, texts_array
+from python_backend.wire.contract import METADATA, SENTENCES, TEXT_PAIRS, TOKENS, ContractError, texts_array
 
 TOLERANCE = 1e-5
 MESSAGES = [{"role": "user", "content": "Open it."}]
@@ -35,8 +36,10 @@ def quiet():
 class Request:
     """What the reader asks of one."""
 
-    def __init__(self, texts: list[str], metadata: list[dict[str, Any]] | None) -> None:
-        self._arrays = {SENTENCES: texts_array(texts)}
+    def __init__(
+        self, texts: list[str], metadata: list[dict[str, Any]] | None = None, **arrays: np.ndarray | None
+    ) -> None:
+        self._arrays = {SENTENCES: texts_array(texts), **arrays}
         if metadata is not None:
             self._arrays[METADATA] = texts_array([json.dumps(row) for row in metadata])
 
@@ -45,16 +48,20 @@ class Request:
 
 
 def serve(
-    folder: Path, texts: list[str], metadata: list[dict[str, Any]] | None = None, *, add_special_tokens: bool = True
-) -> tuple[list[list[int]], np.ndarray]:
+    folder: Path, texts: list[str], metadata: list[dict[str, Any]] | None = None, *, add_special_tokens: bool = True,
+    takes_pairs: bool = False, append_eos: bool = False, **arrays: np.ndarray | None,
+) -> tuple[list[list[int]], np.ndarray]:  # fmt: skip
     """Token rows and rewards `[B]` of one request, by what runs in the server."""
     model = load_reward(folder)
-    reader = RowReader(folder, model.limits, add_special_tokens=add_special_tokens, skipped_pad_id=model.skipped_pad_id)
-    rows = run_to_end(reader.read(Request(texts, metadata))).tokens  # type: ignore[arg-type]
+    reader = RowReader(
+        folder, model.limits, add_special_tokens=add_special_tokens, skipped_pad_id=model.skipped_pad_id,
+        takes_pairs=takes_pairs, has_token_types=model.has_token_types, append_eos=append_eos,
+    )  # fmt: skip
+    rows = run_to_end(reader.read(Request(texts, metadata, **arrays))).tokens  # type: ignore[arg-type]
     return [row.tolist() for row in rows], model.score(rows)[:, 0]
 
 
-def classify(folder: Path, texts: list[str]) -> list[float]:
+def classify(folder: Path, texts: list[Any]) -> list[float]:
     """What transformers' pipeline says, each text alone."""
     classifier = pipeline("text-classification", model=str(folder), device="cpu")
     settings = {"function_to_apply": "none", "truncation": True, "max_length": POSITIONS}
@@ -76,6 +83,105 @@ def test_a_text_scores_as_in_the_pipeline(tmp_path: Path, family: str):
     assert rows == [tokenizer(text, truncation=True, max_length=POSITIONS)["input_ids"] for text in texts]
     assert len(rows[len(TEXTS) + 1]) == POSITIONS
     np.testing.assert_allclose(rewards, classify(tmp_path, texts), atol=TOLERANCE, rtol=0)
+
+
+@families
+def test_a_pair_scores_as_in_the_pipeline(tmp_path: Path, family: str):
+    tokenizer = save_text_reward(tmp_path, family)
+    pairs = [
+        (TEXTS[0], TEXTS[1]), (TEXTS[2], "y"), ("", TEXTS[3]), (LONG, "y"), ("y", LONG), (LONG, LONG[5:]),
+        ("y [SEP] </s> y", "[SEP] y"), ("word " * 1500, "one " * 1600), ("y", "word " * 4000),
+    ]  # fmt: skip
+    seconds = texts_array([second for _, second in pairs])
+    rows, rewards = serve(tmp_path, [first for first, _ in pairs], takes_pairs=True, text_pairs=seconds)
+    encoded = [tokenizer(*pair, truncation=True, max_length=POSITIONS) for pair in pairs]
+    assert [[token % (1 << TYPE_SHIFT) for token in row] for row in rows] == [one["input_ids"] for one in encoded]
+    types = [[token >> TYPE_SHIFT for token in row] for row in rows]
+    assert types == [one["token_type_ids"] if family == "bert" else [0] * len(one["input_ids"]) for one in encoded]
+    given = [{"text": first, "text_pair": second} for first, second in pairs]
+    np.testing.assert_allclose(rewards, classify(tmp_path, given), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("head", ["reward", "critic"])
+def test_rows_with_and_without_a_second_text_share_a_forward_pass(tmp_path: Path, head: str):
+    """Under a head on each token as well as under an encoder's own."""
+    save_text_reward(tmp_path, "bert")
+    if head == "critic":
+        save_tiny(tmp_path, "bert", "critic", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
+    texts, pairs = [TEXTS[0], TEXTS[1], TEXTS[0]], texts_array([TEXTS[2], "", ""])
+    rows, rewards = serve(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
+    assert rows[1:] == serve(tmp_path, texts[1:])[0]
+    model, tokenizer = load_reward(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    with torch.no_grad():
+        for i, pair in enumerate([(TEXTS[0], TEXTS[2]), (TEXTS[1],), (TEXTS[0],)]):
+            logits = model.model(**tokenizer(*pair, return_tensors="pt")).logits
+            score = logits[0, -1, 0] if head == "critic" else logits[0, 0]
+            assert rewards[i] == pytest.approx(float(score), abs=TOLERANCE)
+    untyped = [np.asarray(row) % (1 << TYPE_SHIFT) for row in rows]
+    assert abs(model.score(untyped)[0, 0] - rewards[0]) > 1e-4
+
+
+def test_a_pair_of_huge_texts_is_cut_before_it_is_tokenised(tmp_path: Path):
+    """A tokenizer makes a row of each pair of pieces that it cuts off: here 30 million."""
+    save_text_reward(tmp_path, "bert")
+    texts, pairs = ["word " * 150, "word " * 199_000], texts_array(["one " * 150, "one " * 199_000])
+    rows, _ = serve(tmp_path, texts, takes_pairs=True, text_pairs=pairs)
+    assert rows[0] == rows[1]
+
+
+def test_the_prompt_of_a_pair_may_be_a_chat(tmp_path: Path):
+    tokenizer = save_text_reward(
+        tmp_path, "deberta-v3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    rows, _ = serve(tmp_path, [""], [{"messages": MESSAGES}], takes_pairs=True, text_pairs=texts_array([REPLY]))
+    assert rows == [tokenizer(MESSAGES[0]["content"], REPLY)["input_ids"]]
+
+
+def test_pairs_that_cannot_be_read_are_refused(tmp_path: Path):
+    save_text_reward(tmp_path, "bert")
+    ones = texts_array(["y"])
+    cases: dict[str, dict[str, Any]] = {
+        r"text_pairs: this model scores one text per row, unless reward.text is pair": {"takes_pairs": False},
+        r"text_pairs: only valid with sentences, and not with tokens": {TOKENS: np.ones((1, 2), np.int64)},
+        r"text_pairs: only valid with sentences, and not": {SENTENCES: None, TOKENS: np.ones((1, 2), np.int64)},
+        r"text_pairs: shape \[2, 1\], must be \[1, 1\]": {TEXT_PAIRS: texts_array(["y", "y"])},
+        r"text_pairs: shape \[1\], must be \[1, 1\]": {TEXT_PAIRS: ones[0]},
+        r"text_pairs\[0\]: not UTF-8": {TEXT_PAIRS: np.asarray([[b"\xff"]], np.object_)},
+        r"text_pairs\[0\]: 10000000 bytes, must be at most 1000000": {TEXT_PAIRS: texts_array(["x" * 10_000_000])},
+    }
+    for message, arrays in cases.items():
+        with pytest.raises(ContractError, match=message):
+            serve(tmp_path, ["y"], **{"takes_pairs": True, TEXT_PAIRS: ones, **arrays})
+
+
+def test_texts_end_with_eos_as_in_trl(tmp_path: Path):
+    tokenizer = save_text_reward(tmp_path, "qwen2")
+    eos = tokenizer.eos_token_id
+    texts, metadata = ["y", "y<|im_end|>", "y"], [{}, {}, {"messages": MESSAGES}]
+    rows, _ = serve(tmp_path, texts, metadata, append_eos=True)
+    assert rows[0] == rows[1] == [*tokenizer("y")["input_ids"], eos]
+    assert rows[2] == serve(tmp_path, ["y"], metadata[2:])[0][0]
+    rows, _ = serve(tmp_path, ["y"], takes_pairs=True, append_eos=True, text_pairs=texts_array(["one"]))
+    assert rows[0] == [*tokenizer("y", "one")["input_ids"], eos]
+
+
+@pytest.mark.parametrize(
+    ("num_labels", "problem"),
+    [
+        (1, None), (1, "multi_label_classification"), (1, "regression"), (3, None), (3, "regression"),
+        (3, "single_label_classification"), (3, "multi_label_classification"),
+    ],
+)  # fmt: skip
+def test_probabilities_are_those_of_the_pipeline(tmp_path: Path, num_labels: int, problem: str | None):
+    save_text_reward(tmp_path, "bert", num_labels=num_labels, model={"problem_type": problem})
+    classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
+    model = load_reward(tmp_path, standardization=(0.5, 2.0))
+    rows = [np.asarray(classifier.tokenizer(text)["input_ids"]) for text in TEXTS]
+    outputs = model.rewards_and_scores(rows)
+    np.testing.assert_array_equal(outputs[:, :1], model.score(rows))
+    for found, expected in zip(model.probabilities(outputs[:, 1:]), classifier([*TEXTS]), strict=True):
+        by_label = {item["label"]: item["score"] for item in expected}
+        np.testing.assert_allclose(found, [by_label[f"LABEL_{i}"] for i in range(num_labels)], atol=1e-6)
 
 
 @families

@@ -10,6 +10,7 @@ import pytest
 from live_system import System
 from transformers import AutoModelForCausalLM
 
+from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import CRITIC_INFER
 from tools.server.child import Child
 from trainer.control_plane import ControlPlane
@@ -27,6 +28,10 @@ def run_actor(live: System, folder: Path, name: str, **overrides: Any) -> None:
     assert actor.process.wait(120) == 0, actor.log_path.read_text()
 
 
+def reward_version(live: System) -> int | None:
+    return WeightsStore(live.run.config.run.reward_weights_dir).current()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "reinforce++", "rloo"])
 def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
@@ -37,6 +42,9 @@ def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None
         assert live.run.journal.last_step() == last
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["train_rollouts/reward_version"] for line in lines] == [reward_version(live)] * 3
+    texts = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
+    assert {text["reward_version"] for text in texts} == {reward_version(live)}
     assert not any("weights_version" in key or "explained" in key or "staleness" in key for key in lines[0])
     coefs = [line["train_rollouts/kl_coef"] for line in lines]
     assert coefs[0] == 0.1

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import os
 import stat
 import subprocess
 import sys
+import urllib.error
+import urllib.request
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -164,11 +169,54 @@ def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
         assert healthcheck(tmp_path / "repository", url) == 0
         make_current(tmp_path, 1)
         assert healthcheck(tmp_path / "repository", url) == 1
-        assert "it serves version 0, but CURRENT is 1" in capsys.readouterr().err
+        assert "critic serves version 0, but CURRENT is 1" in capsys.readouterr().err
         make_current(tmp_path, 0)
         for stub in server.processes_of("reward_model"):
             stub.kill()
         assert healthcheck(tmp_path / "repository", url) == 1
+
+
+@pytest.mark.parametrize("rewards", [None, {"model": {}}])
+def test_a_live_reward_model_behind_current_is_not_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rewards: dict | None
+) -> None:
+    sections = {"actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}, "reward": {"store": True}}
+    repository = rendered(tmp_path / "repository", **sections, rewards=rewards)
+    monkeypatch.setattr("tools.server.healthcheck.infer", lambda *_: {"rewards": [0.5], "reward_version": [3]})
+    monkeypatch.chdir(tmp_path)
+    assert weights_dir(repository) == Path("runs/default/weights/reward")
+    for current, code in ((3, 0), (4, 1)):
+        weights_dir(repository).mkdir(parents=True, exist_ok=True)
+        (weights_dir(repository) / "CURRENT").write_text(f"{current}\n")
+        assert healthcheck(repository, "http://nowhere") == code
+    assert "reward_model serves version 3, but CURRENT is 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sections", [{}, {"actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}}}])
+def test_a_reward_model_that_needs_more_than_tokens_is_healthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sections: dict
+) -> None:
+    """It refuses the probe's row; the critic beside it is asked alone then."""
+    repository = rendered(tmp_path / "repository", reward={"template": "{{ response }}"}, **sections)
+    refusal = b'{"error": "tokens: reward.template needs more than a row of tokens; send sentences"}'
+
+    class Server:
+        def open(self, where: str | urllib.request.Request, timeout: float) -> io.BytesIO:
+            if isinstance(where, str):
+                types = (("tokens", "INT64"), ("sequence_lengths", "INT64"))
+                return io.BytesIO(json.dumps({"inputs": [{"name": n, "datatype": d} for n, d in types]}).encode())
+            if where.full_url.endswith("/critic/infer"):
+                return io.BytesIO(b'{"outputs": [{"name": "weights_version", "data": [3]}]}')
+            raise urllib.error.HTTPError(where.full_url, 400, "Bad Request", Message(), io.BytesIO(refusal))
+
+    monkeypatch.setattr("tools.server.healthcheck.LOCAL", Server())
+    monkeypatch.chdir(tmp_path)
+    for current, code in ((3, 0), (4, 1 if (repository / "critic").is_dir() else 0)):
+        weights_dir(repository).mkdir(parents=True, exist_ok=True)
+        (weights_dir(repository) / "CURRENT").write_text(f"{current}\n")
+        assert healthcheck(repository, "http://nowhere") == code
+    refusal = b'{"error": "out of memory"}'
+    assert healthcheck(repository, "http://nowhere") == 1
 
 
 def test_what_it_writes_is_nobody_elses_to_read(tmp_path: Path) -> None:

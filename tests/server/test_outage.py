@@ -184,5 +184,5 @@ def test_a_server_that_stays_away_ends_the_run_with_its_name(pair: Pair) -> None
         assert run.ends() == 2
         sentence = run.log.splitlines()[-1]
         assert sentence.startswith("error: ")
-        assert re.search(r"no healthy server for \d+ s \(actor\.client\.max_outage_s\): ", sentence)
+        assert re.search(r"no healthy server for \d+ s \(max_outage_s\): ", sentence)
         assert f"{pair.other.url}: Connection refused; is `python -m tools serve` running there?" in sentence

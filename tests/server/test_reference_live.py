@@ -49,6 +49,9 @@ TOLERANCE = 1e-5
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 127, 128)
 
 
+pytestmark = pytest.mark.slow  # a whole run of its own, of an optional model
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[FinishedRun]:
     """The run of `finished` but for one setting: three PPO steps, and the reference is the server's."""
@@ -126,7 +129,6 @@ def test_a_run_with_a_served_reference_ends_well_and_has_no_copy(served: Finishe
         assert control.statistics(REFERENCE).inference_count >= 3 * 8 + 2 * 8
 
 
-@pytest.mark.slow
 def test_its_rewards_and_kl_are_those_of_a_run_with_a_copy(served: FinishedRun, finished: FinishedRun) -> None:
     """Of step 1, where the policy is the reference, and of step 2, where it has moved."""
     assert finished.run.config.actor.kl.reference == "actor"
@@ -262,7 +264,6 @@ def test_it_is_loaded_only_where_it_is_asked_for(served: FinishedRun, live: Syst
 # ---- the last tests change the model ----
 
 
-@pytest.mark.slow
 def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun) -> None:
     rollout = rollout_of(random_rows([5, 50], seed=7))
     stub = process_of(served.run, REFERENCE)
@@ -276,7 +277,6 @@ def test_a_killed_process_is_replaced_while_the_actor_waits(served: FinishedRun)
     assert_logprobs(policy_of(served.run), rollout.rows(), rows)
 
 
-@pytest.mark.slow
 def test_rows_without_reference_logprobs_are_masked_counted_and_logged(served: FinishedRun) -> None:
     """The reference takes shorter rows only, so the longer ones of a further step have no log-probs."""
     run = served.run

@@ -141,6 +141,14 @@ def test_text_tokens_and_metadata_reach_the_function(server: TritonServer, tmp_p
     rows = [np.asarray([0, *tokenizer(text)["input_ids"], 1]) for text in TEXTS]
     sent = {"metadata": texts_array([json.dumps({"label": 1})] * len(TEXTS))}
     by_text = ask(server.section.http_url, REWARD_MODEL, {"sentences": texts_array(list(TEXTS)), **sent}, OUTPUTS)
+    halves = {"sentences": [text[:4] for text in TEXTS], "text_pairs": [text[4:] for text in TEXTS]}
+    by_pair = ask(
+        server.section.http_url,
+        REWARD_MODEL,
+        {**{name: texts_array(part) for name, part in halves.items()}, **sent},
+        OUTPUTS,
+    )
+    np.testing.assert_array_equal(by_pair[REWARD_COMPONENTS], by_text[REWARD_COMPONENTS])
     by_tokens = ask(server.section.http_url, REWARD_MODEL, {**scoring_inputs(rows), **sent}, OUTPUTS)
     lengths = np.asarray([row.size for row in rows])
     np.testing.assert_array_equal(by_tokens[REWARD_COMPONENTS][:, 0], lengths)

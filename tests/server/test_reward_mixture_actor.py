@@ -37,6 +37,7 @@ TERMS = {
     "model": {"weight": 1.0},
     "texts": {"function": f"{FUNCTIONS}:texts_fit", "weight": 10.0},
     "verdict": {"function": f"{FUNCTIONS}:label_or_trouble", "weight": 0.5, "timeout_s": 1.0},
+    "peers": {"function": f"{FUNCTIONS}:by_group", "groupwise": True, "weight": 0.0},
 }
 LABELS = (1, 2, "raise", 3, "loop", 0, 4, 5)
 FAILED = [2, 4]
@@ -53,7 +54,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints, prompts: Path) -> Iterator[System]:
     actor = {"prompts_path": str(prompts), "validation_prompts": str(prompts), "steps": 2, "max_failed_fraction": 0.25}
-    run = make_run(tmp_path_factory.mktemp("mixed-actor"), checkpoints, rewards=TERMS, actor=actor)
+    live = {"store": True}
+    run = make_run(tmp_path_factory.mktemp("mixed-actor"), checkpoints, rewards=TERMS, actor=actor, reward=live)
     system = start_system(run)
     yield system
     system.stop()
@@ -69,12 +71,14 @@ def labelled(tokenizer: Any) -> Rollout:
     return dataclasses.replace(rollout, prompts=prompts)
 
 
-def scored(system: System, tokenizer: object, rollout: Rollout, *, rows: int) -> tuple[Scorer, Scores]:
+def scored(
+    system: System, tokenizer: object, rollout: Rollout, *, rows: int, group_size: int = 1
+) -> tuple[Scorer, Scores]:
     async def ask() -> tuple[Scorer, Scores]:
         async with TritonClient(system.run.url, system.run.config.actor.client) as client:
             scorer = Scorer(client, tokenizer, rows_per_request=rows)
             await scorer.compare_tokenizers()
-            return scorer, await scorer.score(rollout)
+            return scorer, await scorer.score(rollout, group_size)
 
     return asyncio.run(ask())
 
@@ -84,18 +88,28 @@ def test_components_reach_the_actor_and_failures_are_marked(mixed: System, check
     tokenizer = load_tokenizer(checkpoints.policy)
     rollout = labelled(tokenizer)
     scorer, scores = scored(mixed, tokenizer, rollout, rows=rows)
-    assert scorer.mixture.names == ("model", "texts", "verdict")
+    assert scorer.mixture.names == ("model", "texts", "verdict", "peers")
     assert np.flatnonzero(~scores.scored.numpy()).tolist() == FAILED
     direct = direct_rewards(checkpoints.reward, rollout.rows())
     np.testing.assert_allclose(scores.components["model"], direct, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
+    np.testing.assert_array_equal(scores.components["peers"], np.ones(len(TEXTS)))
     np.testing.assert_array_equal(scores.components["verdict"], [1, 2, np.nan, 3, np.nan, 0, 4, 5])
+    assert scores.reward_versions is not None
+    assert scores.reward_versions.tolist() == [0] * len(TEXTS)
     fine = [i for i in range(len(TEXTS)) if i not in FAILED]
     labels = np.asarray([float(LABELS[i]) for i in fine])
     np.testing.assert_allclose(scores.rewards[fine], direct[fine] + 10 + 0.5 * labels, atol=1e-4, rtol=0)
     raised, killed = scores.failures
     assert raised.startswith("verdict: RuntimeError: no verdict on 'raise' (reward_functions.py:")
     assert killed == "verdict: took longer than 1 s and was killed"
+
+
+def test_groups_stay_whole_beside_the_reward_model_and_the_critic(mixed: System, checkpoints: Checkpoints) -> None:
+    tokenizer = load_tokenizer(checkpoints.policy)
+    _, scores = scored(mixed, tokenizer, labelled(tokenizer), rows=3, group_size=2)
+    np.testing.assert_array_equal(scores.components["peers"], np.full(len(TEXTS), 2))
+    assert scores.has_values
 
 
 @pytest.mark.slow
@@ -105,7 +119,8 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
     lines = [json.loads(line) for line in (mixed.run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["train_rollouts/masked_samples"] for line in lines] == [2, 2]
     for line in lines:
-        assert line["train_rollouts/reward_texts"] == 1.0
+        assert line["train_rollouts/reward_version"] == 0
+        assert line["train_rollouts/reward_texts"] == line["train_rollouts/reward_peers"] == 1.0
         assert line["train_rollouts/reward_verdict"] == pytest.approx(15 / 6)
         assert np.isfinite(line["train_rollouts/reward_model"])
     assert "step 1: 2 of 8 rewards are unavailable: verdict: RuntimeError: no verdict on 'raise'" in log
@@ -125,7 +140,7 @@ def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path)
 def test_with_the_reward_model_alone_any_column_is_free() -> None:
     prompt = Prompt("1", "a", np.asarray([1]), {"prompt": "p", "response": "r"})
     RewardMixture().check_prompts([prompt])
-    assert RewardMixture().metadata(prompt, "b") == {"prompt": "p", "response": "r"}
+    assert RewardMixture().metadata(prompt, "b", 0) == {"prompt": "p", "response": "r"}
     with pytest.raises(PromptError, match="prompt 1 has a column 'prompt'"):
         RewardMixture(("model",)).check_prompts([prompt])
 

@@ -60,11 +60,13 @@ def test_rows_in_one_request_are_padded_to_its_own_width(live: System, checkpoin
     answer = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows, width=140))  # wider than the model's 128 positions
     assert {name: array.shape for name, array in answer.items()} == {
         "rewards": (12, 1),
+        "reward_version": (12, 1),
         "values": (12, 140),
         "weights_version": (12, 1),
     }
     assert {name: array.dtype for name, array in answer.items()} == {
         "rewards": np.float32,
+        "reward_version": np.int64,
         "values": np.float32,
         "weights_version": np.int64,
     }

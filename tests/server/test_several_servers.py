@@ -22,7 +22,7 @@ from server_pair import Pair
 from python_backend.wire.contract import CRITIC, CRITIC_SAVE, CRITIC_TRAIN
 from tools.weights import main as weights
 from trainer.control_plane import ControlPlaneError
-from trainer.servers import CriticServers
+from trainer.servers import ModelServers
 
 SAVE = {"dummy_var": np.zeros(1, np.int64)}
 ROWS = random_rows([3, 17], seed=0)
@@ -72,7 +72,7 @@ def test_every_server_serves_what_an_answer_says(pair: Pair, capsys: pytest.Capt
     pair.kill_second()
     version = train(pair, 3)
     assert served(pair.run) == version, "a dead server delays no other"
-    outcomes = CriticServers(urls).versions()
+    outcomes = ModelServers(urls).versions()
     assert [outcome.version for outcome in outcomes] == [version, None]
     assert "cannot be reached" in str(outcomes[1].error)
     config = ["--config", str(pair.run.path)]
@@ -99,7 +99,7 @@ def test_a_dns_name_means_all_its_addresses(monkeypatch: pytest.MonkeyPatch):
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", host) for host in hosts]
 
     monkeypatch.setattr("python_backend.config.addresses.socket.getaddrinfo", lookup)
-    servers = CriticServers(["here:9001", "dns:critic.svc:8001", "here:9001"])
+    servers = ModelServers(["here:9001", "dns:critic.svc:8001", "here:9001"])
     assert servers.urls() == ["here:9001", "10.0.0.1:8001", "10.0.0.2:8001", "[fd00::1]:8001"]
 
 
@@ -109,4 +109,4 @@ def test_a_name_that_nobody_knows_is_told(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("python_backend.config.addresses.socket.getaddrinfo", lookup)
     with pytest.raises(ControlPlaneError, match=r"trainer\.servers: 'dns:critic\.svc:8001' cannot be resolved"):
-        CriticServers(["dns:critic.svc:8001"]).urls()
+        ModelServers(["dns:critic.svc:8001"]).urls()

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 from bare_client import Refused, ask, ask_all
-from live_system import KEY, System, identity, stop_process, training_inputs
+from live_system import KEY, TRAINING_KEY, System, identity, stop_process, training_inputs
 
 from actor.scoring.client import TritonClient
 from python_backend.config import ClientSection
@@ -52,19 +52,18 @@ def test_clients_without_steps_never_share_one(live: System) -> None:
     assert sorted(steps) == [first, first + 1, first + 2]
 
 
-def test_the_critic_keeps_what_the_client_says_it_needs(live: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_critic_keeps_what_the_client_says_it_needs(live: System) -> None:
     folder = CheckpointFolder(live.run.config.run.dir / "checkpoints" / "critic")
     steps: list[int] = []
 
     async def save_and_say() -> None:
         settings = ClientSection(retries=0)
-        async with TritonClient(live.run.url, settings, training_key_env="RLHF_STEP_IDENTITY_KEY") as client:
+        async with TritonClient(live.run.url, settings, training_key=TRAINING_KEY) as client:
             for seed in (80, 81, 82):
                 steps.append(live.run.next_step())
                 await client.train(training_inputs(seed=seed), run_id="test", step=steps[-1])
                 await client.save(run_id="test", step=steps[-1], keep_steps=[steps[0], steps[-1]])
 
-    monkeypatch.setenv("RLHF_STEP_IDENTITY_KEY", KEY["x-triton-training-key"])
     asyncio.run(save_and_say())
     assert folder.steps() == [steps[0], steps[2]]
     with pytest.raises(Refused) as caught:
@@ -72,17 +71,14 @@ def test_the_critic_keeps_what_the_client_says_it_needs(live: System, monkeypatc
     assert "keep_steps[1]: -1, must be at least 0" in caught.value.message
 
 
-def test_a_rewind_that_arrives_once_more_does_not_rewind_the_live_run(
-    live: System, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rewind_that_arrives_once_more_does_not_rewind_the_live_run(live: System) -> None:
     """As where a server hangs with the first attempt, and another one has done the second."""
-    monkeypatch.setenv("RLHF_STEP_IDENTITY_KEY", KEY["x-triton-training-key"])
     first = live.run.next_step()
     send(live, first, seed=90)
 
     async def rewind_and_train() -> str:
         settings = ClientSection(retries=0)
-        async with TritonClient(live.run.url, settings, training_key_env="RLHF_STEP_IDENTITY_KEY") as client:
+        async with TritonClient(live.run.url, settings, training_key=TRAINING_KEY) as client:
             await client.rewind(run_id="test", step=first)
             await client.train(training_inputs(seed=91), run_id="test", step=first + 1)
             return str(client._sender)

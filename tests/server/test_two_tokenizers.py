@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bare_client import Refused, ask
+from fake_reward import gateway
 from live_system import (
     TEXTS,
     Checkpoints,
@@ -20,6 +22,7 @@ from live_system import (
     direct_values,
     reload_model,
     run_actor,
+    scoring_inputs,
 )
 from tiny_tokenizers import save_text_reward
 from transformers import pipeline
@@ -28,8 +31,9 @@ from actor.data.rollout import Prompt, Rollout, Scores
 from actor.scoring.client import TritonClient
 from actor.scoring.scorer import ModelMismatch, Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
-from python_backend.wire.contract import CRITIC, REWARD_MODEL
+from python_backend.wire.contract import CRITIC, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
+from trainer.control_plane import ControlPlane
 
 TOLERANCE = 1e-5
 
@@ -112,6 +116,89 @@ def test_an_encoder_scores_texts_and_chats_as_in_the_pipeline(
         expected = [float(classifier.model(input_ids=ids).logits) for ids in bare]
     _, scores = asyncio.run(compare_and_score(system, ours, rollout))
     np.testing.assert_allclose(scores.rewards[2:], expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_a_classifier_of_text_pairs(
+    serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """From the actor, from any client and through the gateway; with probabilities and times, if requested."""
+    save_text_reward(tmp_path, "bert", num_labels=3, chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    system = serve_reward(tmp_path, text="pair", attribute_weights=[1.0, 0.0, -2.0])
+    ours = load_tokenizer(checkpoints.policy)
+    rollout = written(ours, list(TEXTS[:4]))
+    rollout.prompts[1] = dataclasses.replace(
+        rollout.prompts[1], metadata={"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    prompts = [ours.decode(row[:2], skip_special_tokens=True) for row in rollout.rows()]
+    prompts[1] = "Hi"
+    responses = [ours.decode(row[2:], skip_special_tokens=True) for row in rollout.rows()]
+    classifier = pipeline("text-classification", model=str(tmp_path), device="cpu", top_k=None)
+    given = [{"text": prompt, "text_pair": response} for prompt, response in zip(prompts, responses, strict=True)]
+
+    def by_label(found: list[dict[str, Any]]) -> list[float]:
+        return [item["score"] for item in sorted(found, key=lambda item: item["label"])]
+
+    scores = np.asarray([by_label(found) for found in classifier(given, function_to_apply="none")])
+    probabilities = np.asarray([by_label(found) for found in classifier(given)])
+    rewards = scores @ [1.0, 0.0, -2.0]
+    _, found = asyncio.run(compare_and_score(system, ours, rollout))
+    np.testing.assert_allclose(found.rewards, rewards, atol=TOLERANCE, rtol=0)
+
+    url, inputs = system.run.url, {"sentences": texts_array(prompts), "text_pairs": texts_array(responses)}
+    for unnamed in ([], ["rewards"]):
+        assert set(ask(url, REWARD_MODEL, inputs, unnamed)) == {"rewards"}
+    answer = ask(url, REWARD_MODEL, inputs, ["probabilities", "rewards", "queue_us", "compute_us"])
+    np.testing.assert_allclose(answer["rewards"][:, 0], rewards, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(answer["probabilities"], probabilities, atol=TOLERANCE, rtol=0)
+    assert (answer["queue_us"] > 0).all()
+    assert (answer["compute_us"] > 0).all()
+    one = texts_array(["y"])
+    for wrong, message in (
+        ({"text_pairs": one, **scoring_inputs([np.asarray([5, 6])])}, "text_pairs: only valid with sentences"),
+        ({"text_pairs": one}, "text_pairs: only valid with sentences"),
+        ({"sentences": one, "text_pairs": np.asarray([[1.0]], np.float32)}, "text_pairs"),
+        ({"sentences": one, "text_pairs": texts_array(["y", "y"])}, "batch size does not match"),
+        ({"sentences": one, "text_pairs": np.asarray([[b"\xff"]], np.object_)}, "text_pairs[0]: not UTF-8"),
+        ({"sentences": one, "text_pairs": texts_array(["y" * 10_000_000])}, "text_pairs[0]: 10000000 bytes"),
+    ):  # fmt: skip
+        with pytest.raises(Refused) as refused:
+            ask(url, REWARD_MODEL, wrong)
+        assert refused.value.code == "400"
+        assert message in refused.value.message
+
+    async def through_the_gateway() -> None:
+        async with gateway(url) as caller:
+            rows = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts, responses, strict=True)]
+            _, reply = await caller.post("/v1/rewards", {"inputs": rows, "probabilities": True, "timing": True})
+            np.testing.assert_allclose(reply["rewards"], rewards, atol=TOLERANCE, rtol=0)
+            np.testing.assert_allclose(reply["probabilities"], probabilities, atol=TOLERANCE, rtol=0)
+            assert reply["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+            assert min(reply["queue_us"] + reply["compute_us"]) > 0
+            _, reply = await caller.post("/classify", {"input": prompts[0]})
+            expected = by_label(classifier([prompts[0]])[0])
+            assert reply["data"][0]["probs"] == pytest.approx(expected, abs=TOLERANCE)
+            assert reply["data"][0]["label"] == f"LABEL_{np.argmax(expected)}"
+
+    asyncio.run(through_the_gateway())
+
+
+@pytest.mark.slow
+def test_a_template_is_sent_texts_and_its_refusal_of_tokens_is_a_sign_of_life(
+    serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints
+) -> None:
+    system = serve_reward(checkpoints.reward, template="{{ response }}, said {{ prompt }}")
+    ours = load_tokenizer(checkpoints.policy)
+    rollout = written(ours, list(TEXTS[:3]))
+    scorer, scores = asyncio.run(compare_and_score(system, ours, rollout))
+    assert scorer.sends_sentences
+    texts = [f"{scorer._response(rollout, i)}, said {text}" for i, text in enumerate(TEXTS[:3])]
+    rows = [np.asarray(ours(text)["input_ids"]) for text in texts]
+    np.testing.assert_allclose(scores.rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
+    with ControlPlane(system.run.config.server.grpc_url) as control:
+        assert control.probe_scoring(REWARD_MODEL, ("rewards",), 30.0) == {}
+        assert control.probe_scoring(CRITIC, ("values",), 30.0)
 
 
 def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) -> None:

@@ -13,6 +13,7 @@ from aiohttp import web
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
 OUTPUTS = [
     {"name": "rewards", "datatype": "FP32", "shape": [1, 1], "data": [0.5]},
+    {"name": "values", "datatype": "FP32", "shape": [1, 3], "data": [0.5, 1.5, 2.5]},
     {"name": "loss_mean", "datatype": "FP32", "shape": [1], "data": [0.25]},
     {"name": "status", "datatype": "INT64", "shape": [1], "data": [1]},
     {"name": "weights_version", "datatype": "INT64", "shape": [1], "data": [7]},

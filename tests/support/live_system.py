@@ -36,7 +36,7 @@ from tools.server.child import Child
 from tools.server.model_loading import probe
 from tools.server.ports import PORT_KEYS, with_free_ports
 from trainer.control_plane import ControlPlane
-from trainer.publish import initialise_store
+from trainer.publish import initialise_stores
 
 POSITIONS = 128
 TRAINING_KEY = "open sesame"
@@ -320,7 +320,7 @@ def start_server(run: LiveRun) -> Child:
     Version 0 and the repository are made here, where torch and transformers are loaded already. The server runs under
     a process of its own, because other tests count the servers that the test process has started.
     """
-    initialise_store(run.store, run.config.critic, run_id=run.run_id)
+    initialise_stores(run.config)
     render_repository(run.config, run.config.run.repository_dir)
     return run.start("server", module="serve_rendered", PYTHONPATH=str(Path(__file__).parent))
 

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from python_backend.rewards.function import Sample
+from python_backend.rewards import BadOption, Sample, count
 
 
 def num_tokens(sample: Sample) -> float:
@@ -33,6 +33,47 @@ def equals_label(sample: Sample) -> float:
 def texts_fit(sample: Sample) -> float:
     """Return 1 if the text is the actor's prompt followed by its response."""
     return float(f"{sample.prompt}{sample.response}" == sample.text)
+
+
+def rank(group: list[Sample]) -> list[float]:
+    """Ranking: return the part of the other responses that are shorter than this one; 0 if there are no others."""
+    lengths = [len(sample.tokens) for sample in group]
+    return [sum(other < length for other in lengths) / max(1, len(group) - 1) for length in lengths]
+
+
+def distinct(group: list[Sample]) -> list[float]:
+    """Diversity: return 1 divided by the number of equal responses."""
+    texts = [sample.response for sample in group]
+    return [1.0 / texts.count(text) for text in texts]
+
+
+def wins(group: list[Sample], *, margin: float = 0.0) -> Any:
+    """Pairwise: return the number of others that this response beats, by more than `margin`, as an array."""
+    import numpy as np  # slow, and only needed here
+
+    scores = [float(sample.metadata["score"]) for sample in group]
+    return np.asarray([sum(one > other + margin for other in scores) for one in scores])
+
+
+def by_group(group: list[Sample]) -> Any:
+    """Do what the first sample's `metadata["do"]` says; without it, return the size of the group for each sample."""
+    action = group[0].metadata.get("do")
+    return _GROUP_ACTIONS[action](group) if action else [float(len(group))] * len(group)
+
+
+class Scaled:
+    """Returns the number of tokens times an option, and counts what it did."""
+
+    def __init__(self, factor: float, *, timeout_s: float) -> None:
+        if factor <= 0:
+            raise BadOption(f"factor: {factor}, must be above 0")
+        self.factor, self.timeout_s = factor, timeout_s
+
+    def __call__(self, sample: Sample) -> float:
+        """Score one sample."""
+        count("calls")
+        count("tokens", len(sample.tokens))
+        return by_row(sample) * self.factor + self.timeout_s
 
 
 def by_row(sample: Sample) -> Any:
@@ -80,4 +121,12 @@ _ACTIONS: dict[str, Any] = {
     "memory": lambda _: float(len(bytearray(1 << 33))),
     "pid": lambda _: os.getpid(),
     "huge": lambda sample: float(len(sample.metadata["blob"])),
+}
+_GROUP_ACTIONS: dict[str, Any] = {
+    **{name: lambda group, name=name: _ACTIONS[name](group[0]) for name in ("raise", "exit", "die", "loop", "text")},
+    "number": lambda _: 1.0,
+    "few": lambda group: [1.0] * (len(group) - 1),
+    "many": lambda group: (1.0 for _ in range(len(group) + 1)),
+    "gaps": lambda group: [1.0, None, float("nan"), "x", 0][: len(group)],
+    "dict": lambda group: dict.fromkeys(range(len(group)), 1.0),
 }

@@ -31,9 +31,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) -> Iterator[System]:
-    """Server and sidecar with the default reload, one tokenizer, and a training key."""
+    """Server and sidecar with the default reload, one tokenizer, a training key, and a live reward model."""
     with mock.patch.dict(os.environ, {KEY_VARIABLE: TRAINING_KEY}):
-        run = make_run(tmp_path_factory.mktemp("live"), checkpoints, server={"training_key_env": KEY_VARIABLE})
+        sections = {"server": {"training_key_env": KEY_VARIABLE}, "reward": {"store": True}}
+        run = make_run(tmp_path_factory.mktemp("live"), checkpoints, **sections)
         system = start_system(run)
         yield system
         system.stop()

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 VOCAB, POSITIONS = 160, 64
+TYPES = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}  # what BERT's tokenizer returns
 PLAIN_CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }}\n{% endfor %}"
 CHATS = {  # as published checkpoints write them: with their special tokens or without
     "bert": PLAIN_CHAT,
@@ -42,10 +43,14 @@ def make_text_tokenizer(
     before, after = added or ADDED.get(family, ("", ""))
     if around:
         single = " ".join(filter(None, (before, "$A", after)))
+        between = {"roberta": after, "llama": before}.get(family, "")
+        second = [f"{token}:1" for token in (between, "$B", after) if token]
         ids = [(token, tokenizer.token_to_id(token)) for token in around]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
+        pair = " ".join([single, *second])
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
+        **(TYPES if family in ("bert", "deberta-v3") else {}),
         **{"chat_template": CHATS[family], "model_max_length": POSITIONS, **SPECIAL[family], **settings},
     )
 

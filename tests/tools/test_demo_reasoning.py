@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from python_backend.rewards.function import Sample, load_function, score
+from python_backend.rewards.function import Sample, checked, load_function
 from tools.demo.reasoning import prepare, write_tasks
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: pip install '.[rlvr]'")
@@ -46,7 +46,7 @@ def test_the_verifier_accepts_each_task_s_own_answer_and_no_other(tasks: dict[st
     function = load_function(VERIFIER)
     for line in tasks["prompts"][:20]:
         right, wrong = line["task"]["answer"], str(int(line["task"]["answer"]) + 1)
-        scores = [score(function, _sample(line, response)) for response in (f" {right}\n", f" {wrong}\n")]
+        scores = [checked(function(_sample(line, response))) for response in (f" {right}\n", f" {wrong}\n")]
         assert scores == [1.0, 0.0]
 
 
@@ -72,7 +72,8 @@ def test_without_reasoning_gym_the_preparation_says_what_to_install(
 )
 def test_only_the_answer_alone_is_right(response: str, expected: float) -> None:
     task = {"question": "43 + 14 =", "answer": "57", "metadata": {"source_dataset": "chain_sum"}}
-    assert score(load_function(VERIFIER), _sample({"text": "43 + 14 =", "task": task}, response)) == expected
+    value = load_function(VERIFIER)(_sample({"text": "43 + 14 =", "task": task}, response))
+    assert checked(value) == expected
 
 
 def _sample(line: dict[str, Any], response: str) -> Sample:

@@ -207,7 +207,7 @@ def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpo
 
 
 def test_conversations_need_chat_templates(tmp_path: Path) -> None:
-    """The policy's, and the reward model's where it has another tokenizer."""
+    """The policy's, and the reward model's where it receives texts."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     for name in ("policy", "same"):
@@ -217,9 +217,9 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     actor = {"policy": {"checkpoint": tmp_path / "policy"}, "prompts": {"path": prompts}}
 
-    def check(reward: str, prompt: object) -> None:
+    def check(reward: str, prompt: object, **settings: object) -> None:
         prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
-        config = {"actor": actor, "reward": {"checkpoint": str(tmp_path / reward)}}
+        config = {"actor": actor, "reward": {"checkpoint": str(tmp_path / reward), **settings}}
         tools.run.check_prompts(RunConfig.model_validate(config))
 
     check("other", "a text")
@@ -230,6 +230,9 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     check("same", conversation)
     with pytest.raises(ConfigError, match=r"reward\.checkpoint: .*other has no chat template.*'content'"):
         check("other", conversation)
+    for settings in ({"text": "pair"}, {"process": {"separator": ".", "mark": "!"}}):
+        with pytest.raises(ConfigError, match=r"same has no chat template.* because it receives texts"):
+            check("same", conversation, **settings)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
 

@@ -111,6 +111,14 @@ def test_settings_that_save_memory_do(tmp_path: Path):
     assert sizes(policy_token_budget=8).activations < plain.activations
 
 
+def test_a_live_reward_model_holds_the_next_version_beside_the_served_one(tmp_path: Path):
+    config = config_of(tmp_path)
+    live = config.model_copy(update={"reward": config.reward.model_copy(update={"store": True})})
+    assert served_role(config, "reward").sizes.copies == 0
+    sizes = served_role(live, "reward").sizes
+    assert sizes.copies == sizes.weights > 0
+
+
 def test_settings_that_save_memory_of_the_critic_do(tmp_path: Path):
     config = config_of(tmp_path)
 

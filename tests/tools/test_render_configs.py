@@ -42,6 +42,8 @@ def test_names_dtypes_and_shapes_are_the_contracts():
         (contract.METADATA, pb.TYPE_STRING, [1]),
     ]
     rewards = [(contract.REWARDS, pb.TYPE_FP32, [1])]
+    times = [(name, pb.TYPE_INT64, [1]) for name in (contract.QUEUE_US, contract.COMPUTE_US, contract.UNNAMED)]
+    pairs, labels = (contract.TEXT_PAIRS, pb.TYPE_STRING, [1]), (contract.PROBABILITIES, pb.TYPE_FP32, [-1])
     values = [(name, pb.TYPE_FP32, [-1]) for name in (contract.VALUES, contract.RESPONSE_VALUES)]
     values += [(contract.WEIGHTS_VERSION, pb.TYPE_INT64, [1])]
     targets = [(name, pb.TYPE_FP32, [-1, -1]) for name in (contract.RETURNS, contract.PREV_VALUES, contract.MASK)]
@@ -54,8 +56,8 @@ def test_names_dtypes_and_shapes_are_the_contracts():
     save += [(contract.KEEP_STEPS, pb.TYPE_INT64, [-1]), (contract.REWIND_TO, pb.TYPE_INT64, [1])]
     prompts, after = (contract.PROMPT_LENGTHS, pb.TYPE_INT64, [1]), (contract.AFTER_CRITIC, pb.TYPE_INT64, [1])
     expected = {
-        "reward_model": ([*scoring, after], rewards),
-        "critic": ([*scoring, prompts], [*values, after]),
+        "reward_model": ([*scoring, pairs, after], [*rewards, labels, *times]),
+        "critic": ([*scoring, prompts], [*values, after, *times]),
         "critic_infer": ([*scoring, prompts], rewards + values),
         "critic_train": (train, [(contract.LOSS_MEAN, pb.TYPE_FP32, [1]), version]),
         "critic_save": (save, [(contract.STATUS, pb.TYPE_INT64, [1]), version]),
@@ -171,6 +173,8 @@ def broken(model: str, old: str, new: str) -> dict:
         ("critic_infer", 'output_map { key: "response_values" value: "response_values" }', "",
          "critic_infer/config.pbtxt: no step produces output response_values"),
         ("critic_infer", 'input_map { key: "tokens"', 'input_map { key: "ids"', "critic has no tensor ids of this"),
+        ("critic_infer", 'input { name: "metadata" data_type: TYPE_STRING dims: [ 1 ] optional: true }', "",
+         "critic takes metadata, which is neither an input nor an output of an earlier step"),
     ],
 )  # fmt: skip
 def test_rules_that_the_protobuf_cannot_know(model: str, old: str, new: str, message: str):

@@ -65,7 +65,12 @@ def test_names_dtypes_and_shapes_are_the_contracts(tmp_path: Path) -> None:
         sides = [[(t.name, t.data_type, list(t.dims)) for t in side] for side in (message.input, message.output)]
         assert sides == [
             [(contract.TOKENS, getattr(pb, f"TYPE_{dtype}"), [-1]), (contract.SEQUENCE_LENGTHS, pb.TYPE_INT64, [1])],
-            [(contract.LOGPROBS, pb.TYPE_FP32, [-1])],
+            [
+                (contract.LOGPROBS, pb.TYPE_FP32, [-1]),
+                (contract.QUEUE_US, pb.TYPE_INT64, [1]),
+                (contract.COMPUTE_US, pb.TYPE_INT64, [1]),
+                (contract.UNNAMED, pb.TYPE_INT64, [1]),
+            ],
         ]
         assert [t.name for t in message.input if t.allow_ragged_batch] == [contract.TOKENS]
         assert all(tensor.optional for tensor in message.input)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from live_system import make_tokenizer
 from test_render_configs import MODELS, parameters, parsed
+from tiny_checkpoints import save_tiny
 
 from python_backend.config import ConfigError, RunConfig, load_config
 from tools import render_configs as render
@@ -24,7 +25,8 @@ def steps(config: object) -> dict[str, tuple[dict[str, str], dict[str, str]]]:
 
 
 def test_model_and_functions() -> None:
-    configs = parsed(rewards={"length": LENGTH, "model": {"weight": 2}, "label": LABEL}, reward={"max_batch_size": 8})
+    rewards = {"length": LENGTH, "model": {"weight": 2}, "label": LABEL}
+    configs = parsed(rewards=rewards, reward={"max_batch_size": 8}, critic={})
     functions = {"reward_function_length", "reward_function_label"}
     assert set(configs) == MODELS | functions | {"reward_checkpoint", "reward_mixture"}
     found = parameters(configs["reward_function_length"])
@@ -43,6 +45,7 @@ def test_model_and_functions() -> None:
     assert configs["reward_model"].platform == configs["critic_infer"].platform == "ensemble"
     parts = steps(configs["reward_model"])
     assert parts["reward_checkpoint"][1] == {"rewards": "component_model"}
+    assert all("text_pairs" in part[0] for name, part in parts.items() if name != "reward_mixture")
     assert parts["reward_function_label"][1] == {"reward_component": "component_label", "reward_error": "error_label"}
     mixed = {"component_length", "error_length", "component_model", "component_label", "error_label"}
     assert set(parts["reward_mixture"][0]) == mixed == {tensor.name for tensor in configs["reward_mixture"].input}
@@ -59,6 +62,36 @@ def test_model_and_functions() -> None:
     assert set(both["reward_mixture"][1]) == {"rewards", "reward_components", "reward_errors"}
     (components,) = [t for t in configs["critic_infer"].output if t.name == "reward_components"]
     assert list(components.dims) == [3]
+
+
+def test_a_process_reward_in_a_sum_takes_all_that_its_steps_need() -> None:
+    """Triton does not load an ensemble whose step takes a tensor that nothing gives."""
+    whole = parsed(rewards={"model": {}, "label": LABEL}, reward={"process": {"separator": ". "}})["reward_model"]
+    declared = {tensor.name for tensor in whole.input}
+    assert {"prompt_lengths", "text_pairs"} <= declared
+    for inputs, outputs in steps(whole).values():
+        assert set(inputs.values()) <= declared
+        declared |= set(outputs.values())
+
+
+def test_yes_and_no_without_quotes_are_refused(tmp_path: Path) -> None:
+    """YAML reads them as true and false, which must not become the token ids 1 and 0."""
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: {logit: {tokens: [yes], against: [no]}}")
+    with pytest.raises(ConfigError, match=r"reward\.logit\.tokens: True is not a token; .* in quotes"):
+        load_config(path)
+    path.write_text("reward: {logit: {tokens: ['yes', 7], against: ['no']}}")
+    assert load_config(path).reward.logit.model_dump() == {"tokens": ["yes", 7], "against": ["no"]}
+
+
+def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
+    """The gateway requests the probabilities of a model with labels."""
+    save_tiny(tmp_path, "llama", "critic", num_labels=2)
+    make_tokenizer().save_pretrained(tmp_path)
+    for more in ({}, {"process": {}}):
+        config = parsed(reward={"checkpoint": str(tmp_path), **more})["reward_model"]
+        has_probabilities = "probabilities" in {output.name for output in config.output}
+        assert has_probabilities == (parameters(config)["labels"] != "[]") == (not more)
 
 
 def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path) -> None:

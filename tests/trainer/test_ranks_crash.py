@@ -23,7 +23,7 @@ from tiny_checkpoints import save_tiny
 from python_backend.config import load_config
 from python_backend.models.canary import canary_row, check_canary
 from python_backend.models.modeling import CriticModel, load_critic
-from python_backend.serving.follower import Follower
+from python_backend.serving.versions.follower import Follower
 from python_backend.store.journal import Entry, Journal, Result
 from python_backend.store.weights import WeightsStore
 

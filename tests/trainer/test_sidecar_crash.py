@@ -10,7 +10,9 @@ import torch
 from sidecar_rig import Killed, Rig, kill_at
 
 from python_backend.store.journal import Journal
+from python_backend.store.ownership import Sender
 from python_backend.store.weights import WeightsStore
+from python_backend.wire.contract import StepConflict
 from trainer.checkpoint import CheckpointFolder
 from trainer.publish import Publisher
 
@@ -101,6 +103,18 @@ def test_a_rewind_serves_the_old_weights_under_a_new_number(rig: Rig, straight: 
     assert (again.weights_version, again.error) == (version + 1, None)
     assert rig.store.manifest(version + 1).parent == version
     assert rig.instances[0].served == list(range(version + 2))
+
+
+def test_the_last_of_two_rewinds_to_one_step_owns_the_run(rig: Rig):
+    """The second finds the critic at its target; the first was accepted at a later step."""
+    rig.train(1, 2, 3)
+    for owner in ("old", "new"):
+        result = rig.answer(rig.journal.accept_rewind(run_id="run", target=2, sender=Sender(owner, 1)))
+        assert (result.error, rig.journal.owners()[0]) == (None, f"{owner}/1")
+    with pytest.raises(StepConflict, match="was rewound after this request was sent"):
+        rig.journal.accept_save(run_id="run", sender=Sender("old", 1))
+    rig.stop()
+    assert rig.start().journal.owners() == ["new/1", "old/1"]
 
 
 def test_the_same_steps_after_a_rewind_give_the_same_weights_under_new_numbers(rig: Rig, straight: Rig):

@@ -97,7 +97,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor is missing": (
         lambda folder: rewrite(folder, lambda tensors: tensors.pop("classifier.bias")),
-        r"version 1: .*does not fit the served critic: .*classifier\.bias",
+        r"version 1: .*does not fit the served model: .*classifier\.bias",
     ),
     "another shape": (
         lambda folder: rewrite(folder, lambda tensors: tensors.update({"classifier.bias": torch.zeros(2)})),
@@ -107,15 +107,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: rewrite(
             folder, lambda tensors: tensors.update({"classifier.bias": tensors["classifier.bias"].half()})
         ),
-        r"version 1: classifier\.bias is F16, the trained critic's is F32",
+        r"version 1: classifier\.bias is F16, the published model's is F32",
     ),
     "another family": (
         lambda folder: edit_json(folder / CONFIG_FILE, model_type="llama"),
-        "version 1: .* is a llama model, but the served critic is ",
+        "version 1: .* is a llama model, but the served model is ",
     ),
     "another forward of the same shapes": (
         lambda folder: edit_json(folder / CONFIG_FILE, hidden_act="relu", rms_norm_eps=0.5),
-        r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, but .* in the served critic; ",
+        r"version 1: .*(hidden_act|rms_norm_eps) in config\.json is .*, but .* in the served model; ",
     ),
     "another number": (
         lambda folder: rewrite(folder, lambda tensors: tensors["classifier.bias"].add_(0.01)),

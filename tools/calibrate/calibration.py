@@ -146,8 +146,9 @@ def _measure(
     role: str, section: ModelSection, workers: int, threads: int, *, budgets: Sequence[int] = BUDGETS
 ) -> dict[str, Any]:
     """Run `tools.calibrate.worker` in its own process and return its result. Raises ConfigError."""
+    kind, options = _loading(role, section)
     spec = {
-        "role": role, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
+        "role": kind, "options": options, "checkpoint": str(section.checkpoint.absolute()), "device": section.device,
         "dtype": section.dtype, "workers": workers, "threads": threads, "max_length": section.max_length,
         "budgets": budgets,
     }  # fmt: skip
@@ -165,6 +166,15 @@ def _measure(
             f"{role}.checkpoint: {(done.stderr.strip() or 'the measuring process died').splitlines()[-1]}"
         )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _loading(role: str, section: ModelSection) -> tuple[str, dict[str, Any]]:
+    """Return the worker's name for how the model is loaded, and the loader's options."""
+    if isinstance(section, RewardSection) and section.logit is not None:
+        return "logit", section.logit.model_dump()
+    if isinstance(section, RewardSection) and section.process is not None:
+        return "process", {"attribute_weights": section.attribute_weights}
+    return role, {}
 
 
 def _identity(section: ModelSection, cores: int) -> str:

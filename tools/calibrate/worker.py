@@ -1,7 +1,7 @@
 """`python -m tools.calibrate.worker SPEC`: measures a model in its own process, set up like a serving instance.
 
-Takes a JSON object (checkpoint, role, device, dtype, workers, threads, max_length, budgets) and prints a JSON line:
-tokens per second by token budget, and the fixed cost of a forward pass in tokens.
+Takes a JSON object (checkpoint, role, options, device, dtype, workers, threads, max_length, budgets) and prints a JSON
+line: tokens per second by token budget, and the fixed cost of a forward pass in tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, load_reward, quiet_transformers
+from python_backend.models.readout.token_reward import load_logit_reward, load_process_reward
 from python_backend.serving.allocator import keep_freed_memory
 from python_backend.serving.scheduling import SWITCH_INTERVAL_S, RowPool
 
@@ -31,6 +32,8 @@ SLOW_S = 1.5  # a model whose pass takes longer is measured in one round
 MAX_ROWS = 64
 ROLES: dict[str, tuple[Any, str]] = {  # role -> (loader, name of the method that scores rows)
     "reward": (load_reward, "score"),
+    "logit": (load_logit_reward, "score"),
+    "process": (load_process_reward, "token_scores"),
     "critic": (load_critic, "values"),
     "reference": (load_language_model, "logprobs"),
 }
@@ -45,7 +48,7 @@ class Measurement:
         self._threads, self._workers = int(spec["threads"]), int(spec["workers"])
         torch.set_num_threads(self._threads)
         load, forward = ROLES[spec["role"]]
-        model = load(Path(spec["checkpoint"]), device=spec["device"], dtype=spec["dtype"])
+        model = load(Path(spec["checkpoint"]), device=spec["device"], dtype=spec["dtype"], **spec["options"])
         self._score: Score = getattr(model, forward)
         limits = [512, model.limits.max_length, spec["max_length"]]
         self._rows = self._make_rows(min(limit for limit in limits if limit))

@@ -76,7 +76,7 @@ def roles_of(config: RunConfig) -> dict[str, Role]:
     makers: dict[str, tuple[Path, Callable[[], Role]]] = {
         "actor": (config.actor.policy.checkpoint, lambda: policy_role(config))
     }
-    if config.actor.algorithm.uses_critic:
+    if config.serves_critic:
         makers["trainer"] = (config.critic.checkpoint, lambda: trainer_role(config))
     for key, section in config.served_sections.items():
         makers[key] = (section.checkpoint, functools.partial(served_role, config, key))

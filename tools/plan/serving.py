@@ -10,6 +10,7 @@ from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.config import ModelSection, RunConfig
+from python_backend.config.live_models import live_models
 from python_backend.models.modeling import limits_of
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
@@ -43,7 +44,7 @@ def served_role(config: RunConfig, key: str) -> Role:
     shared = section.device == "cpu" and _is_mapped(key, section)
     weights = weights * (1 if shared else section.instances)
     sizes = on_heap(Sizes(weights=weights, activations=working * workers * section.instances), section.device)
-    if key == "critic":  # the next version is loaded beside the served one
+    if any(live.name == key for live in live_models(config)):  # the next version is loaded beside the served one
         sizes = dataclasses.replace(sizes, copies=weights)
     if shared and section.instances > 1:
         notes += (f"{section.instances} instances share the weights",)

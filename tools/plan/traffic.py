@@ -15,7 +15,7 @@ def traffic_lines(config: RunConfig, roles: Mapping[str, Role]) -> list[str]:
     """Return one line of text per transfer."""
     actor = config.actor
     tokens = actor.rollout_size * (actor.prompts.max_tokens + actor.generation.max_new_tokens)
-    has_critic = actor.algorithm.uses_critic
+    has_critic = config.serves_critic
     token_bytes = 8 if config.server.tokens_dtype == "INT64" else 4
     asked = tokens * token_bytes * (1 + actor.kl.serves_reference)
     answered = actor.rollout_size * FLOAT + tokens * FLOAT * (has_critic + actor.kl.serves_reference)

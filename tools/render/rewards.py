@@ -7,17 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from python_backend.config import RunConfig
+from python_backend.config.live_models import reward_is_live
 from python_backend.config.required_files import tokenizer_folder
-from python_backend.config.reward_terms import MODEL_TERM
+from python_backend.config.reward_terms import MODEL_TERM, RewardTerm
 from python_backend.rewards.function import with_absolute_path
 from python_backend.wire.contract import (
+    GROUPWISE,
     REWARD_CHECKPOINT,
     REWARD_COMPONENTS,
     REWARD_MIXTURE,
     REWARD_MODEL,
     REWARD_WEIGHTS,
+    STORE,
+    TEXT_PAIRS,
 )
-from tools.render.ensembles import mixture_steps, model_of
+from tools.render.ensembles import SCORED, mixture_steps, model_of
+from tools.render.token_rewards import client_parameters, process_of
 
 MAX_WAITING_ROWS = 100_000  # backlog of a reward function; beyond it requests are refused, to bound the memory
 Render = Callable[..., str]
@@ -41,22 +46,23 @@ def render_rewards(
         REWARD_COMPONENTS: json.dumps(list(config.rewards)),
         REWARD_WEIGHTS: json.dumps([term.weight for term in config.rewards.values()]),
     }
-    whole = {**sums, "checkpoint": str(place(tokenizer)), "tokenizer_fingerprint": fingerprint(tokenizer)}
+    live = reward_is_live(config)
+    whole = {
+        **sums,
+        "text": config.reward.text,
+        "checkpoint": str(place(tokenizer)),
+        "tokenizer_fingerprint": fingerprint(tokenizer),
+    }
+    if live:
+        whole[STORE] = str(place(config.run.reward_weights_dir))
+    if any(term.groupwise for term in config.functions.values()):
+        whole[GROUPWISE] = "true"
+    if config.uses_reward_model:
+        whole |= {name: value for name, value in client_parameters(config.reward).items() if value is not None}
     batch = config.reward.max_batch_size
     texts = {}
     for name, term in config.functions.items():
-        parameters = {
-            "function": with_absolute_path(str(term.function), place),
-            "timeout_s": f"{term.timeout_s:g}",
-            "workers": str(term.workers),
-            "memory_mib": str(term.memory_mib),
-            "max_waiting_rows": str(MAX_WAITING_ROWS),
-            "max_sentence_bytes": str(config.reward.max_sentence_bytes),
-            "max_request_tokens": str(config.reward.max_request_tokens),
-            "max_request_bytes": str(config.reward.max_request_bytes),
-            "tokenizer": str(place(tokenizer)),
-        }
-        model = model_of(name)
+        model, parameters = model_of(name), _function_parameters(term, config, place)
         texts[model] = render("reward_function.pbtxt.j2", name=model, max_batch_size=batch, parameters=parameters)
     if MODEL_TERM in config.rewards:
         texts[REWARD_CHECKPOINT] = checkpoint(REWARD_CHECKPOINT)
@@ -66,7 +72,24 @@ def render_rewards(
     )
     texts[REWARD_MODEL] = render(
         "ensemble.pbtxt.j2", name=REWARD_MODEL, purpose="The weighted sum of several rewards.", has_values=False,
-        num_rewards=1, num_components=len(config.rewards), steps=mixture_steps(config.rewards), max_batch_size=batch,
-        parameters=whole,
+        num_rewards=1, num_components=len(config.rewards), max_batch_size=batch, has_reward_version=live,
+        process=process_of(config), parameters=whole,
+        steps=mixture_steps(config.rewards, (*SCORED, TEXT_PAIRS), live=live, process=process_of(config)),
     )  # fmt: skip
     return texts
+
+
+def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[Path], Path]) -> dict[str, str]:
+    return {
+        "function": with_absolute_path(str(term.function), place),
+        **({"options": json.dumps(term.options)} if term.options else {}),
+        **({GROUPWISE: "true"} if term.groupwise else {}),
+        "timeout_s": f"{term.timeout_s:g}",
+        "workers": str(term.workers),
+        "memory_mib": str(term.memory_mib),
+        "max_waiting_rows": str(MAX_WAITING_ROWS),
+        "max_sentence_bytes": str(config.reward.max_sentence_bytes),
+        "max_request_tokens": str(config.reward.max_request_tokens),
+        "max_request_bytes": str(config.reward.max_request_bytes),
+        "tokenizer": str(place(tokenizer_folder(config))),
+    }

@@ -38,7 +38,7 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
     whole = configs[model]
     ours = {tensor.name: tensor for tensor in [*whole.input, *whole.output]}
     before: set[str] | None = None
-    given: set[str] = set()
+    given = {tensor.name for tensor in whole.input}
     for step in whole.ensemble_scheduling.step:
         part = configs[step.model_name]
         if part.platform == "ensemble":
@@ -50,6 +50,12 @@ def _check_ensemble(configs: Mapping[str, Any], model: str) -> None:
             raise ConfigError(
                 f"{model}/config.pbtxt: step {step.model_name} uses no output of the previous step, so Triton "
                 "runs the two concurrently, which can deadlock tritonserver when one of them fails"
+            )
+        unknown = sorted(set(step.input_map.values()) - given)
+        if unknown:
+            raise ConfigError(
+                f"{model}/config.pbtxt: {step.model_name} takes {unknown[0]}, which is neither an input nor an output "
+                "of an earlier step; see tools/templates/ensemble.pbtxt.j2"
             )
         before = set(step.output_map.values())
         given |= before

@@ -79,8 +79,22 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
     if with_kl[0] and with_kl != (x, y):
         axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
+    _mark_versions(axes, run)
     kl = run.summary.get("kl_final")
     _finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
+
+
+def _mark_versions(axes: Axes, run: RunRecord) -> None:
+    """Mark each step that is the first one scored by another version of a live reward model."""
+    x, y = series(run.steps, "train_rollouts/reward_version")
+    changes = [(step, version) for step, version, before in zip(x[1:], y[1:], y, strict=False) if version != before]
+    for i, (step, version) in enumerate(changes):
+        label = "new version of the reward model" if i == 0 else None
+        axes.axvline(step, color=RED, lw=1.2, ls=(0, (2, 2)), label=label)
+        axes.annotate(
+            f"v{version:.0f}", (step, 1), (3, -10), xycoords=("data", "axes fraction"), textcoords="offset points",
+            color=RED, fontsize=9,
+        )  # fmt: skip
 
 
 def draw_gold(axes: Axes, run: RunRecord) -> None:

@@ -58,11 +58,16 @@ def copy_repository(source: Path, target: Path, key: str) -> None:
     compileall.compile_dir(target, quiet=2)
 
 
+def weights_dirs(repository: Path) -> dict[str, Path]:
+    """Return the weights stores that `repository` names, by model: `critic`, `reward_model`."""
+    configs = {model: repository / model / "config.pbtxt" for model in ("critic", "reward_model")}
+    found = {model: _STORE.search(path.read_text()) for model, path in configs.items() if path.is_file()}
+    return {model: Path(store[1]) for model, store in found.items() if store is not None}
+
+
 def weights_dir(repository: Path) -> Path:
-    """Return the folder of the critic's weights that `repository` names; the default folder if no critic is served."""
-    config = repository / "critic" / "config.pbtxt"
-    found = _STORE.search(config.read_text()) if config.is_file() else None
-    return Path(found[1]) if found else RUNS / "default" / "weights" / "critic"
+    """Return a weights store that `repository` names, the critic's if there is one; else the default folder."""
+    return next(iter(weights_dirs(repository).values()), RUNS / "default" / "weights" / "critic")
 
 
 def tritonserver_command(repository: Path, *, key: str, address: str, control_address: str) -> list[str]:

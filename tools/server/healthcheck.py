@@ -1,6 +1,6 @@
-"""`python3 -m tools.server.healthcheck`: exit code 0 if all models answer requests, and the critic is up to date.
+"""`python3 -m tools.server.healthcheck`: exit code 0 if all models answer requests, with weights that are up to date.
 
-Triton's own readiness stays true after a model's process has died, and does not know which version of the critic is to
+Triton's own readiness stays true after a model's process has died, and does not know which version of the weights is to
 be served. Like `tools.server.entry_point`, needs only the standard library and numpy.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,21 +19,25 @@ from typing import Any
 from python_backend.errors import RlhfError
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import (
+    CRITIC,
     CRITIC_INFER,
+    NEEDS_MORE,
     REFERENCE,
     REWARD_MODEL,
+    REWARD_VERSION,
     SEQUENCE_LENGTHS,
     TOKENS,
     WEIGHTS_VERSION,
 )
-from tools.server.container import REPOSITORY, weights_dir
+from tools.server.container import REPOSITORY, weights_dirs
 
 TIMEOUT_S = 8.0
+VERSION_OF = {CRITIC: WEIGHTS_VERSION, REWARD_MODEL: REWARD_VERSION}
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class BehindCurrent(RlhfError):
-    """The critic serves an older version than the one that CURRENT names."""
+    """A model serves an older version than the one that CURRENT names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,15 +52,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(repository: Path, url: str, *, timeout_s: float = TIMEOUT_S) -> int:
     """Probe each model that clients use; return 0, or print the reason and return 1 if one is not ready."""
-    whole = CRITIC_INFER if (repository / CRITIC_INFER).is_dir() else REWARD_MODEL  # critic_infer runs both models
+    whole = CRITIC_INFER if (repository / CRITIC_INFER).is_dir() else REWARD_MODEL  # critic_infer runs all of them
     models = [model for model in (whole, REFERENCE) if (repository / model).is_dir()]
     try:
         for model in models:
             # Read first: a version that is published during the request does not make the server late.
-            current = WeightsStore(weights_dir(repository)).current() if model == CRITIC_INFER else None
+            stores = {} if model == REFERENCE else weights_dirs(repository)
+            currents = {part: WeightsStore(folder).current() or 0 for part, folder in stores.items()}
             answer = infer(f"{url}/v2/models/{model}", timeout_s)
-            if current is not None and answer[WEIGHTS_VERSION][0] < current:
-                raise BehindCurrent(f"it serves version {answer[WEIGHTS_VERSION][0]}, but CURRENT is {current}")
+            if not answer and CRITIC in currents:  # the reward model refused the row, and so critic_infer did
+                answer = infer(f"{url}/v2/models/{CRITIC}", timeout_s)
+            for part, current in currents.items():
+                served = answer[VERSION_OF[part]][0]
+                if served < current:
+                    raise BehindCurrent(f"{part} serves version {served}, but CURRENT is {current}")
     except (OSError, ValueError, KeyError, RlhfError) as error:
         print(f"not ready: {model}: {error}", file=sys.stderr)
         return 1
@@ -63,7 +73,10 @@ def check(repository: Path, url: str, *, timeout_s: float = TIMEOUT_S) -> int:
 
 
 def infer(model_url: str, timeout_s: float) -> dict[str, Any]:
-    """Score two tokens with id 0 and return the outputs by name. Raises OSError (also HTTP), ValueError, KeyError."""
+    """Score two tokens with id 0 and return the outputs by name. Raises OSError (also HTTP), ValueError, KeyError.
+
+    A reward model that such a row cannot be sent to refuses it, which proves that it is alive; returns {} then.
+    """
     with LOCAL.open(model_url, timeout=timeout_s) as answer:
         types = {tensor["name"]: tensor["datatype"] for tensor in json.load(answer)["inputs"]}
     inputs = [
@@ -71,8 +84,13 @@ def infer(model_url: str, timeout_s: float) -> dict[str, Any]:
         {"name": SEQUENCE_LENGTHS, "datatype": types[SEQUENCE_LENGTHS], "shape": [1, 1], "data": [2]},
     ]
     body = json.dumps({"inputs": inputs}).encode()
-    with LOCAL.open(urllib.request.Request(f"{model_url}/infer", body), timeout=timeout_s) as answer:
-        return {tensor["name"]: tensor["data"] for tensor in json.load(answer)["outputs"]}
+    try:
+        with LOCAL.open(urllib.request.Request(f"{model_url}/infer", body), timeout=timeout_s) as answer:
+            return {tensor["name"]: tensor["data"] for tensor in json.load(answer)["outputs"]}
+    except urllib.error.HTTPError as error:
+        if NEEDS_MORE in error.read().decode("utf-8", "replace"):
+            return {}
+        raise
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ SCORING_OUTPUTS = {
     REWARD_MODEL: (REWARDS,),  # if it is an ensemble, this also probes the mixture
     REFERENCE: (LOGPROBS,),
     CRITIC: (VALUES, WEIGHTS_VERSION),
-    CRITIC_INFER: (REWARDS, VALUES, WEIGHTS_VERSION),
+    CRITIC_INFER: (VALUES, WEIGHTS_VERSION),  # its rewards are those of reward_model, if any
 }
 POLL_INTERVAL_S = 0.1
 

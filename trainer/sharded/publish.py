@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.models.modeling import CriticModel
+from python_backend.models.modeling import CriticModel, RewardModel
 from python_backend.parallel.ranks import RankFailed
 from python_backend.store.weights import Manifest, WeightsError
 from trainer.publish import WAIT_POLL_S, Publisher
@@ -29,10 +29,10 @@ class ShardedPublisher(Publisher):
     def canary(self, expected: np.ndarray) -> list[float] | None:
         return expected.tolist()
 
-    def verify(self, version: int, critic: CriticModel, expected: np.ndarray | None = None) -> None:
-        assert isinstance(critic, ShardedCritic)
+    def verify(self, version: int, model: CriticModel | RewardModel, expected: np.ndarray | None = None) -> None:
+        assert isinstance(model, ShardedCritic)
         try:
-            critic.verify(self._store, version)
+            model.verify(self._store, version)
         except (WeightsError, CheckpointError, RankFailed) as error:
             raise rejected(version, error) from error
 
@@ -60,7 +60,7 @@ class ShardedPublisher(Publisher):
             beat(f"waiting until version {version} is staged")
             self.heal()
             if time.monotonic() > recover_at:
-                logger.warning("version %d is not staged yet: reloading the critic through Triton", version)
+                logger.warning("version %d is not staged yet: reloading %s through Triton", version, self._model)
                 self._outcomes()
                 recover_at = time.monotonic() + self._timeout_s
             time.sleep(WAIT_POLL_S)

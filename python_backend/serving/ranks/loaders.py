@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.models.language_model import LanguageModel, load_language_model
+from python_backend.models.loading import check_finite
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward
+from python_backend.models.readout.token_reward import load_logit_reward, load_process_reward
 
 Model = RewardModel | CriticModel | LanguageModel
-LOADERS = {load.__name__: load for load in (load_reward, load_critic, load_language_model)}
+LOADERS = {
+    load.__name__: load
+    for load in (load_reward, load_process_reward, load_logit_reward, load_critic, load_language_model)
+}
 
 
 def load_model(loader: str, folder: Path, served: Model | None, options: Mapping[str, Any]) -> Any:
@@ -18,13 +23,18 @@ def load_model(loader: str, folder: Path, served: Model | None, options: Mapping
 
     Args:
         loader: a name in `LOADERS`.
-        served: a critic, to load another version of its weights into the same module structure; else None.
-        options: keyword arguments of the loader.
+        served: a model, to load another version of its weights into the same module structure; else None.
+        options: keyword arguments of the loader, and optionally `finite`: refuse weights that are not, as of a critic.
 
     Raises:
-        CheckpointError: the model cannot be loaded, or a critic's weights are not finite.
+        CheckpointError: the model cannot be loaded, or its weights are not finite.
     """
-    model = served.with_weights(folder) if isinstance(served, CriticModel) else LOADERS[loader](folder, **options)
-    if isinstance(model, CriticModel):
-        model.check_finite()  # reads every weight, and so pages in the mapped file before the first forward pass
+    options = {**options}
+    finite = options.pop("finite", False)
+    if isinstance(served, CriticModel | RewardModel):
+        model: Any = served.with_weights(folder)
+    else:
+        model = LOADERS[loader](folder, **options)
+    if finite or isinstance(model, CriticModel):
+        check_finite(model.model)  # reads every weight, and so pages in the mapped file before the first forward pass
     return model

@@ -23,15 +23,14 @@ POLL_S = 0.005  # between reads of CURRENT: short compared with a swap (44 ms or
 EXPECTING_POLL_S = 0.001
 EXPECTING_S = 5.0
 TROUBLE_PAUSE_S = 1.0  # pause after an error, so that a persistent error does not flood the log
-ROLLBACK_HINT = "`python -m tools weights rollback` serves an older version"
 
 
 @dataclass(frozen=True)
 class Version:
-    """A loaded critic and the number of its weights version."""
+    """A loaded model and the number of its weights version."""
 
     number: int
-    critic: Any
+    model: Any
     stamp: tuple[int, ...] = ()  # inode, size and mtime of each file when it was loaded; detects a later change
 
 
@@ -50,19 +49,22 @@ class Follower:
         *,
         load: Callable[[Path, Any], Any],
         swaps: bool,
+        name: str = "critic",
         log_error: Callable[[str], None],
         count: Callable[[int, bool], None] = lambda number, rejected: None,
     ) -> None:
         """
         Args:
-            load: loads a critic from a version's folder, given the critic served now (None for the first).
+            load: loads a model from a version's folder, given the model served now (None for the first).
             swaps: whether to swap in new versions; if False, they are served only after a reload through Triton.
+            name: name of the model in `tools weights --model`.
             count: called with (version number, whether it was rejected), for the first version and for each later
                 version that was swapped in or rejected.
         """
         self._store = store
         self._instance = instance
         self._load = load
+        self._rollback = f"`python -m tools weights rollback --model {name}` serves an older version"
         self._swaps = swaps
         self._log_error = log_error
         self._count = count
@@ -87,7 +89,7 @@ class Follower:
             # writes its record and then reads CURRENT. So at least one of the two sees the other's change.
             if self._store.current() == self.version.number:
                 break
-        # Not earlier: as long as records of dead instances exist, the sidecar (or `tools serve`) requests a fresh
+        # Not earlier: as long as records of dead instances exist, the publisher (or `tools serve`) requests a fresh
         # process, which is necessary until an instance has replaced them.
         self._store.records.forget_died()
         self._count(self.version.number, False)
@@ -117,7 +119,7 @@ class Follower:
                 if self._store.current() == number:
                     self._store.records.withdraw(self._record)
                     raise WeightsError(
-                        f"weights version {number} cannot be served: {error}; {ROLLBACK_HINT}"
+                        f"weights version {number} cannot be served: {error}; {self._rollback}"
                     ) from error
 
     def _watch(self) -> None:
@@ -163,7 +165,7 @@ class Follower:
         self._staged = None
         try:
             stamp = self._stamp(number)
-            self._staged = Version(number, self._load(self._store.folder(number), self.version.critic), stamp)
+            self._staged = Version(number, self._load(self._store.folder(number), self.version.model), stamp)
             self._expecting_until = time.monotonic() + EXPECTING_S
         except Exception as error:  # any error: the old version keeps serving
             self._unusable[number] = str(error)

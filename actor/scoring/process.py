@@ -1,0 +1,88 @@
+"""Process rewards as the server replies with them, placed on the policy's tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actor.data.rollout import ProcessRewards
+from python_backend.wire.contract import PROCESS, STEP_ENDS, STEP_REWARDS, TEXTS_ONLY
+
+
+@dataclass(frozen=True)
+class RewardKind:
+    """What the served reward model takes and replies with, besides one reward per row of tokens."""
+
+    granularity: str | None = None  # of a process reward: `step` or `token`
+    texts_only: bool = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str]) -> RewardKind:
+        """Create the kind from the `parameters` of reward_model."""
+        return cls(parameters.get(PROCESS), parameters.get(TEXTS_ONLY) == "true")
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Further outputs to request from reward_model."""
+        return () if self.granularity is None else (STEP_REWARDS, STEP_ENDS)
+
+
+def ends_on_tokens(
+    answer: Mapping[str, np.ndarray], tokenizer: Any, rows: Sequence[np.ndarray], starts: Sequence[int],
+    firsts: Sequence[int],
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Return the response to sentences with `step_ends` as indices of the tokens that contain them.
+
+    Args:
+        rows: token rows int64 `[length_i]` that the sentences were decoded from.
+        starts: index of the first token of each sentence in its row.
+        firsts: index of the first response token of each row.
+    """
+    ends = answer[STEP_ENDS].copy()
+    for i, (row, start, first) in enumerate(zip(rows, starts, firsts, strict=True)):
+        ids = row[start:].tolist()
+
+        def characters(count: int, ids: list[int] = ids) -> int:
+            return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
+
+        whole = characters(len(ids))
+        for k, end in enumerate(ends[i].tolist()):
+            if end >= whole:  # the end of the response, with the tokens that are no text
+                ends[i, k] = row.size - 1
+            elif end >= 0:
+                count = bisect_left(range(len(ids) + 1), end, key=characters)
+                ends[i, k] = max(first, start + count - 1)
+    return {**answer, STEP_ENDS: ends}
+
+
+def empty(rows: int, width: int) -> ProcessRewards:
+    """Return rewards of `rows` responses of `width` tokens, all without steps."""
+    return ProcessRewards(torch.zeros(rows, width), torch.zeros(rows, width, dtype=torch.bool), torch.zeros(rows))
+
+
+def place(rewards: ProcessRewards, chunk: slice, answer: Mapping[str, np.ndarray], weight: float) -> None:
+    """Write the process rewards of a response's rows to the rows `chunk` of `rewards`, times `weight`."""
+    found, ends = torch.tensor(answer[STEP_REWARDS]), torch.tensor(answer[STEP_ENDS])
+    row, step = (ends >= 0).nonzero(as_tuple=True)
+    index = (row + chunk.start, ends[row, step])
+    rewards.rewards.index_put_(index, weight * found[row, step], accumulate=True)  # a token may end two steps
+    rewards.ends[index] = True
+
+
+def join(parts: Sequence[ProcessRewards], width: int) -> ProcessRewards:
+    """Concatenate rewards of several rollouts, padded to `width` tokens."""
+
+    def padded(tensor: Tensor) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+
+    return ProcessRewards(
+        torch.cat([padded(part.rewards) for part in parts]),
+        torch.cat([padded(part.ends) for part in parts]),
+        torch.cat([part.outcome for part in parts]),
+    )

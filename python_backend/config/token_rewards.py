@@ -1,0 +1,116 @@
+"""Settings of rewards that are read at single tokens: process rewards, and next-token logits of a causal LM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from python_backend.config.fields import Section
+
+if TYPE_CHECKING:
+    from python_backend.config.sections import RewardSection
+
+TokenNames = list[str | int]
+
+
+class LogitSection(Section):
+    """A reward read from the next-token logits of a causal LM after a row's last token, without generation."""
+
+    tokens: Annotated[TokenNames, Field(min_length=1)]
+    """Tokens that count for the response: a text that is one token, such as "yes" or " yes", an entry of the
+    vocabulary, or a token id."""
+    against: TokenNames = Field(default=[])
+    """Tokens that count against it: the score is then log p(tokens) - log p(against). Without, it is the logit of
+    `tokens`."""
+
+    @field_validator("tokens", "against", mode="before")
+    @classmethod
+    def _no_booleans(cls, names: Any) -> Any:
+        wrong = next((name for name in names if isinstance(name, bool)), None) if isinstance(names, list) else None
+        if wrong is not None:  # would be the token id 1 or 0
+            raise ValueError(
+                f"{wrong} is not a token; YAML reads yes and no as true and false, so write them in quotes"
+            )
+        return names
+
+
+class ProcessSection(Section):
+    """A reward for every step or token of a response."""
+
+    granularity: Literal["step", "token"] = "step"
+    """`step`: one reward at the end of each step; `token`: one at each token."""
+    separator: str | None = Field(default=None, min_length=1)
+    """Text that ends a step; the end of the response ends the last one. Default: each row's `step_ends`."""
+    mark: str | None = Field(default=None, min_length=1)
+    """Text that the model was trained to find behind each step, such as a special token; put in place of `separator`,
+    and the model then receives texts instead of tokens. Default: `separator`."""
+    aggregate: Literal["min", "mean", "last", "prod", "sum"] = "min"
+    """How the row's reward, which validation reports, is made from its steps."""
+
+
+class TokenRewardSettings(Section):
+    """Settings of the section `reward` for rewards read at single tokens."""
+
+    template: str | None = None
+    """Jinja template, or its file, that makes the text to score from `prompt`, `response`, `text`, `messages` and
+    `metadata`; default: the text itself, or the checkpoint's chat template for a chat."""
+    generation_prompt: bool = False
+    """End a chat with the chat template's prompt for the next reply."""
+    logit: LogitSection | None = None
+    """Read the reward from next-token logits; `checkpoint` is then a causal LM. Default: a trained head."""
+    process: ProcessSection | None = None
+    """Reward every step or token. Default: one reward per response."""
+    score: Literal["auto", "logit", "probability"] = "auto"
+    """Of `logit` and `process`: `probability` is the sigmoid of the score. `auto`: `probability` for the steps of a
+    model with two labels or with `logit.against`, as published; otherwise `logit`."""
+
+
+def check_token_rewards(reward: RewardSection) -> None:
+    """Raise ValueError if settings of the section `reward` contradict each other."""
+    logit, process = reward.logit, reward.process
+    if logit is not None or process is not None:
+        what = "reward.logit" if logit is not None else "reward.process"
+        _need(reward, what, merge_attributes=True, pooling="auto", store=False, append_eos=False)
+    if logit is not None:
+        _need(reward, "reward.logit", attribute_weights=None, tensor_parallel=1)
+        if reward.score == "probability" and not logit.against:
+            raise ValueError(
+                "reward.score is probability, but one logit has no probability; set reward.logit.against, or remove "
+                "reward.score"
+            )
+    elif process is None:
+        _need(reward, "a reward without reward.logit and reward.process", score="auto")
+    if process is not None:
+        _need(reward, "reward.process", template=None, generation_prompt=False)
+        if process.aggregate == "prod" and reward.score == "logit":
+            raise ValueError("reward.process.aggregate is prod, which needs probabilities, but reward.score is logit")
+    if reward.template is not None or reward.generation_prompt or process is not None:
+        _need(reward, "a reward with its own text", store=False, text="joined")
+    if reward.template is not None:
+        _need(reward, "reward.template, which can write it,", generation_prompt=False)
+
+
+def read_template(template: str) -> str:
+    """Return the text of a template: the setting, or the content of the file that it names.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"reward.template: {template!r} is neither a Jinja template nor a readable file: {error}"
+        ) from error
+
+
+def _need(reward: RewardSection, what: str, **values: Any) -> None:
+    for name, value in values.items():
+        if getattr(reward, name) != value:
+            raise ValueError(
+                f"reward.{name} is {getattr(reward, name)!r}, but {what} needs {value!r}; remove reward.{name}"
+            )

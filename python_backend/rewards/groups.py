@@ -1,0 +1,50 @@
+"""Groups of the rows that a groupwise reward function receives together: the responses to one prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from python_backend.errors import RlhfError
+from python_backend.rewards.function import PROMPT_KEY
+from python_backend.wire.contract import MESSAGES, METADATA
+
+GROUP_KEY = "group"  # reserved metadata key if a reward function is groupwise
+GroupKey = tuple[str, str | int]
+
+
+class BadGroup(RlhfError, ValueError):
+    """A row has no group, or its group is not valid."""
+
+
+def group_key(metadata: Mapping[str, Any]) -> GroupKey:
+    """Return what the rows of one group of a request have in common: the group's id, or else the prompt.
+
+    Raises BadGroup if the row has neither, or the id is not a string or an integer.
+    """
+    group = metadata.get(GROUP_KEY)
+    if isinstance(group, (str, int)) and not isinstance(group, bool):
+        return GROUP_KEY, group
+    if group is not None:
+        raise BadGroup(f"{METADATA}.{GROUP_KEY}: {group!r:.80}, must be a string or an integer")
+    prompt = metadata.get(PROMPT_KEY, _before_the_reply(metadata.get(MESSAGES)))
+    if prompt is None:
+        raise BadGroup(
+            f"{METADATA} has neither {GROUP_KEY} nor {PROMPT_KEY}; a groupwise function needs one of them: rows of a "
+            "request with the same value are a group"
+        )
+    try:
+        return PROMPT_KEY, json.dumps(prompt, sort_keys=True)
+    except RecursionError as error:
+        raise BadGroup(f"{METADATA}.{PROMPT_KEY}: nested too deeply") from error
+
+
+def _before_the_reply(messages: Any) -> Any:
+    """Return a chat without the messages of the reply, which the gateway leaves there if they are not one text."""
+    if not isinstance(messages, list):
+        return None
+    end = len(messages)
+    while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") in ("assistant", "tool"):
+        end -= 1
+    return messages[:end] or None

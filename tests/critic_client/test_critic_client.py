@@ -1,0 +1,280 @@
+"""The critic's client for other trainers, in front of a fake server: rows, wrong use, threads, closing, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from fake_triton import Behaviour, FakeTriton
+
+from critic_client import (
+    AsyncCriticClient,
+    ClientSection,
+    ContractError,
+    CriticClient,
+    CriticClientError,
+    RequestFailed,
+    RequestRefused,
+    ServerFailed,
+)
+from critic_client.rows import training_arrays
+from python_backend.wire.contract import Limits
+from python_backend.wire.training_payload import train_payload
+
+ROWS = [[5, 6, 7]]
+UPDATE = (ROWS, [[1.0, 2.0]], [[0.5, 1.5]], [[0, 1]])  # tokens, returns, prev_values, mask
+QUICK = ClientSection(retries=1, backoff_s=0.001, max_outage_s=0.0)
+Call = Callable[[CriticClient], Any]
+
+
+class NoCritic(FakeTriton):
+    """A server that scores only."""
+
+    async def _config(self, request: web.Request) -> web.Response:
+        return web.json_response({"error": "Request for unknown model: 'critic' is not found"}, status=400)
+
+
+def play(call: Call, behaviour: Behaviour = lambda *_: "ok", server: type[FakeTriton] = FakeTriton) -> Any:
+    """Return what `call` returns in a thread, with a client of a fake server."""
+
+    async def run() -> Any:
+        async with server(behaviour) as fake:
+
+            def body() -> Any:
+                with CriticClient(fake.url, run_id="mine", settings=QUICK) as critic:
+                    return call(critic)
+
+            return await asyncio.to_thread(body)
+
+    return asyncio.run(run())
+
+
+# ---- rows ----
+
+
+def test_ragged_rows_are_the_payload_that_padded_ones_are() -> None:
+    rows = [[1, 2, 3, 4], np.asarray([5, 6], np.int32), torch.tensor([7, 8, 9])]
+    sizes = [4, 2, 3]
+    numbers = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
+    inside = np.arange(3)[None] < np.asarray(sizes)[:, None] - 1
+    ragged = [numbers[i, : size - 1] for i, size in enumerate(sizes)]
+    packed = training_arrays(rows, ragged, [row * 2 for row in ragged], [[True] * (size - 1) for size in sizes])
+    padded = {
+        "tokens": np.asarray([[1, 2, 3, 4], [5, 6, 0, 0], [7, 8, 9, 0]]),
+        "sequence_lengths": np.asarray(sizes)[:, None],
+        "returns": numbers, "prev_values": numbers * 2, "mask": inside.astype(np.float32),
+    }  # fmt: skip
+    ours, theirs = (train_payload(arrays, Limits(10)) for arrays in (packed, padded))
+    assert ours.digest() == theirs.digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({0: []}, r"^tokens: no rows"),
+        ({0: [5, 6, 7]}, r"^tokens\[0\]: shape \[\] of int64, must be the numbers of one row"),
+        ({0: [[]]}, r"^tokens\[0\]: empty"),
+        ({0: [[5.0, 6.0, 7.0]]}, r"^tokens\[0\]: float64 numbers, must be integers"),
+        ({0: [["5", "6", "7"]]}, r"^tokens\[0\]: shape \[3\] of <U1"),
+        ({0: [[[5, 6], [7]]]}, r"^tokens\[0\]: .*inhomogeneous"),
+        ({1: [[1.0, 2.0, 3.0]]}, r"^returns\[0\]: 3 entries, must be 2, one fewer than tokens\[0\]"),
+        ({1: [[1.0, 2.0], [1.0]]}, r"^returns: 2 rows, but tokens has 1"),
+        ({1: [[1.0, float("nan")]]}, r"^returns\[0\]\[1\]: nan, must be a finite float32"),
+        ({2: [[1e300, 0.0]]}, r"^prev_values\[0\]\[0\]: 1e\+300, must be a finite float32"),
+        ({1: [torch.ones(2, requires_grad=True)]}, r"^returns\[0\]: .*detach"),
+        ({3: [[1, -1]]}, r"^mask\[0\]\[1\]: -1, must not be negative"),
+        ({3: [[0, 0]]}, r"^mask: all 0, there is nothing to train on"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_named(change: dict[int, Any], told: str) -> None:
+    with pytest.raises(ContractError, match=told):
+        training_arrays(*(change.get(i, given) for i, given in enumerate(UPDATE)))
+
+
+def test_numbers_of_the_critic_that_are_not_finite_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(critic: CriticClient) -> None:
+        monkeypatch.setattr(critic._client._client, "score", not_finite)
+        with pytest.raises(CriticClientError, match=r"values\[0\]: the critic returned numbers that are not finite"):
+            critic.values(ROWS)
+
+    async def not_finite(rows: list[np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
+        return {"values": np.asarray([[1.0, np.inf, 0.0]]), "weights_version": np.asarray([[3]])}
+
+    play(call)
+
+
+# ---- calls ----
+
+
+def test_values_updates_checkpoints_and_rewinds() -> None:
+    def call(critic: CriticClient) -> None:
+        scored = critic.values(ROWS)
+        assert ([row.tolist() for row in scored.values], scored.weights_version) == ([[0.5, 1.5, 2.5]], 7)
+        for early in (lambda: critic.train(1, *UPDATE), lambda: critic.save(1)):
+            with pytest.raises(CriticClientError, match=r"call rewind first: rewind\(0\) begins a run"):
+                early()
+        assert critic.rewind(0) == 7
+        answer = critic.train(1, *UPDATE)
+        assert (answer.loss_mean, answer.weights_version) == (0.25, 7)
+        assert critic.save(1, keep_steps=[1]) == 7
+
+    play(call)
+
+
+def test_many_threads_share_a_client() -> None:
+    def call(critic: CriticClient) -> list[int]:
+        with ThreadPoolExecutor(8) as threads:
+            return [found.weights_version for found in threads.map(lambda _: critic.values(ROWS), range(64))]
+
+    assert play(call) == [7] * 64
+
+
+def test_async_calls_overlap() -> None:
+    async def run() -> None:
+        async with FakeTriton(lambda model, number: "wait" if model == "critic_infer" else "ok") as server:
+            async with AsyncCriticClient([server.url], run_id="mine", settings=QUICK) as critic:
+                asked = [asyncio.create_task(critic.values(ROWS)) for _ in range(3)]
+                while server.in_flight < 3:
+                    await asyncio.sleep(0.001)
+                await critic.rewind(0)
+                server.go.set()
+                assert [found.weights_version for found in await asyncio.gather(*asked)] == [7] * 3
+            with pytest.raises(CriticClientError, match="the client is closed"):
+                await critic.values(ROWS)
+
+    asyncio.run(run())
+
+
+# ---- wrong use ----
+
+
+@pytest.mark.parametrize(
+    ("url", "run_id", "told"),
+    [
+        ("http://localhost:8000", "mine", r"url: 'http://localhost:8000', must be host:port"),
+        ("localhost", "mine", "url: 'localhost', must be host:port"),
+        ([], "mine", r"url: \[\]"),
+        ("localhost:8000", "", "run_id: ''"),
+        ("localhost:8000", "a/b", "run_id: 'a/b'"),
+    ],
+)
+def test_a_wrong_address_or_run_is_named_at_once(url: Any, run_id: str, told: str) -> None:
+    before = threading.active_count()
+    for kind in (CriticClient, AsyncCriticClient):
+        with pytest.raises(ContractError, match=told):
+            kind(url, run_id=run_id)
+    assert threading.active_count() == before
+
+
+def test_a_server_without_a_critic_is_told_apart() -> None:
+    def call(critic: CriticClient) -> None:
+        with pytest.raises(CriticClientError, match=r"serves no critic: its YAML needs a section `critic`.*not found"):
+            critic.values(ROWS)
+
+    play(call, server=NoCritic)
+
+
+def test_the_blocking_client_refuses_to_block_an_event_loop() -> None:
+    def call(critic: CriticClient) -> None:
+        async def inside() -> None:
+            critic.values(ROWS)
+
+        with pytest.raises(CriticClientError, match="would block the running event loop; use AsyncCriticClient"):
+            asyncio.run(inside())
+
+    play(call)
+
+
+def test_the_client_of_one_loop_is_refused_in_another() -> None:
+    async def run() -> None:
+        async with FakeTriton() as server, AsyncCriticClient(server.url, run_id="mine", settings=QUICK) as critic:
+            await critic.values(ROWS)
+            with pytest.raises(CriticClientError, match="used in another event loop"):
+                await asyncio.to_thread(lambda: asyncio.run(critic.values(ROWS)))
+
+    asyncio.run(run())
+
+
+def test_a_forked_process_needs_a_client_of_its_own() -> None:
+    with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                critic.values(ROWS)
+            except CriticClientError as error:
+                critic.close()  # as a `with` does; it does not wait for the parent's thread
+                os._exit(0 if "another process" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_after_close_nothing_is_sent() -> None:
+    with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic:
+        critic.close()
+    with pytest.raises(CriticClientError, match="the client is closed; make another one"):
+        critic.values(ROWS)
+
+
+def test_closing_ends_the_calls_of_other_threads() -> None:
+    def call(critic: CriticClient) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(critic.values, ROWS)
+            while not sent.wait(0.001):
+                pass
+            critic.close()
+            with pytest.raises(CriticClientError, match="closed before the answer arrived"):
+                waiting.result()
+
+    def behaviour(model: str, number: int) -> str:
+        sent.set()
+        return "hang"
+
+    sent = threading.Event()
+    play(call, behaviour)
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "told"),
+    [
+        ("wrong", RequestRefused, "critic_train at .* refused: tokens: missing"),
+        ("failed", ServerFailed, "critic_train at .* refused: the gradients are not finite"),
+        ("busy", RequestFailed, "critic_train at .* refused after 2 attempts: no room"),
+    ],
+)
+def test_failures_are_of_one_kind_each(what: str, kind: type[RequestFailed], told: str) -> None:
+    def call(critic: CriticClient) -> None:
+        critic.rewind(0)
+        with pytest.raises(RequestFailed, match=told) as caught:
+            critic.train(1, *UPDATE)
+        assert type(caught.value) is kind
+
+    play(call, lambda model, number: what if model == "critic_train" else "ok")
+
+
+def test_a_server_that_is_away_or_hangs_is_an_error_in_time() -> None:
+    away = r"critic at 127\.0\.0\.1:1 cannot be reached.*tools serve"
+    with CriticClient("127.0.0.1:1", run_id="mine", settings=QUICK) as critic, pytest.raises(RequestFailed, match=away):
+        critic.values(ROWS)
+
+    async def run() -> None:
+        hasty = ClientSection(retries=0, deadline_s=0.5)
+        async with (
+            FakeTriton(lambda *_: "hang") as server,
+            AsyncCriticClient(server.url, run_id="mine", settings=hasty) as critic,
+        ):
+            with pytest.raises(RequestFailed, match=r"critic\w* at .* did not respond within 0\.5 s"):
+                await critic.values(ROWS)
+
+    asyncio.run(run())

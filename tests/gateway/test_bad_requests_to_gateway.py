@@ -1,0 +1,223 @@
+"""Bad requests and bad servers: a clear error for that row or request, never an invented reward."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_reward import Caller, FakeReward, gateway, rows_of
+from fake_triton import Behaviour
+
+PROTOCOLS = {
+    "/v1/rewards": {"inputs": [{"text": "abc"}]},
+    "/get_reward": {"query": ["abc"]},
+    "/remote_rm": {"prompt": "ab", "response": "c", "label": None},
+    "/classify": {"input": "abc"},
+    "/pooling": {"input": "abc"},
+}
+
+MORE_BODIES = [
+    {
+        "inputs": [
+            {"messages": [{"role": "user", "content": "a"}]},
+            {"tokens": [1, 2]},
+            {"prompt": "a", "response": "b"},
+        ]
+    },
+    {"query": ["a", "b"], "prompts": ["a", "b"], "labels": [1, None]},
+    {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "response": "b", "label": {}},
+    {"model": "reward_model", "input": [[1, 2], [3]], "use_activation": False, "encoding_format": "base64"},
+]
+STRANGE: list[Any] = [None, True, -1, 2**64, 1.5, "", "refuse", "a" * 5000, "\ud800", [], {}, [[]], {"": None}, [None]]
+
+
+def play(
+    scene: Callable[[Caller, FakeReward], Awaitable[None]], behaviour: Behaviour = lambda model, number: "ok",
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Run a scene, after which the gateway still answers a good request correctly."""
+
+    async def run() -> None:
+        async with FakeReward(behaviour) as server, gateway(server.url, **settings) as caller:
+            await scene(caller, server)
+            server.behaviour = lambda model, number: "ok"
+            status = 0
+            while status != 200:  # a server that was lost is found again after a pause
+                status, reply = await caller.post("/get_reward", {"query": ["alive"]})
+                assert status in (200, 504)
+            assert reply["rewards"] == [5]
+
+    asyncio.run(run())
+
+
+WRONG_BODIES = [
+    ("/v1/rewards", {"inputs": [{"txet": "a"}]}, "inputs.0.txet"),
+    ("/v1/rewards", {"inputs": [{"text": "a"}], "model": "x"}, "model"),
+    ("/v1/rewards", {"inputs": [{"text": 5}]}, "inputs.0.text"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "tokens": [1]}]}, "text and tokens"),
+    ("/v1/rewards", {"inputs": [{}]}, "no content"),
+    ("/v1/rewards", {"inputs": [{"prompt": "a"}]}, "belong together"),
+    ("/v1/rewards", {"inputs": [{"tokens": [1, -1]}]}, "inputs.0.tokens.1"),
+    ("/v1/rewards", {"inputs": [{"tokens": [1, 2**70]}]}, "inputs.0.tokens.1"),
+    ("/v1/rewards", {"inputs": [{"tokens": [True]}]}, "inputs.0.tokens.0"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"prompt": "b"}}]}, "metadata.prompt: a reserved name"),
+    ("/v1/rewards", {"inputs": []}, "inputs"),
+    ("/v1/rewards", [], "valid dictionary"),
+    ("/get_reward", {"query": "abc"}, "query"),
+    ("/get_reward", {"query": []}, "0 rows"),
+    ("/get_reward", {"queries": ["a"]}, "query: Field required"),
+    ("/remote_rm", {"prompt": "a"}, "response: Field required"),
+    ("/remote_rm", {"prompt": [], "response": "a"}, "prompt"),
+    ("/classify", {"input": [["a"]]}, "input.rows.0.0"),
+    ("/classify", {"input": "a", "add_special_tokens": False}, "reward.add_special_tokens True"),
+    ("/classify", {"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input"),
+    ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
+    ("/pooling", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    ("/get_reward", b'{"query": ["\xff"]}', "body"),
+    ("/get_reward", b'{"query": ["abc"', "body"),
+    ("/get_reward", b"[" * 100_000, "body"),
+    ("/get_reward", b"", "body"),
+]  # fmt: skip
+
+
+def test_a_wrong_body_is_named() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        for path, body, names in WRONG_BODIES:
+            assert names in await caller.error(path, body, 400)
+        assert not server.received
+
+    play(scene)
+
+
+def test_unknown_models_and_paths_are_not_found() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        assert "`other` does not exist" in await caller.error("/classify", {"model": "other", "input": "a"}, 404)
+        await caller.error("/reward", {}, 404)
+
+    play(scene)
+
+
+def test_too_much_is_refused_before_it_is_read() -> None:
+    async def chunks() -> Any:
+        for _ in range(20):
+            yield b" " * 1000
+
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        assert "max_body_bytes" in await caller.error("/get_reward", {"query": ["x" * 10_000]}, 413)
+        async with caller.session.post(caller.url + "/get_reward", data=chunks()) as reply:  # no Content-Length
+            assert reply.status == 413
+        assert "5 rows" in await caller.error("/get_reward", {"query": ["a"] * 5}, 413)
+        assert not server.received
+
+    play(scene, max_body_bytes=8000, max_rows=4)
+
+
+def test_rows_that_the_server_refuses_do_not_affect_others() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        texts = [{"text": "refuse" if i in (0, 5, 6) else "x" * i} for i in range(20)]
+        inputs = [*texts, {"tokens": [99, 1]}, {"tokens": []}, {"tokens": [4]}, {"text": "nan"}]
+        (status, reply), (_, other) = await asyncio.gather(
+            caller.post("/v1/rewards", {"inputs": inputs}), caller.post("/get_reward", {"query": ["abc"]})
+        )
+        assert (status, other["rewards"]) == (200, [3])
+        expected = [None if i in (0, 5, 6) else i for i in range(20)]
+        assert reply["rewards"] == [*expected, None, None, 4, None]
+        assert [i for i, error in enumerate(reply["errors"]) if error] == [0, 5, 6, 20, 21, 23]
+        assert reply["errors"][5] == "text: 'refuse' has no tokens"
+        assert reply["errors"][20] == "tokens[0]: 99 is outside the vocabulary"
+        assert "empty" in reply["errors"][21]
+        assert "[nan]" in reply["errors"][23]
+        assert "query[1]: text: 'refuse'" in await caller.error("/get_reward", {"query": ["a", "refuse"]}, 400)
+
+    play(scene)
+
+
+def test_a_surrogate_is_refused_or_scored_but_harms_no_other_row() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        deep = b'{"a":' * 900 + b"1" + b"}" * 900
+        body = b'{"inputs": [{"text": "a\\ud800"}, {"text": "abc", "metadata": {"x": %s}}]}' % deep
+        status, reply = await caller.post("/v1/rewards", body)
+        assert status in (200, 400)
+        assert (status == 400) == ("rewards" not in reply)
+
+    play(scene)
+
+
+def damaged(value: Any, chance: random.Random) -> Any:
+    """Return a copy of a JSON value in which some parts are replaced, missing, or too many."""
+    if chance.random() < 0.15:
+        return chance.choice(STRANGE)
+    if isinstance(value, dict):
+        kept = {key: damaged(item, chance) for key, item in value.items() if chance.random() > 0.1}
+        return kept if chance.random() > 0.1 else {**kept, chance.choice(("x", "tokens", "metadata", "")): 1}
+    if isinstance(value, list):
+        return [damaged(item, chance) for item in value for _ in range(chance.choice((0, 1, 1, 1, 2)))]
+    return value
+
+
+def test_damaged_requests_get_an_answer() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        chance = random.Random(0)
+        for _ in range(30):
+            paths = chance.choices([*PROTOCOLS], k=10)
+            bodies = [damaged(chance.choice((PROTOCOLS[path], *MORE_BODIES)), chance) for path in paths]
+            replies = await asyncio.gather(*map(caller.post, paths, bodies))
+            for status, reply in replies:
+                assert status in (200, 400, 404, 413, 502), reply
+                assert (status == 200) == (not isinstance(reply, dict) or "error" not in reply)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("answer", "status"), [("failed", 502), ("busy", 503), ("dead", 503), ("hang", 504)])
+def test_no_reward_is_invented_while_the_server_fails(answer: str, status: int) -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        single = {path: body for path, body in PROTOCOLS.items() if path != "/v1/rewards"}
+        await asyncio.gather(*(caller.error(path, body, status) for path, body in single.items()))
+        found, reply = await caller.post("/v1/rewards", PROTOCOLS["/v1/rewards"])
+        assert found == (200 if status == 502 else status)  # 502: the server answered, and this row has no reward
+        assert found != 200 or (reply["rewards"] == [None] and "not finite" in reply["errors"][0])
+
+    client = {"retries": 1, "max_outage_s": 0}
+    deadline_s = 0.3 if answer == "hang" else 20.0
+    play(scene, lambda model, number: answer, client=client, deadline_s=deadline_s)
+
+
+def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+        await server.stop()
+        message = await caller.error("/get_reward", {"query": ["abc"]}, 504)
+        assert "gateway.deadline_s" in message
+        assert server.url in message
+        assert (await caller.get("/readyz"))[0] == 503
+        await server.start()
+
+    play(scene, deadline_s=0.3)
+
+
+def test_without_any_server_yet_the_cause_comes_at_once() -> None:
+    async def run() -> None:
+        async with gateway("127.0.0.1:1") as caller:
+            for path, body in PROTOCOLS.items():
+                assert "127.0.0.1:1" in await caller.error(path, body, 503)
+            assert (await caller.get("/healthz"))[0] == 200
+            assert (await caller.get("/readyz"))[0] == 503
+
+    asyncio.run(run())
+
+
+def test_a_lost_server_is_replaced_by_another() -> None:
+    async def run() -> None:
+        async with FakeReward() as one, FakeReward() as other, gateway(one.url, other.url) as caller:
+            await caller.post("/get_reward", {"query": ["abc"]})
+            await one.stop()
+            replies = await asyncio.gather(*(caller.post("/get_reward", {"query": ["x" * i]}) for i in range(1, 20)))
+            assert [reply["rewards"] for _, reply in replies] == [[i] for i in range(1, 20)]
+            assert sum(len(rows_of(inputs)) for inputs in other.received) >= 19
+            assert (await caller.get("/readyz"))[0] == 200
+
+    asyncio.run(run())

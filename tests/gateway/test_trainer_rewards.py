@@ -1,0 +1,127 @@
+"""The functions for TRL and verl, against a gateway in front of a fake server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_reward import FakeReward, gateway
+
+from tools.gateway import trainer_rewards
+from tools.gateway.trainer_rewards import RewardUnavailable, compute_score, trl_reward
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def reply(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_rewards, "WAIT_S", 0.0)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, call: Callable[[FakeReward], Any], *terms: str, **settings: Any) -> Any:
+    """Return what `call` returns, in a thread, while the gateway runs."""
+
+    async def run() -> Any:
+        async with FakeReward(terms=terms) as server, gateway(server.url, **settings) as caller:
+            monkeypatch.setenv("REWARD_GATEWAY_URL", caller.url)
+            return await asyncio.to_thread(call, server)
+
+    return asyncio.run(run())
+
+
+def test_trl_gets_none_where_there_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(server: FakeReward) -> list[float | None]:
+        return trl_reward(["a", "b", "c"], ["bc", "refuse", "nan"], completion_ids=[[1], [2], [3]], trainer_state=None)
+
+    assert play(monkeypatch, call) == [3, None, None]
+
+
+def test_trl_sends_chats_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(server: FakeReward) -> list[float | None]:
+        columns = {"answer": ["x", "y"], "image": [object(), object()], "step": 3, "completion_ids": [[1], [2]]}
+        rewards = trl_reward(prompts=[CHAT, CHAT], completions=[reply("Yes"), reply("No")], **columns)
+        sent = [item for inputs in server.received for item in inputs["metadata"][:, 0]]
+        assert b'"answer": "x"' in sent[0]
+        assert b"image" not in sent[0]
+        assert b"completion_ids" not in sent[0]
+        return rewards
+
+    assert play(monkeypatch, call, "verdict") == [3, 2]
+
+
+def test_verl_gets_a_number_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(server: FakeReward) -> float:
+        info = {"question": "2+3=", "num_turns": np.int64(1)}
+        with pytest.raises(RewardUnavailable, match="has no tokens"):
+            compute_score("sums", "refuse", "5", info)
+        with pytest.raises(KeyError, match="prompt_key"):
+            compute_score("sums", "5", "5", {})
+        chat = compute_score("sums", "five", None, {"turns": np.asarray(CHAT, object)}, prompt_key="turns")
+        assert chat == 4
+        return compute_score(data_source="sums", solution_str="5", ground_truth="5", extra_info=info, router="unused")
+
+    assert play(monkeypatch, call) == 5
+
+
+@pytest.mark.parametrize("answer", ["busy", "dead", "failed"])
+def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    def call(server: FakeReward) -> None:
+        server.behaviour = lambda model, number: answer
+        if answer == "failed":  # the server's last word on this row
+            assert trl_reward(["a"], ["b"]) == [None]
+        else:
+            with pytest.raises(RewardUnavailable, match="503"):
+                trl_reward(["a"], ["b"])
+        with pytest.raises(RewardUnavailable):
+            compute_score("sums", "5", "5", {"question": "2+3="})
+
+    play(monkeypatch, call, client={"retries": 0, "max_outage_s": 0})
+    with pytest.raises(RewardUnavailable, match="no answer"):  # the gateway is gone too
+        trl_reward(["a"], ["b"])
+
+
+def test_a_key_and_an_address_are_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(server: FakeReward) -> list[float | None]:
+        with pytest.raises(RewardUnavailable, match="401: no valid key") as refused:
+            trl_reward(["a"], ["b"])
+        assert "no answer for" not in str(refused.value)  # no reason to wait
+        monkeypatch.setenv("REWARD_GATEWAY_KEY", "sesame")
+        return trl_reward(["a"], ["b"])
+
+    assert play(monkeypatch, call, key="sesame") == [2]
+    monkeypatch.delenv("REWARD_GATEWAY_URL")
+    with pytest.raises(RewardUnavailable, match="REWARD_GATEWAY_URL"):
+        trl_reward(["a"], ["b"])
+
+
+def test_the_functions_need_the_standard_library_alone() -> None:
+    code = "import sys, runpy; runpy.run_path(sys.argv[1]); print('numpy' in sys.modules)"
+    command = [sys.executable, "-S", "-c", code, trainer_rewards.__file__]  # -S: without installed packages
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_responses_to_a_prompt_share_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a groupwise function, requests of half a group would have other rewards."""
+    monkeypatch.setattr(trainer_rewards, "ROWS_PER_REQUEST", 4)
+    sizes = []
+
+    def post(body: dict[str, Any], _: str | None) -> dict[str, Any]:
+        sizes.append(len(body["inputs"]))
+        return {"rewards": [1.0] * sizes[-1], "errors": [None] * sizes[-1]}
+
+    monkeypatch.setattr(trainer_rewards, "_post", post)
+    assert trl_reward(["a"] * 3 + ["b"] * 3 + ["c"] * 6 + ["d"], ["x"] * 13) == [1.0] * 13
+    assert sizes == [6, 6, 1]
+    sizes.clear()
+    trainer_rewards.rewards_of([{}] * 9)
+    assert sizes == [4, 4, 1]
+    assert trl_reward([], []) == []

@@ -1,0 +1,119 @@
+"""TRL's GRPOTrainer with rewards from Triton, through a crash of the server, and reward models of its RewardTrainer.
+
+Only in `make test-trl`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from bare_client import ask
+from live_system import ENVIRONMENT, POSITIONS, Checkpoints, direct_rewards, make_run, start_system
+from tiny_checkpoints import save_tiny
+from tiny_tokenizers import POSITIONS as TEXT_POSITIONS
+from tiny_tokenizers import VOCAB, make_text_tokenizer
+from transformers import AutoTokenizer
+
+from benchmarks.trl.trainers import prepare_environment
+from python_backend.wire.contract import METADATA, REWARD_MODEL, REWARDS, SENTENCES, texts_array
+from tools.import_checkpoint import main
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 12
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # from peft
+    pytest.mark.skipif("TRL_ENVIRONMENT" not in os.environ, reason="opt-in: `make test-trl`"),
+]
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
+    system = start_system(make_run(tmp_path, checkpoints))
+    command = [sys.executable, "-m", "tools", "gateway", "--config", str(system.run.path), "gateway.port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as gateway:
+        try:
+            assert gateway.stdout is not None
+            url = gateway.stdout.readline().partition("gateway: ")[2].partition(",")[0]
+            script = [str(theirs.python), str(ROOT / "tests/support/trl_run.py")]
+            arguments = [str(checkpoints.policy), str(tmp_path), str(STEPS)]
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "REWARD_GATEWAY_URL": url}
+            with subprocess.Popen([*script, *arguments], env=environment) as trainer:
+                while lines(tmp_path / "rewards.jsonl") < 16:
+                    assert trainer.poll() is None
+                    time.sleep(0.05)
+                server = psutil.Process(system.server.process.pid)
+                next(child for child in server.children(recursive=True) if child.name() == "tritonserver").kill()
+                assert trainer.wait() == 0
+        finally:
+            gateway.terminate()
+            system.stop()
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoints.reward))
+    rows = [json.loads(line) for line in (tmp_path / "rewards.jsonl").read_text().splitlines()]
+    ids = [np.asarray(tokenizer(prompt + text)["input_ids"][:POSITIONS], np.int64) for prompt, text, _ in rows]
+    found = np.asarray([math.nan if reward is None else reward for _, _, reward in rows])
+    known = ~np.isnan(found)
+    assert len(rows) == 8 * STEPS
+    assert known[:16].all()
+    np.testing.assert_allclose(found[known], direct_rewards(checkpoints.reward, ids)[known], atol=1e-5)
+    logged = [entry["reward"] for entry in json.loads((tmp_path / "log.json").read_text()) if "reward" in entry]
+    assert logged[0] == pytest.approx(found[:8].mean(), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two reward models, as TRL's RewardTrainer writes them."""
+    folder = tmp_path_factory.mktemp("trained")
+    theirs = prepare_environment(Path(os.environ["TRL_ENVIRONMENT"]), print)
+    tokenizer = make_text_tokenizer("qwen2")
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": TEXT_POSITIONS, "pad_token_id": None}
+    save_tiny(folder / "base", "qwen2", "language", **sizes)
+    tokenizer.save_pretrained(folder / "base")
+    script = [str(theirs.python), str(ROOT / "tests/support/trl_reward.py"), str(folder / "base"), str(folder)]
+    subprocess.run(script, env={**os.environ, **ENVIRONMENT}, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["whole", "adapter"])
+def test_a_reward_model_of_trl_is_served_as_it_was_trained(
+    trained: Path, tmp_path: Path, checkpoints: Checkpoints, name: str
+) -> None:
+    """All weights trained on texts, and a LoRA adapter on chats: TRL's own scores and accuracy, through the server."""
+    merge = ["--merge", str(tmp_path / "merged")] if name == "adapter" else []
+    assert main(["--reward", str(trained / name / "final"), *merge, "--out", str(tmp_path / "my.yaml")]) == 0
+    section = yaml.safe_load((tmp_path / "my.yaml").read_text())["reward"]
+    told = json.loads((trained / f"{name}.json").read_text())
+    system = start_system(make_run(tmp_path / "run", checkpoints, reward={**section, "append_eos": name == "whole"}))
+    try:
+        scores = np.hstack([served_scores(system.run.url, told["pairs"], side) for side in ("chosen", "rejected")])
+    finally:
+        system.stop()
+    np.testing.assert_allclose(scores, told["scores"], atol=1e-5, rtol=0)
+    assert 0.5 < told["accuracy"] < 1
+    assert (scores[:, 0] > scores[:, 1]).mean() == told["accuracy"]
+
+
+def served_scores(url: str, pairs: list[dict[str, Any]], side: str) -> np.ndarray:
+    if isinstance(pairs[0][side], str):
+        return ask(url, REWARD_MODEL, {SENTENCES: texts_array([pair["prompt"] + pair[side] for pair in pairs])})[
+            REWARDS
+        ]
+    messages = [json.dumps({"messages": [*pair["prompt"], *pair[side]]}) for pair in pairs]
+    return ask(url, REWARD_MODEL, {SENTENCES: texts_array([""] * len(pairs)), METADATA: texts_array(messages)})[REWARDS]

@@ -1,0 +1,58 @@
+"""How long each row waited and computed, by a clock that only forward passes advance."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+from scoring_rig import started
+from triton_python_backend_utils import Request
+
+from python_backend.wire.contract import Limits, ScoringRows
+
+PATIENCE_S = 30.0
+FORWARD_S = 2.0
+
+
+@pytest.fixture
+def model(scoring: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model with one row per forward pass, each of which takes two seconds once the test lets it run."""
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+
+    class Model(scoring.ScoringModel):
+        limits = Limits(100, 64)
+        go = threading.Event()
+
+        def current_model(self) -> None:
+            return None
+
+        def read(self, call: Any) -> Generator[int, None, ScoringRows]:
+            yield from ()
+            return ScoringRows([np.zeros(10, np.int64)] * 3, 10)
+
+        def forward(self, model: None, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+            assert self.go.wait(PATIENCE_S)
+            clock.now += FORWARD_S
+            return [np.zeros(1)] * len(rows)
+
+        def reply(self, done: Any) -> dict[str, np.ndarray]:
+            return {"rewards": np.zeros((3, 1), np.float32)}
+
+    return started(Model(), token_budget=10)
+
+
+def test_each_row_has_its_own_times_if_requested(model: Any) -> None:
+    model.go.set()
+    answers = []
+    for outputs in (("rewards", "queue_us", "compute_us"), ("rewards",)):
+        model.execute([request := Request({}, outputs)])
+        answers.append(request.responses.get(timeout=PATIENCE_S).outputs)
+    model.finalize()
+    assert answers[0]["queue_us"].tolist() == [[0], [2_000_000], [4_000_000]]
+    assert answers[0]["compute_us"].tolist() == [[2_000_000]] * 3
+    assert answers[1].keys() == {"rewards"}

@@ -1,0 +1,89 @@
+"""A process reward on the real server: its outputs, alone and beside the critic's, and a GRPO run on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bare_client import Refused, ask
+from google.protobuf import json_format
+from live_system import FinishedRun, make_tokenizer, reload_model, run_actor, scoring_inputs
+from tiny_checkpoints import save_tiny
+from transformers import LlamaForTokenClassification
+
+from python_backend.wire.contract import CRITIC_INFER, REWARD_MODEL, texts_array
+from tools.render_configs import parse_config, render_configs
+
+PROCESS = {"separator": " ", "aggregate": "mean"}
+OUTPUTS = {"rewards", "token_rewards", "step_rewards", "step_ends"}
+
+
+@pytest.fixture
+def prm(finished: FinishedRun, tmp_path: Path) -> Iterator[LlamaForTokenClassification]:
+    """A token classifier with two labels, as TRL trains them, in place of the finished run's reward model."""
+    tokenizer, config = make_tokenizer(), finished.run.config
+    save_tiny(tmp_path, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
+    tokenizer.save_pretrained(tmp_path)
+    data = {**config.reward.model_dump(exclude_unset=True), "checkpoint": tmp_path, "process": PROCESS}
+    reward = type(config.reward).model_validate(data)
+    rendered = render_configs(config.model_copy(update={"reward": reward}))
+
+    def replace(model: str, by: dict[str, Any]) -> None:
+        reload_model(finished.run, model, lambda config: (config.clear(), config.update(by)))
+
+    def parsed(model: str, text: str) -> dict[str, Any]:
+        return json_format.MessageToDict(parse_config(model, text), preserving_proto_field_name=True)
+
+    own = render_configs(config)
+    try:
+        for model in (REWARD_MODEL, CRITIC_INFER):
+            replace(model, parsed(model, rendered[model]))
+        yield LlamaForTokenClassification.from_pretrained(str(tmp_path)).eval()
+    finally:
+        for model in (CRITIC_INFER, REWARD_MODEL):
+            replace(model, parsed(model, own[model]))
+
+
+@pytest.mark.slow
+def test_a_process_reward_is_served_and_trained_on(
+    finished: FinishedRun, prm: LlamaForTokenClassification, tmp_path: Path
+) -> None:
+    url, tokenizer = finished.run.url, make_tokenizer()
+    row = np.asarray(tokenizer("Open the file, read it")["input_ids"])
+    ends = [i for i, token in enumerate(row) if tokenizer.decode([int(token)]).startswith(" ")]
+    inputs = {**scoring_inputs([row, row[:3]]), "prompt_lengths": np.asarray([[1], [1]])}
+    with torch.no_grad():
+        right = prm(torch.from_numpy(row)[None]).logits[0].softmax(-1)[:, 1].numpy()
+    for model in (REWARD_MODEL, CRITIC_INFER):
+        found = ask(url, model, inputs)
+        assert found.keys() >= OUTPUTS
+        steps = [end for end in found["step_ends"][0].tolist() if end >= 0]
+        assert steps == [*ends[1:-1], row.size - 1]  # no step before the first word; the last ends with the row
+        np.testing.assert_allclose(found["step_rewards"][0, : len(steps) - 1], right[steps[:-1]], atol=1e-5, rtol=0)
+        np.testing.assert_array_equal(found["token_rewards"][0, steps], found["step_rewards"][0, : len(steps)])
+        assert found["rewards"][0, 0] == pytest.approx(float(found["step_rewards"][0, : len(steps)].mean()), abs=1e-6)
+    metadata = texts_array([json.dumps({"step_ends": [9, 4]})])
+    with pytest.raises(Refused, match=r"metadata\[0\]\.step_ends: 4, must be between"):
+        ask(url, REWARD_MODEL, {"sentences": texts_array(["Open the file"]), "metadata": metadata})
+    grpo = {"name": "grpo", "responses_per_prompt": 2}
+    settings = [f"actor.algorithm.{key}={value}" for key, value in grpo.items()]
+    code, log = run_actor(finished.run, "actor-process", f"run.dir={tmp_path / 'run'}", "actor.steps=2", *settings)
+    assert code == 0, log
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert 0 < line["train_rollouts/process_rewards"] < 1
+        assert line["train_rollouts/steps_per_response"] >= 1
+        assert line["train_rollouts/masked_samples"] == 0
+        assert line["train_optim/grad_norm"] > 0
+    validation = json.loads((tmp_path / "run" / "validations.jsonl").read_text().splitlines()[-1])
+    assert validation["reward"] != validation["process_rewards"]
+    assert 0 < validation["process_rewards"] < 1
+    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["reward"] == pytest.approx(np.mean(sample["step_rewards"]), abs=1e-5)
+    summary = json.loads((tmp_path / "run" / "actor_summary.json").read_text())
+    assert summary["process_reward_after"] == validation["process_rewards"]

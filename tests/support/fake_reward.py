@@ -1,0 +1,162 @@
+"""A fake tritonserver with a reward model whose rewards can be checked by eye, and the gateway in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import numpy as np
+import uvicorn
+from aiohttp import web
+from fake_triton import Behaviour, FakeTriton
+from tritonclient.utils import deserialize_bytes_tensor
+
+from actor.scoring.client import TritonClient
+from python_backend.config import ClientSection, GatewaySection
+from tools.gateway.app import create_app
+
+DTYPES = {"INT64": np.int64, "INT32": np.int32}
+
+
+class FakeReward(FakeTriton):
+    """The reward of a text is its number of characters, that of token ids their sum; `received` has all inputs.
+
+    As the real server, it refuses a request as a whole: if one of its texts contains "refuse", or token 99 occurs. A
+    text that contains "nan" has no reward, as all terms of the sum but the first fail. With `labels`, it is a
+    classifier whose probabilities are 0, ..., 0, 1.
+    """
+
+    def __init__(
+        self,
+        behaviour: Behaviour = lambda model, number: "ok",
+        *,
+        terms: tuple[str, ...] = (),
+        labels: tuple[str, ...] = (),
+        text: str = "joined",
+        groupwise: bool = False,
+    ) -> None:
+        super().__init__(behaviour)
+        self.version: int | None = None  # of the weights, an output of a reward model that has versions
+        self.received: list[dict[str, np.ndarray]] = []
+        self.terms, self.labels = terms, labels
+        self.parameters |= {"text": text, "labels": json.dumps(labels)}
+        if terms:
+            self.parameters["reward_components"] = json.dumps(terms)
+        if groupwise:
+            self.parameters["groupwise"] = "true"
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        answer = await super()._infer(request)
+        if answer.status != 200:
+            return answer
+        header_size = int(request.headers["Inference-Header-Content-Length"])
+        inputs = tensors(body := await request.read(), header_size)
+        wanted = {output["name"] for output in json.loads(body[:header_size])["outputs"]}
+        self.received.append(inputs)
+        scores = []
+        for i, row in enumerate(rows_of(inputs)):
+            if isinstance(row, str) and "refuse" in row:
+                return web.json_response({"error": f"sentences[{i}]: {row!r} has no tokens"}, status=400)
+            if not isinstance(row, str) and 99 in row:
+                return web.json_response({"error": f"tokens[{i}, 0]: 99 is outside the vocabulary"}, status=400)
+            scores.append(np.nan if "nan" in row else float(len(row)) if isinstance(row, str) else float(sum(row)))
+        return web.json_response({"model_name": "any", "outputs": self._outputs(scores, wanted)})
+
+    async def _config(self, request: web.Request) -> web.Response:
+        config = json.loads((await super()._config(request)).text or "")
+        names = ["rewards", *(["reward_version"] if self.version is not None else [])]
+        names += ["probabilities", "queue_us", "compute_us"] if self.labels else []
+        return web.json_response({**config, "output": [{"name": name} for name in names]})
+
+    def _outputs(self, scores: list[float], wanted: set[str]) -> list[dict[str, Any]]:
+        n, terms = len(scores), len(self.terms)
+        outputs = [{"name": "rewards", "datatype": "FP32", "shape": [n, 1], "data": scores}]
+        if self.version is not None:
+            versions = [self.version] * n
+            outputs.append({"name": "reward_version", "datatype": "INT64", "shape": [n, 1], "data": versions})
+        if terms:
+            columns = [1.0 if np.isnan(score) and i == 0 else score for score in scores for i in range(terms)]
+            errors = ["the verifier crashed" if np.isnan(score) else "" for score in scores]
+            outputs.append({"name": "reward_components", "datatype": "FP32", "shape": [n, terms], "data": columns})
+            outputs.append({"name": "reward_errors", "datatype": "BYTES", "shape": [n, 1], "data": errors})
+        last = [float(i == len(self.labels) - 1) for i in range(len(self.labels))] * n
+        outputs.append({"name": "probabilities", "datatype": "FP32", "shape": [n, len(self.labels)], "data": last})
+        for name, microseconds in (("queue_us", 7), ("compute_us", 1000)):
+            outputs.append({"name": name, "datatype": "INT64", "shape": [n, 1], "data": [microseconds] * n})
+        return [output for output in outputs if output["name"] in wanted]
+
+
+def tensors(body: bytes, header_size: int) -> dict[str, np.ndarray]:
+    """Return the inputs of an inference request whose tensors follow its JSON header as binary data."""
+    found, start = {}, header_size
+    for tensor in json.loads(body[:header_size])["inputs"]:
+        data = body[start : start + tensor["parameters"]["binary_data_size"]]
+        start += len(data)
+        if tensor["datatype"] == "BYTES":
+            array = deserialize_bytes_tensor(data)
+        else:
+            array = np.frombuffer(data, DTYPES[tensor["datatype"]])
+        found[tensor["name"]] = array.reshape(tensor["shape"])
+    return found
+
+
+def rows_of(inputs: dict[str, np.ndarray]) -> list[Any]:
+    """Return the texts, those of a pair joined by |, or the token ids without padding."""
+    if "text_pairs" in inputs:
+        return [f"{a.decode()}|{b.decode()}" for a, b in np.hstack([inputs["sentences"], inputs["text_pairs"]])]
+    if "sentences" in inputs:
+        return [text.decode() for text in inputs["sentences"][:, 0]]
+    lengths = inputs["sequence_lengths"][:, 0]
+    return [row[:length].tolist() for row, length in zip(inputs["tokens"], lengths, strict=True)]
+
+
+class Caller:
+    """An HTTP client of the gateway at `url`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url, self.session = url, session
+
+    async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        """Return status and JSON of the reply; bytes are sent as they are."""
+        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+        async with self.session.post(self.url + path, **content, headers=headers, **options) as reply:
+            return reply.status, await reply.json()
+
+    async def get(self, path: str, **options: Any) -> tuple[int, Any]:
+        """Return status and JSON of the reply."""
+        async with self.session.get(self.url + path, **options) as reply:
+            return reply.status, await reply.json()
+
+    async def error(self, path: str, body: Any, status: int, **options: Any) -> str:
+        """Return the error message of a request that fails with `status`."""
+        found, reply = await self.post(path, body, **options)
+        assert found == status, reply
+        assert reply["error"]["code"] == status
+        return reply["error"]["message"]
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    *urls: str, key: str | None = None, client: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Caller]:
+    """Run the gateway in this event loop, in front of the servers at `urls`; `client`: changes of its client."""
+    calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **(client or {})})
+    app = create_app(TritonClient("unused:1", calling), GatewaySection(**{"port": 0, **settings}), key)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    bound = server.config.bind_socket()
+    task = asyncio.create_task(server.serve([bound]))
+    try:
+        while not server.started:
+            assert not task.done(), task.result()
+            await asyncio.sleep(0.001)
+        async with aiohttp.ClientSession() as session:
+            yield Caller(f"http://127.0.0.1:{bound.getsockname()[1]}", session)
+    finally:
+        server.should_exit = True
+        await task
+        bound.close()

@@ -1,0 +1,273 @@
+"""`tools weights --model reward`: what is published is verified, passes the gate, and survives a crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from live_system import OTHER_TEXTS, TEXTS, make_checkpoint, make_tokenizer
+from safetensors.torch import load_file, save_file
+from sidecar_rig import Instance, Killed, kill_at
+
+from python_backend.config import RunConfig
+from python_backend.models.modeling import load_reward, quiet_transformers
+from python_backend.store.weights import WeightsStore
+from tools import weights
+from tools.weights import main
+from trainer.publish import Publisher, initialise_stores
+
+Output = pytest.CaptureFixture[str]
+REPLIES = [" ".join(text.split()[:count]) for text in TEXTS for count in (2, 4, 6)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    quiet_transformers()
+    return make_checkpoint(tmp_path_factory.mktemp("reward"), "reward", make_tokenizer(), seed=1)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """Pairs that the checkpoint ranks without a mistake; each in one of the three formats."""
+    reward, tokenizer = load_reward(checkpoint), make_tokenizer()
+
+    def score(text: str) -> float:
+        return float(reward.score([np.asarray(tokenizer(text)["input_ids"])])[0, 0])
+
+    def message(text: str, role: str = "assistant") -> list[dict[str, str]]:
+        return [{"role": role, "content": text}]
+
+    def chat(text: str) -> str:
+        return str(tokenizer.apply_chat_template([*message(TEXTS[0], "user"), *message(text)], tokenize=False))
+
+    lines: list[dict[str, Any]] = []
+    for worse, better in zip(REPLIES[::2], REPLIES[1::2], strict=True):
+        for made, text in (
+            (lambda reply: {"reply": reply}, lambda reply: reply),
+            (lambda reply: {"prompt": TEXTS[0], "reply": " " + reply}, lambda reply: TEXTS[0] + " " + reply),
+            (lambda reply: {"prompt": message(TEXTS[0], "user"), "reply": message(reply)}, chat),
+        ):
+            rejected, chosen = sorted((worse, better), key=lambda reply, text=text: score(text(reply)))
+            line = made(chosen)
+            lines.append({**line, "chosen": line.pop("reply"), "rejected": made(rejected)["reply"]})
+            del lines[-1]["reply"]
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    lines[0]["note"] = "one\u2028line"  # other columns are ignored
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return path
+
+
+class Run:
+    """The folder of a run with a live reward model, whose one instance is simulated."""
+
+    def __init__(self, folder: Path, checkpoint: Path, pairs: Path) -> None:
+        self.folder = folder
+        self.config = RunConfig.model_validate({
+            "run": {"dir": folder / "run", "run_id": "run"},
+            "actor": {"algorithm": {"name": "grpo", "responses_per_prompt": 2}},
+            "reward": {"checkpoint": checkpoint, "store": True, "gate": {"pairs": pairs, "tolerance": 0.05}},
+            "server": {"grpc_port": 1},
+        })  # fmt: skip
+        initialise_stores(self.config)
+        self.store = WeightsStore(self.config.run.reward_weights_dir)
+        self.instance = Instance(self.store, "reward_model_0")
+        self.instance.start()
+
+    def tool(self, action: str, *arguments: str, **changes: Any) -> int:
+        path = self.folder / "run.yaml"
+        data = json.loads(self.config.model_dump_json(exclude_none=True))
+        data["reward"] |= changes
+        path.write_text(json.dumps(data))
+        return main([action, "--model", "reward", "--config", str(path), *arguments])
+
+    def close(self) -> None:
+        self.instance.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, checkpoint: Path, pairs: Path) -> Iterator[Run]:
+    run = Run(tmp_path, checkpoint, pairs)
+    yield run
+    run.close()
+
+
+def changed(run: Run, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """A copy of the served checkpoint with other weights."""
+    folder = run.folder / "new"
+    shutil.copytree(run.config.reward.checkpoint, folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def better(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["score.weight"].mul_(1.5)
+
+
+def test_a_checkpoint_becomes_a_version_that_can_be_listed_verified_and_rolled_back(run: Run, capsys: Output):
+    new = changed(run, better)
+    assert run.tool("publish", str(new)) == 0
+    told = capsys.readouterr().out
+    print(told)
+    assert "accuracy on 36 pairs: 1.0000, served version 0: 1.0000" in told
+    assert f"version 1 is served, with the weights of {new}" in told
+    assert (run.store.current(), run.instance.served) == (1, [0, 1])
+    assert (run.store.folder(1) / "model.safetensors").read_bytes() == (new / "model.safetensors").read_bytes()
+    assert run.tool("rollback") == 0
+    assert "version 2 is served, with the weights of version 0" in capsys.readouterr().out
+    assert run.store.manifest(2).sha256 == run.store.manifest(0).sha256
+    assert run.tool("verify") == 0
+    assert capsys.readouterr().out.count("good") == 3
+    assert run.tool("list") == 0
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [["0", "0", "-"], ["1", "0", "0"], ["2", "0", "0"]]
+
+
+def nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+
+
+def permuted(tensors: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(tensors["score.weight"].shape[1], generator=generator)
+    tensors["score.weight"] = tensors["score.weight"][:, order].contiguous()
+
+
+POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "not finite": (nan, r"up_proj\.weight has values that are not finite"),
+    "a permuted head": (permuted, "not published: its accuracy 0."),
+    "a negated head": (lambda tensors: tensors["score.weight"].neg_(), "not published: its accuracy 0.0000 is below"),
+    "a head of zeros": (lambda tensors: tensors["score.weight"].zero_(), "not published: its accuracy 0.0000 is below"),
+}
+
+
+@pytest.mark.parametrize("kind", POISON)
+def test_a_poisoned_version_is_refused(run: Run, capsys: Output, kind: str):
+    change, message = POISON[kind]
+    before = run.config.reward.checkpoint
+    assert run.tool("publish", str(changed(run, change))) == 1
+    told = capsys.readouterr()
+    print(told.out, told.err)
+    assert message.replace("\\", "") in told.err
+    assert (run.store.current(), run.store.versions(), run.instance.served) == (0, [0], [0])
+    assert run.tool("publish", str(before)) == 0, "the next one is judged on its own"
+
+
+def test_without_a_gate_only_the_weights_are_checked(run: Run, capsys: Output):
+    run.config = run.config.model_copy(update={"reward": run.config.reward.model_copy(update={"gate": None})})
+    assert run.tool("publish", str(changed(run, permuted))) == 0
+    assert "accuracy" not in capsys.readouterr().out
+
+
+def test_a_version_that_an_instance_refuses_is_rolled_back(run: Run, capsys: Output):
+    run.instance.refuses.add(1)
+    assert run.tool("publish", str(changed(run, better))) == 1
+    assert "version 1 was refused by reward_model_0" in capsys.readouterr().err
+    assert (run.store.current(), run.instance.served) == (0, [0])
+    assert run.tool("publish", str(changed(run, better))) == 0
+    assert (run.store.current(), run.instance.served) == (2, [0, 2])
+
+
+def test_the_checks_of_a_version_do_not_count_as_waiting_for_the_instances(monkeypatch: pytest.MonkeyPatch):
+    now, records = [0.0], types.SimpleNamespace(alive=lambda: ["reward_model_0"], died=list)
+    monkeypatch.setattr(weights, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    beat: Any = weights._Patience(types.SimpleNamespace(records=records))
+    now[0] += 10 * weights.PATIENCE_S  # a large model is loaded, and scores the pairs of its gate
+    beat("waiting")
+    now[0] += weights.PATIENCE_S + 1
+    with pytest.raises(weights.NotServed, match="still waiting after 60 s"):
+        beat("waiting")
+
+
+def test_another_tokenizer_is_refused(run: Run, tmp_path: Path, capsys: Output):
+    theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
+    other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
+    assert run.tool("publish", str(other)) == 1
+    assert "has another tokenizer than reward.checkpoint" in capsys.readouterr().err
+    assert run.store.versions() == [0]
+
+
+def test_only_the_sidecar_publishes_the_critic(run: Run, capsys: Output):
+    shutil.copytree(run.store.root, run.config.run.weights_dir)
+    run.tool("list")
+    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere"]) == 1
+    assert "give --model reward" in capsys.readouterr().err
+
+
+def test_a_reward_model_that_is_not_live_has_no_versions(run: Run, tmp_path: Path, capsys: Output):
+    for action, *arguments in (["publish", "somewhere"], ["list"]):
+        assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 1
+        assert "reward.store is false, so the reward model has no versions; set it to true" in capsys.readouterr().err
+
+
+BAD_PAIRS = {
+    "": "has no pair",
+    "{": "line 1 is not JSON in UTF-8",
+    "[1]": "line 1 is not an object with `chosen` and `rejected`",
+    '{"chosen": "a"}': "line 1: rejected: found 'None'; it and `prompt`, if there is one, must both be texts",
+    '{"prompt": "q", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"}': "line 1: chosen: found 'q'",
+    '{"chosen": [{"role": "nobody", "content": "a"}], "rejected": "b"}': "the chat template rejects the messages",
+    '{"chosen": "", "rejected": "b"}': "line 1: chosen has no tokens",
+    '{"chosen": "a\\ud800", "rejected": "b"}': "line 1 is not JSON in UTF-8: 'utf-8' codec can't encode",
+}
+
+
+@pytest.mark.parametrize("line", BAD_PAIRS)
+def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Output, line: str):
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
+    gate = {"pairs": str(tmp_path / "bad.jsonl")}
+    assert run.tool("publish", str(run.config.reward.checkpoint), gate=gate) == 1
+    told = capsys.readouterr().err
+    print(told)
+    assert BAD_PAIRS[line] in told
+    assert run.store.versions() == [0]
+
+
+KILLS = [
+    (owner, name, when)
+    for owner, name in (
+        (WeightsStore, "add"), (WeightsStore, "announce"), (Publisher, "verify"), (WeightsStore, "set_current"),
+        (WeightsStore, "prune"),
+    )
+    for when in ("before", "after")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name", "when"), KILLS, ids=lambda value: getattr(value, "__name__", value))
+def test_whatever_kills_the_publisher_a_version_serves_and_a_retry_works(
+    run: Run, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: str
+):
+    new = changed(run, better)
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, when, call=1)
+        with pytest.raises(Killed):
+            run.tool("publish", str(new))
+    moved = (name, when) == ("set_current", "after") or name == "prune"
+    assert run.store.current() == (1 if moved else 0)
+    written = run.store.versions()
+    assert written == ([0] if (name, when) == ("add", "before") else [0, 1])
+    for version in written:
+        run.store.verify_files(version)
+    assert run.tool("publish", str(new)) == 0
+    assert run.store.current() == run.store.versions()[-1] == run.instance.served[-1] == len(written)
+    assert sorted(run.instance.served) == run.instance.served
+
+
+def test_version_0_is_made_once_and_must_be_finite(run: Run, tmp_path: Path):
+    initialise_stores(run.config)
+    assert run.store.versions() == [0]
+    bad = run.config.reward.model_copy(update={"checkpoint": changed(run, nan)})
+    with pytest.raises(ValueError, match=r"up_proj\.weight has values that are not finite"):
+        initialise_stores(
+            run.config.model_copy(
+                update={"reward": bad, "run": run.config.run.model_copy(update={"dir": tmp_path / "other"})}
+            )
+        )

@@ -1,0 +1,1 @@
+"""The HTTP gateway: rewards from Triton for trainers that speak another protocol."""

@@ -1,0 +1,134 @@
+"""The gateway as an ASGI application: routes of all protocols, health, keys, and errors in one shape."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hmac
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from actor.scoring.client import TritonClient
+from python_backend.config import GatewaySection
+from python_backend.wire.printable import printable
+from tools.gateway.json_api import json_router
+from tools.gateway.openrlhf import openrlhf_router
+from tools.gateway.rows import GatewayError
+from tools.gateway.scoring import RewardSource
+from tools.gateway.slime import slime_router
+from tools.gateway.vllm import vllm_router
+
+OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")  # without a key
+RETRY_AFTER_S = "1"
+MOST_PROBLEMS = 3  # of an invalid body, in its error message
+DESCRIPTION = "Rewards from Triton, in the protocols of several trainers. A row without a reward is an error, never 0."
+
+
+def create_app(client: TritonClient, settings: GatewaySection, key: str | None = None) -> FastAPI:
+    """Return the application, which closes `client` when it shuts down; `key`: what requests must carry, if set."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with client:
+            yield
+
+    source = RewardSource(client, settings)
+    app = FastAPI(title="Reward gateway", description=DESCRIPTION, lifespan=lifespan, redoc_url=None)
+    for router in (json_router, openrlhf_router, slime_router):
+        app.include_router(router(source))
+    app.include_router(vllm_router(source, settings.model))
+    app.add_middleware(RequestGuard, max_body_bytes=settings.max_body_bytes, key=key)
+    app.add_exception_handler(GatewayError, _gateway_error)
+    app.add_exception_handler(StarletteHTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+
+    @app.get("/healthz", tags=["health"])
+    async def healthz() -> dict[str, str]:
+        """Return 200 while the gateway runs."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["health"])
+    async def readyz() -> dict[str, str]:
+        """Return 200 if a server is ready to score, otherwise 503 with the cause."""
+        cause = await source.why_not_ready()
+        if cause is not None:
+            raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, cause)
+        return {"status": "ready"}
+
+    return app
+
+
+class RequestGuard:
+    """ASGI middleware: refuses requests without the key, and bodies above the limit before they are in memory."""
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, key: str | None) -> None:
+        self._app, self._max_body_bytes, self._key = app, max_body_bytes, key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if self._key and scope["path"] not in OPEN_PATHS and not carries(headers.get("authorization", ""), self._key):
+            message = "no valid key: send `Authorization: Bearer KEY`, or put the key into the URL, http://:KEY@host"
+            reply = error_reply(HTTPStatus.UNAUTHORIZED, message)
+            reply.headers["www-authenticate"] = "Bearer"
+            await reply(scope, receive, send)
+            return
+        too_large = HTTPException(413, f"the body exceeds {self._max_body_bytes} bytes (gateway.max_body_bytes)")
+        if int(headers.get("content-length", 0)) > self._max_body_bytes:
+            await error_reply(HTTPStatus(413), too_large.detail)(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_body_bytes:
+                raise too_large
+            return message
+
+        await self._app(scope, receive_bounded, send)
+
+
+def carries(header: str, key: str) -> bool:
+    """Return whether an Authorization header has the key: as bearer token, or as password, which a URL can carry."""
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(binascii.Error, UnicodeDecodeError):
+            given = base64.b64decode(given).decode().partition(":")[2]
+    return scheme.lower() in ("bearer", "basic") and hmac.compare_digest(given.encode(), key.encode())
+
+
+def error_reply(status: HTTPStatus, message: str) -> JSONResponse:
+    """Return the reply to a failed request, in the shape of OpenAI's and vLLM's errors."""
+    error = {"message": printable(message), "type": status.phrase, "param": None, "code": status.value}
+    retry = {"retry-after": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    return JSONResponse({"error": error}, status.value, retry)
+
+
+async def _gateway_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, GatewayError)
+    return error_reply(error.status, str(error))
+
+
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, StarletteHTTPException)
+    return error_reply(HTTPStatus(error.status_code), str(error.detail))
+
+
+async def _invalid_body(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems[:MOST_PROBLEMS]]
+    more = f"; {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+    return error_reply(HTTPStatus.BAD_REQUEST, "; ".join(lines) + more)

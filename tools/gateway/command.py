@@ -1,0 +1,72 @@
+"""`python -m tools gateway`: serves the gateway until SIGINT or SIGTERM; requests in flight are still answered."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from actor.scoring.client import TritonClient
+from python_backend.config import ConfigError, GatewaySection, RunConfig, load_config
+from python_backend.config.command_line import log_to_stderr, report, run_parser
+from python_backend.errors import REPORTED
+
+KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM, then return 0; return 1 if the gateway cannot start."""
+    parser = run_parser("python -m tools gateway", "Serve rewards to other trainers over HTTP.")
+    arguments = parser.parse_args(argv)
+    log_to_stderr()
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        check_key(config.gateway)
+        asyncio.run(serve(config))
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn"):
+            raise
+        return report(RuntimeError(f"the gateway needs {error.name}: pip install '.[gateway]'"), 1)
+    except (*REPORTED, OSError) as error:
+        return report(error, 1)
+    return 0
+
+
+def check_key(settings: GatewaySection) -> str | None:
+    """Return the key that requests must carry, None if there is none. Raises ConfigError if its variable is empty."""
+    if settings.key_env is None:
+        return None
+    key = os.environ.get(settings.key_env)
+    if not key:
+        raise ConfigError(f"gateway.key_env: the environment variable {settings.key_env} is not set or empty")
+    return key
+
+
+async def serve(config: RunConfig) -> None:
+    """Serve until a signal arrives. Raises OSError if the port or a certificate cannot be used."""
+    import uvicorn
+
+    from tools.gateway.app import create_app
+
+    settings = config.gateway
+    client = TritonClient(config.server.http_url, config.actor.client)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(client, settings, check_key(settings)), settings.host, settings.port, log_level="warning",
+            ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_keep_alive=KEEP_ALIVE_S,
+        )
+    )  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn handles them, and raises them again when it has stopped
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    bound = server.config.bind_socket()
+    bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
+    servers = ", ".join(config.actor.client.servers) or config.server.http_url
+    scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
+    print(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}", flush=True)
+    await server.serve([bound])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Rows to score, as every protocol of the gateway builds them, and their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+from python_backend.errors import RlhfError
+from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
+from python_backend.wire.contract import MESSAGES
+
+Message = dict[str, Any]
+
+
+class GatewayError(RlhfError):
+    """A request that gets an HTTP error; `status` is its code."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = HTTPStatus(status)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row to score: token ids, or a text that the reward model tokenises itself.
+
+    Of a chat, `text` is the reply and `metadata` has the messages before it.
+    """
+
+    text: str = ""
+    tokens: list[int] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the reward model renders this row with its chat template."""
+        return MESSAGES in self.metadata
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Prompt and response, for a reward model of text pairs; a text without a response is the first of them."""
+        response = self.metadata.get(RESPONSE_KEY, "")
+        prompt = self.metadata.get(PROMPT_KEY, "" if response else self.text)
+        return prompt, response
+
+
+def text_row(prompt: str, response: str, metadata: dict[str, Any]) -> Row:
+    """Return the row of a prompt and its response, which reward functions receive as two texts."""
+    return Row(prompt + response, metadata={**metadata, PROMPT_KEY: prompt, RESPONSE_KEY: response})
+
+
+def chat_row(messages: list[Message], metadata: dict[str, Any]) -> Row:
+    """Return the row of a conversation.
+
+    A final message of the assistant is sent as the reply, so that reward functions receive it as the response. The
+    server takes an empty reply for none and would leave that message out, so an empty one stays among the messages.
+    """
+    last = messages[-1]
+    reply = last.get("content") if last.get("role") == "assistant" and last.keys() == {"role", "content"} else None
+    if not isinstance(reply, str) or not reply:
+        return Row(metadata={**metadata, MESSAGES: messages})
+    return Row(reply, metadata={**metadata, MESSAGES: messages[:-1], RESPONSE_KEY: reply})
+
+
+def reply_row(prompt: str | list[Message], response: str, metadata: dict[str, Any]) -> Row:
+    """Return the row of a response to a prompt, which is a text or the messages of a chat."""
+    if isinstance(prompt, str):
+        return text_row(prompt, response, metadata)
+    return chat_row([*prompt, {"role": "assistant", "content": response}], metadata)
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """The rewards of one row, or why it has none."""
+
+    rewards: tuple[float, ...] = ()
+    """One value, or one per attribute if the reward model does not merge them; empty if there is an error."""
+    components: tuple[float | None, ...] = ()
+    """Terms of a weighted sum of rewards, in the order of their names; None where one failed."""
+    weights_version: int | None = None
+    """Version of the reward model's weights, if the server names one."""
+    probabilities: tuple[float, ...] = ()
+    """Of the labels, if requested."""
+    times_us: tuple[int, int] | None = None
+    """In the server's queue and in the forward pass, if requested."""
+    error: str | None = None
+    status: HTTPStatus = HTTPStatus.OK
+    """Status of the HTTP error if the protocol has no place for the error of a single row."""
+
+
+def sequence_rewards(results: list[RowResult], name: str) -> list[float]:
+    """Return the one reward of every row. `name` is the field of the request that holds the rows.
+
+    Raises GatewayError if a row has none, as the protocol cannot express that, or if it has one per attribute.
+    """
+    check_all(results, name)
+    several = next((len(result.rewards) for result in results if len(result.rewards) != 1), None)
+    if several:
+        raise GatewayError(
+            501,
+            f"the reward model returns {several} rewards per row, this protocol has one: set reward.merge_attributes",
+        )
+    return [result.rewards[0] for result in results]
+
+
+def check_all(results: list[RowResult], name: str) -> None:
+    """Raise GatewayError with the first row's error, if any row has no reward."""
+    for i, result in enumerate(results):
+        if result.error is not None:
+            where = f"{name}[{i}]: " if len(results) > 1 else ""
+            raise GatewayError(result.status, where + result.error)

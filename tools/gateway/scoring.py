@@ -1,0 +1,274 @@
+"""Scores rows through the actor's client of Triton; rows of all callers share requests.
+
+If a reward function is groupwise, a request to Triton is one group instead: rows of one caller with the same group id
+or prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import numpy as np
+
+from actor.scoring.client import TritonClient
+from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed
+from python_backend.config import GatewaySection
+from python_backend.rewards.groups import BadGroup, group_key
+from python_backend.wire.contract import (
+    COMPUTE_US,
+    GROUPWISE,
+    LABELS,
+    MESSAGES,
+    METADATA,
+    PROBABILITIES,
+    PROCESS,
+    QUEUE_US,
+    REWARD_COMPONENTS,
+    REWARD_ERRORS,
+    REWARD_MODEL,
+    REWARD_VERSION,
+    REWARDS,
+    SENTENCES,
+    SEQUENCE_LENGTHS,
+    TEXT_PAIRS,
+    TEXTS_ONLY,
+    TOKENS,
+    sentence_texts,
+)
+from tools.gateway.rows import GatewayError, Row, RowResult
+
+# Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row.
+GATHER_S = 0.002
+OUR_NAMES = {
+    SENTENCES: "text",
+    TEXT_PAIRS: "response",
+    TOKENS: "tokens",
+    SEQUENCE_LENGTHS: "tokens",
+    METADATA: "metadata",
+}
+ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
+Answer = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class ServedReward:
+    """What the gateway has to know about the served reward model."""
+
+    components: tuple[str, ...]
+    """Names of the terms of a weighted sum of rewards; empty if only the reward model is served."""
+    outputs: tuple[str, ...]
+    """Requested for every row."""
+    adds_special_tokens: bool
+    takes_pairs: bool
+    """Whether the reward model was trained on prompt and response as two texts."""
+    labels: tuple[str, ...]
+    """Names of the labels of a checkpoint that is served alone; empty for a sum of rewards."""
+    timed: bool
+    """Whether the server returns times."""
+    groupwise: bool
+    """Whether a reward function receives all responses to a prompt at once."""
+    reads_metadata: bool
+    """Whether a reward function, a template or a process reward reads the metadata; a chat's is always sent."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the rows of one request to Triton have in common."""
+
+    are_tokens: bool
+    extra: frozenset[str]  # outputs in addition to those of every request
+
+
+@dataclass(eq=False)
+class _Batch:
+    task: asyncio.Task[list[RowResult]] | None = None
+    rows: list[Row] = field(default_factory=list)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RewardSource:
+    """Rewards of texts, chats and token rows. Keeps nothing between requests but what the server declares."""
+
+    def __init__(self, client: TritonClient, settings: GatewaySection) -> None:
+        self._client = client
+        self._deadline_s, self._rows_per_request = settings.deadline_s, settings.rows_per_request
+        self._max_rows = settings.max_rows
+        self._open: dict[_Kind, _Batch] = {}
+        self._served: ServedReward | None = None
+        self._asking = asyncio.Lock()
+
+    async def served(self) -> ServedReward:
+        """Return the server's declaration, which is requested once. Raises GatewayError if no server answers."""
+        async with self._asking:
+            if self._served is None:
+                try:
+                    parameters = await self._client.model_parameters(REWARD_MODEL)
+                except RequestFailed as error:
+                    raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+                names = tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]"))
+                optional = {REWARD_COMPONENTS, REWARD_ERRORS} if names else set()
+                outputs = self._client.outputs[REWARD_MODEL]
+                optional |= {REWARD_VERSION} & outputs
+                self._served = ServedReward(
+                    names,
+                    (REWARDS, *sorted(optional)),
+                    adds_special_tokens=parameters.get("add_special_tokens") != "false",
+                    takes_pairs=parameters.get("text") == "pair",
+                    labels=tuple(json.loads(parameters.get(LABELS) or "[]")),
+                    timed=QUEUE_US in outputs,
+                    groupwise=parameters.get(GROUPWISE) == "true",
+                    reads_metadata=bool(names) or any(parameters.get(name) for name in (TEXTS_ONLY, PROCESS)),
+                )
+        return self._served
+
+    async def why_not_ready(self) -> str | None:
+        """Return why no server can answer; None if one can."""
+        try:
+            return await self._client.why_not_ready(REWARD_MODEL)
+        except RequestFailed as error:
+            return str(error)
+
+    async def score(self, rows: Sequence[Row], *, probabilities: bool = False, timing: bool = False) -> list[RowResult]:
+        """Return one result per row; a row without a reward does not affect the others.
+
+        `probabilities` and `timing` need a server that has them (`served`).
+
+        Raises GatewayError if there is no row or too many, or if no server has answered yet.
+        """
+        if not 1 <= len(rows) <= self._max_rows:
+            status = 413 if rows else 400
+            raise GatewayError(
+                status, f"{len(rows)} rows, must be 1 to {self._max_rows} (gateway.max_rows) per request"
+            )
+        extra = frozenset([*([PROBABILITIES] if probabilities else ()), *((QUEUE_US, COMPUTE_US) if timing else ())])
+        if (await self.served()).groupwise:
+            return await self._score_groups(rows, extra)
+        return list(await asyncio.gather(*(self._result(row, extra) for row in rows)))
+
+    async def _score_groups(self, rows: Sequence[Row], extra: frozenset[str]) -> list[RowResult]:
+        groups: dict[Hashable, list[int]] = {}
+        for i, row in enumerate(rows):
+            try:
+                groups.setdefault(group_key(row.metadata), []).append(i)
+            except BadGroup:  # sent alone, so that the server explains it
+                groups[i] = [i]
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        parts = await asyncio.gather(
+            *(self._group([rows[i] for i in each], extra, deadline) for each in groups.values())
+        )
+        results = dict(zip([i for each in groups.values() for i in each], itertools.chain(*parts), strict=True))
+        return [results[i] for i in range(len(rows))]
+
+    async def _group(self, rows: list[Row], extra: frozenset[str], deadline: float) -> list[RowResult]:
+        if len({row.tokens is None for row in rows}) > 1:
+            failure = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
+        elif any(row.tokens == [] for row in rows):
+            failure = EMPTY
+        else:
+            kind = _Kind(rows[0].tokens is not None, extra)
+            return await self._results(rows, kind, deadline, divisible=False)
+        return [failure] * len(rows)
+
+    async def _result(self, row: Row, extra: frozenset[str]) -> RowResult:
+        if row.tokens == []:
+            return EMPTY
+        kind = _Kind(row.tokens is not None, extra)
+        batch = self._open.get(kind)
+        if batch is None:
+            batch = self._open[kind] = _Batch()
+            batch.task = asyncio.create_task(self._send(batch, kind))
+        index = len(batch.rows)
+        batch.rows.append(row)
+        if len(batch.rows) == self._rows_per_request:
+            del self._open[kind]
+            batch.full.set()
+        assert batch.task is not None
+        return (await asyncio.shield(batch.task))[index]  # shared: one caller that leaves must not cancel it
+
+    async def _send(self, batch: _Batch, kind: _Kind) -> list[RowResult]:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(batch.full.wait(), GATHER_S)
+        if self._open.get(kind) is batch:
+            del self._open[kind]
+        return await self._results(batch.rows, kind, asyncio.get_running_loop().time() + self._deadline_s)
+
+    async def _results(
+        self, rows: list[Row], kind: _Kind, deadline: float, *, divisible: bool = True
+    ) -> list[RowResult]:
+        """Send one request. If the server refuses it, send its halves, until only the refused rows have no reward.
+
+        A group is not `divisible`: a part of it would get other rewards, so none of its rows has one.
+        """
+        left_s = deadline - asyncio.get_running_loop().time()
+        try:
+            return self._read(await asyncio.wait_for(self._ask(rows, kind), left_s), len(rows))
+        except (RequestRefused, RecursionError) as error:  # RecursionError: metadata is nested too deeply for JSON
+            if len(rows) == 1 or not divisible:
+                why = error.why if isinstance(error, RequestRefused) else "metadata: nested too deeply"
+                return [_failure(HTTPStatus.BAD_REQUEST, _in_our_words(why))] * len(rows)
+            half = len(rows) // 2
+            halves = (self._results(part, kind, deadline) for part in (rows[:half], rows[half:]))
+            parts = await asyncio.gather(*halves)
+            return [*parts[0], *parts[1]]
+        except asyncio.TimeoutError:
+            cause = f": {self._client.outage}" if self._client.outage else ""
+            failure = _failure(
+                HTTPStatus.GATEWAY_TIMEOUT, f"no reward within {self._deadline_s:g} s (gateway.deadline_s){cause}"
+            )
+        except ServerFailed as error:
+            failure = _failure(HTTPStatus.BAD_GATEWAY, str(error))
+        except RequestFailed as error:
+            failure = _failure(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        return [failure] * len(rows)
+
+    async def _ask(self, rows: list[Row], kind: _Kind) -> Answer:
+        served = await self.served()
+        outputs = (*served.outputs, *sorted(kind.extra))
+        sends_metadata = served.reads_metadata or any(row.is_chat for row in rows)
+        metadata = [row.metadata for row in rows] if sends_metadata else None
+        if not kind.are_tokens and served.takes_pairs:
+            texts, pairs = zip(*(row.pair for row in rows), strict=True)
+            return await self._client.score_sentences([*texts], outputs, metadata, pairs=[*pairs])
+        if not kind.are_tokens:
+            return await self._client.score_sentences([row.text for row in rows], outputs, metadata)
+        tokens = [np.asarray(row.tokens, np.int64) for row in rows]
+        return await self._client.rewards(tokens, outputs, metadata)
+
+    def _read(self, answer: Answer, num_rows: int) -> list[RowResult]:
+        rewards = answer[REWARDS].astype(np.float64).reshape(num_rows, -1)
+        errors = sentence_texts(answer[REWARD_ERRORS]) if REWARD_ERRORS in answer else [""] * num_rows
+        versions = answer.get(REWARD_VERSION)
+        components = answer.get(REWARD_COMPONENTS, np.empty((num_rows, 0)))
+        probabilities = answer.get(PROBABILITIES, np.empty((num_rows, 0))).tolist()
+        results = []
+        for i in range(num_rows):
+            terms = tuple(float(term) if math.isfinite(term) else None for term in components[i])
+            version = None if versions is None else int(versions[i, 0])
+            times = (int(answer[QUEUE_US][i, 0]), int(answer[COMPUTE_US][i, 0])) if QUEUE_US in answer else None
+            if np.isfinite(rewards[i]).all():
+                results.append(RowResult(tuple(rewards[i].tolist()), terms, version, tuple(probabilities[i]), times))
+            else:
+                why = errors[i] or f"the reward is {rewards[i].tolist()}"
+                results.append(RowResult((), terms, version, times_us=times, error=why, status=HTTPStatus.BAD_GATEWAY))
+        return results
+
+
+def _failure(status: HTTPStatus, message: str) -> RowResult:
+    return RowResult(error=message, status=status)
+
+
+EMPTY = _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
+
+
+def _in_our_words(message: str) -> str:
+    """Return the server's message about the only row of a request without tensors and the row's index."""
+    message = message.replace(f"{METADATA}[0].{MESSAGES}", MESSAGES)
+    return ROW_IN_MESSAGE.sub(lambda found: OUR_NAMES[found[1]] + (f"[{found[2]}]" if found[2] else ""), message)

@@ -1,0 +1,159 @@
+"""Reward functions for TRL and verl that request rewards from the gateway.
+
+Imports only the standard library, so that the file can also be copied into a trainer's environment. The environment
+variable REWARD_GATEWAY_URL has the gateway's address, REWARD_GATEWAY_KEY its key if it requires one.
+
+A response without a reward is None for TRL, which leaves it out of its update, and an error for verl, which has no such
+value. While no gateway or server answers, the functions wait for it, and then fail.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+Messages = list[dict[str, Any]]
+WAIT_S = 300.0  # for a gateway or server that does not answer
+TIMEOUT_S = 180.0  # of one request; above `gateway.deadline_s`
+ROWS_PER_REQUEST = 256
+MAX_PAUSE_S = 8.0
+NOT_METADATA = ("completion_ids", "environments")  # arguments of TRL with one entry per row that are no columns
+
+
+class RewardUnavailable(RuntimeError):
+    """There is no reward; the message has the gateway's reason."""
+
+
+def trl_reward(
+    prompts: Sequence[str | Messages], completions: Sequence[str | Messages], **columns: Any
+) -> list[float | None]:
+    """Return one reward per completion, None where there is none: `GRPOTrainer(reward_funcs=trl_reward)`.
+
+    Columns of the data set reach reward functions as `sample.metadata`.
+
+    Raises RewardUnavailable if no server answers for `WAIT_S` seconds, or if the gateway refuses the request.
+    """
+    shared = {name: values for name, values in columns.items() if _is_column(name, values, len(prompts))}
+    rows = []
+    for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        metadata = {name: values[i] for name, values in shared.items()}
+        if isinstance(prompt, str) and isinstance(completion, str):
+            rows.append({"prompt": prompt, "response": completion, "metadata": metadata})
+        else:
+            rows.append({"messages": [*prompt, *completion], "metadata": metadata})
+    rewards, errors = rewards_of(rows, prompts=prompts)
+    missing = [error for error in errors if error]
+    if missing:
+        logger.warning("%d of %d completions have no reward: %s", len(missing), len(rows), missing[0])
+    return rewards
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, *,
+    prompt_key: str = "question", url: str | None = None, **_: Any,
+) -> float:  # fmt: skip
+    """Return the reward of one response: verl's custom reward function.
+
+    Args:
+        data_source, ground_truth, extra_info: reach reward functions as `sample.metadata`.
+        solution_str: the response.
+        prompt_key: key of `extra_info` with the prompt, a text or messages, which verl does not pass otherwise.
+        url: the gateway's address; default: REWARD_GATEWAY_URL.
+
+    Raises RewardUnavailable if there is no reward, KeyError if `extra_info` has no prompt.
+    """
+    info = dict(extra_info or {})
+    if prompt_key not in info:
+        raise KeyError(f"extra_info has no {prompt_key!r}, the prompt; name its key as reward_kwargs.prompt_key")
+    prompt = info[prompt_key]
+    columns = {"data_source": data_source, "ground_truth": ground_truth, "extra_info": info}
+    row = {"prompt": prompt if isinstance(prompt, str) else list(prompt), "response": solution_str, "metadata": columns}
+    (reward,), (error,) = rewards_of([row], url)
+    if reward is None:
+        raise RewardUnavailable(error)
+    return reward
+
+
+def rewards_of(
+    rows: Sequence[Mapping[str, Any]], url: str | None = None, prompts: Sequence[Any] = ()
+) -> tuple[list[float | None], list[str | None]]:
+    """Return rewards and errors of rows in the form of the gateway's `/v1/rewards`. Raises RewardUnavailable.
+
+    `prompts`: the prompt of each row; consecutive rows with equal ones share a request, for groupwise functions.
+    """
+    rewards: list[float | None] = []
+    errors: list[str | None] = []
+    for chunk in _chunks(rows, prompts or range(len(rows))):
+        reply = _post({"inputs": chunk}, url or os.environ.get("REWARD_GATEWAY_URL"))
+        if len(reply["rewards"]) != len(chunk) or any(isinstance(reward, list) for reward in reply["rewards"]):
+            raise RewardUnavailable("the reward model has several rewards per row: set reward.merge_attributes")
+        rewards += reply["rewards"]
+        errors += reply["errors"]
+    return rewards, errors
+
+
+def _chunks(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Any]) -> list[Sequence[Mapping[str, Any]]]:
+    starts = [0] if rows else []
+    for i in range(1, len(rows)):
+        if i - starts[-1] >= ROWS_PER_REQUEST and prompts[i] != prompts[i - 1]:
+            starts.append(i)
+    return [rows[start:end] for start, end in zip(starts, [*starts[1:], len(rows)], strict=False)]
+
+
+def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
+    """Return the gateway's reply; wait while no server answers. Raises RewardUnavailable."""
+    if not url:
+        raise RewardUnavailable("REWARD_GATEWAY_URL is not set: the gateway's address, for example http://host:8100")
+    key = os.environ.get("REWARD_GATEWAY_KEY")
+    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    data = json.dumps(body, default=_plain).encode()
+    request = urllib.request.Request(f"{url.rstrip('/')}/v1/rewards", data, headers)
+    give_up, pause_s = time.monotonic() + WAIT_S, 0.5
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+                return json.load(reply)
+        except urllib.error.HTTPError as error:
+            cause = f"{url}: {error.code}: {_message(error)}"
+            if error.code not in (503, 504):
+                raise RewardUnavailable(cause) from error
+        except (OSError, http.client.HTTPException) as error:
+            cause = f"{url}: {error}"
+        if time.monotonic() + pause_s > give_up:
+            raise RewardUnavailable(f"{cause}; no answer for {WAIT_S:g} s")
+        logger.warning("no rewards yet, trying again: %s", cause)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # a proxy's page
+        return str(error.reason)
+
+
+def _is_column(name: str, values: Any, num_rows: int) -> bool:
+    """Return whether a keyword argument of TRL is a column of the data set that JSON can express."""
+    if name in NOT_METADATA or not isinstance(values, list) or len(values) != num_rows:
+        return False
+    try:
+        json.dumps(values, default=_plain)
+    except (TypeError, ValueError):  # images, for example
+        return False
+    return True
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a number of NumPy or torch as Python's own. Raises TypeError for anything else."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent as JSON")

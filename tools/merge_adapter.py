@@ -1,0 +1,96 @@
+"""Merges the PEFT adapter of a reward model, as TRL's RewardTrainer saves it, into a checkpoint that can be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from python_backend.checkpoints.inspection import (
+    ADAPTER_FILE,
+    TOKENIZERS,
+    CheckpointError,
+    check_checkpoint,
+    inspect_checkpoint,
+)
+from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
+from python_backend.checkpoints.tokenization import load_tokenizer
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+HEADS = ("score.weight", "classifier.weight")
+
+
+def merge_reward_adapter(adapter: Path, base: Path | None, out: Path) -> None:
+    """Write the reward model of `adapter` to the new folder `out`, in float32, with its tokenizer.
+
+    The padding token is the tokenizer's, as in TRL: the model pools the last token before the padding.
+
+    Args:
+        base: folder of the model that the adapter was trained on; None: as adapter_config.json says.
+
+    Raises:
+        CheckpointError: a folder cannot be used, or neither the adapter nor the base model has a trained head.
+    """
+    if out.exists():
+        raise CheckpointError(f"--merge: {out} already exists; choose another folder")
+    base = base or _base_of(adapter)
+    check_checkpoint(base)
+    tensors = _adapter_tensors(adapter)
+    head = next((info for name, info in tensors.items() if name.endswith(HEADS)), None)
+    if head is None and inspect_checkpoint(base).head is None:
+        raise CheckpointError(
+            f"{adapter} has no trained head, and neither has {base}: the rewards would come from random weights. Train "
+            'the adapter with LoraConfig(task_type="SEQ_CLS"), or with modules_to_save=["score"]'
+        )
+    merged = _merged(adapter, base, {} if head is None else {"num_labels": head.shape[0]})
+    has_tokenizer = any((adapter / name).is_file() for name in TOKENIZERS)
+    tokenizer = load_tokenizer(adapter if has_tokenizer else base)
+    if tokenizer.pad_token_id is not None:
+        merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    merged.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _merged(adapter: Path, base: Path, labels: dict[str, int]) -> Any:
+    """Return the merged model in float32; `labels`: settings of its head."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise CheckpointError("--merge needs peft: pip install '.[train]'") from error
+    from transformers import AutoModelForSequenceClassification
+
+    from python_backend.models.modeling import quiet_transformers
+
+    quiet_transformers()
+
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            str(base), dtype="float32", local_files_only=True, trust_remote_code=False, use_safetensors=True, **labels
+        )
+        return PeftModel.from_pretrained(model, str(adapter), local_files_only=True).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:  # adapter and model do not fit
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{adapter} cannot be merged into {base}: {reason[:400]}") from error
+
+
+def _base_of(adapter: Path) -> Path:
+    try:
+        named = json.loads((adapter / ADAPTER_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = Path(named)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{adapter} is not a PEFT adapter: {ADAPTER_FILE}: {error}") from error
+    if not base.is_dir():
+        raise CheckpointError(f"{adapter} was trained on {named!r}, which is no folder here: give it with --base PATH")
+    return base
+
+
+def _adapter_tensors(adapter: Path) -> dict[str, TensorInfo]:
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"{adapter} has no {ADAPTER_WEIGHTS}; pickled weights are never opened here: save the adapter again with "
+            "save_pretrained(FOLDER, safe_serialization=True)"
+        )
+    try:
+        return read_header(adapter / ADAPTER_WEIGHTS)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{adapter / ADAPTER_WEIGHTS} is damaged: {error}; copy it again") from error

@@ -1,0 +1,138 @@
+"""The gate of a live reward model: its accuracy on pairs of a preferred and a rejected text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.tokenization import (
+    LONGEST_ROW_TOKENS,
+    encode_sentence,
+    fingerprint,
+    load_tokenizer,
+)
+from python_backend.config import ConfigError, RewardSection
+from python_backend.models.modeling import RewardModel
+
+ROWS_PER_FORWARD = 16
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The texts of the gate, tokenised as the served model does."""
+
+    chosen: list[np.ndarray]  # int64 `[length]` each
+    rejected: list[np.ndarray]
+
+    def accuracy(self, model: RewardModel) -> float:
+        """Return the share of pairs whose chosen text has the higher reward; a tie counts as wrong, and so does NaN."""
+        scores = _scores(model, [*self.chosen, *self.rejected])
+        return float((scores[: len(self.chosen)] > scores[len(self.chosen) :]).mean())
+
+
+def read_pairs(section: RewardSection, model: RewardModel) -> Pairs:
+    """Read `reward.gate.pairs` for models with the limits of `model`.
+
+    Raises:
+        ConfigError: the file has no pair, a line is not one, or the model returns several rewards per row.
+    """
+    assert section.gate is not None
+    if model.num_outputs > 1:
+        raise ConfigError("reward.gate needs one reward per row; set reward.merge_attributes: true, or remove the gate")
+    tokenizer = load_tokenizer(section.checkpoint.absolute())
+    lengths = [length for length in (model.limits.max_length, section.max_length) if length]
+
+    def encode(prompt: Any, reply: Any, where: str) -> np.ndarray:
+        is_chat = not isinstance(reply, str) or isinstance(prompt, list)
+        is_pair = section.text == "pair" and prompt is not None and isinstance(reply, str)
+        text = _text(tokenizer, None, prompt, where) if is_pair else _text(tokenizer, prompt, reply, where)
+        ids = encode_sentence(
+            tokenizer, text, min(lengths, default=LONGEST_ROW_TOKENS), special_tokens=section.add_special_tokens,
+            skipped_pad_id=model.skipped_pad_id, pair=reply if is_pair else "", token_types=model.has_token_types,
+            append_eos=section.append_eos and not is_chat,
+        )  # fmt: skip
+        if not ids:
+            raise ConfigError(f"{where} has no tokens")
+        return np.asarray(ids, np.int64)
+
+    sides: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+    for where, pair in _lines(section.gate.pairs):
+        for side in SIDES:
+            sides[side].append(encode(pair.get("prompt"), pair.get(side), f"{where}: {side}"))
+    if not sides["chosen"]:
+        raise ConfigError(f"reward.gate.pairs: {section.gate.pairs} has no pair")
+    return Pairs(**sides)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, object) for each line that is not empty. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"reward.gate.pairs: {path} cannot be read: {error}") from error
+    # Not splitlines: JSON strings may contain its other separators.
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            pair = json.loads(line)
+            json.dumps(pair, ensure_ascii=False).encode()  # raises on lone surrogates, which tokenizers reject
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where} is not JSON in UTF-8: {error}") from error
+        if not isinstance(pair, dict):
+            raise ConfigError(f"{where} is not an object with `chosen` and `rejected`")
+        yield where, pair
+
+
+def _text(tokenizer: Any, prompt: Any, reply: Any, where: str) -> str:
+    """Return the text to score: prompt and reply joined, or rendered by the chat template if they are messages."""
+    if isinstance(reply, str) and (prompt is None or isinstance(prompt, str)):
+        return (prompt or "") + reply
+    messages = [*([] if prompt is None else _messages(prompt, where)), *_messages(reply, where)]
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{where}: messages, but the tokenizer of reward.checkpoint has no chat template")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # the template is the checkpoint's own code and may raise any exception
+        raise ConfigError(f"{where}: the chat template rejects the messages: {error}") from error
+
+
+def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
+    ):
+        return value
+    raise ConfigError(
+        f"{where}: found {str(value)[:80]!r}; it and `prompt`, if there is one, must both be texts, or both be lists "
+        'of {"role": …, "content": …}'
+    )
+
+
+def _scores(model: RewardModel, rows: list[np.ndarray]) -> np.ndarray:
+    """Return the rewards float32 `[n]`; rows of similar length share a forward pass."""
+    scores = np.empty(len(rows), np.float32)
+    order = sorted(range(len(rows)), key=lambda i: rows[i].size)
+    for start in range(0, len(order), ROWS_PER_FORWARD):
+        batch = order[start : start + ROWS_PER_FORWARD]
+        scores[batch] = model.score([rows[i] for i in batch])[:, 0]
+    return scores
+
+
+def check_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """Raise CheckpointError unless the checkpoint in `folder` has the tokenizer of the served `checkpoint`."""
+    theirs, ours = (fingerprint(load_tokenizer(path.absolute())) for path in (folder, checkpoint))
+    if theirs != ours:
+        raise CheckpointError(
+            f"{folder} has another tokenizer than reward.checkpoint ({checkpoint}), with which requests are tokenised; "
+            "to serve it, start a run with this checkpoint"
+        )

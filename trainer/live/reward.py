@@ -1,0 +1,70 @@
+"""Publishes versions of a live reward model: copies of Hugging Face checkpoints that fit the served one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config import RewardSection, RunConfig
+from python_backend.config.live_models import live_model
+from python_backend.errors import RlhfError
+from python_backend.models.canary import canary_outputs
+from python_backend.models.modeling import RewardModel
+from python_backend.store.weights import WeightsError, WeightsStore
+from trainer.live.gate import check_tokenizer, read_pairs
+from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
+
+
+class GateClosed(RlhfError):
+    """A checkpoint is less accurate than the served version, so it must not be served."""
+
+
+def publish_reward(
+    config: RunConfig, checkpoint: Path, *, beat: Callable[[str], None], say: Callable[[str], None] = print
+) -> Reload:
+    """Serve the weights in a checkpoint instead of those of the served version, if they pass every check.
+
+    Args:
+        beat: called repeatedly while waiting, with a description of the state.
+        say: receives the accuracies that the gate measured.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, not finite, or of another architecture, head or tokenizer.
+        GateClosed: it is less accurate than the served version, beyond `reward.gate.tolerance`.
+        VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
+    """
+    section, model = config.reward, live_model(config, "reward")
+    store = WeightsStore(model.store)
+    current = store.current()
+    if current is None:
+        raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
+    check_tokenizer(section.checkpoint, checkpoint)
+    served = reward_loader(section)(store.folder(current))
+    candidate = served.with_weights(checkpoint)
+    candidate.check_finite()
+    if not np.isfinite(canary_outputs(candidate)).all():
+        raise CheckpointError(f"{checkpoint}: the rewards of the canary row are not finite")
+    if section.gate is not None:
+        _pass_gate(section, served, candidate, current, say)
+    manifest = store.manifest(current)
+    publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
+    write = functools.partial(copy_checkpoint, checkpoint)
+    return publisher.publish(candidate, step=0, parent=current, beat=beat, write=write)
+
+
+def _pass_gate(
+    section: RewardSection, served: RewardModel, candidate: RewardModel, current: int, say: Callable[[str], None]
+) -> None:
+    assert section.gate is not None
+    pairs = read_pairs(section, served)
+    before, after = pairs.accuracy(served), pairs.accuracy(candidate)
+    say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
+    if not after >= before - section.gate.tolerance:
+        raise GateClosed(
+            f"not published: its accuracy {after:.4f} is below the served version's {before:.4f} minus "
+            f"reward.gate.tolerance ({section.gate.tolerance:g})"
+        )
