@@ -1,13 +1,17 @@
-"""What every test gets: one torch thread, so that bits and timings do not depend on the machine's cores."""
+"""Settings of all tests: the same bits and the same examples each time, on a machine of any speed."""
 
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Not in this folder: Triton's own stubs put the folder that pytest was started in before theirs.
 sys.path.append(str(Path(__file__).parent / "support" / "stub"))
+
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixtures"]
 

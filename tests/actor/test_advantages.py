@@ -16,7 +16,7 @@ from actor.algorithms import advantages as adv
 from python_backend.config import KLSection
 
 close = torch.testing.assert_close
-property_test = settings(max_examples=40, deadline=None)
+property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 4), "width": st.integers(1, 7)}
 
 

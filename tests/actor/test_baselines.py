@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor.algorithms.baselines import group_standardise, leave_one_out
 
-property_test = settings(max_examples=60, deadline=None)
+property_test = settings(max_examples=60)
 sizes = {"seed": st.integers(0, 10_000), "count": st.integers(1, 12), "num_groups": st.integers(1, 4)}
 BASELINES = [leave_one_out, group_standardise]
 

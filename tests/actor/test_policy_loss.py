@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actor.algorithms.policy_loss import ClipRange, clipped_loss, kl_loss, reinforce_loss
 
-property_test = settings(max_examples=50, deadline=None)
+property_test = settings(max_examples=50)
 sizes = {"seed": st.integers(0, 10_000), "batch": st.integers(1, 4), "width": st.integers(1, 5)}
 CLIP = ClipRange()
 

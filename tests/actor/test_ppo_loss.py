@@ -23,7 +23,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, **sampling: Any) 
     return target_logprobs(logits[:, :-1], tokens[:, 1:], **sampling)
 
 
-property_test = settings(max_examples=40, deadline=None)
+property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 5), "width": st.integers(1, 6)}
 
 

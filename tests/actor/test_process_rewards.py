@@ -97,7 +97,7 @@ def test_a_row_without_rewards_is_masked_and_teaches_nobody():
     assert process_metrics(one.scores) == {"process_rewards": 0.75, "steps_per_response": 2.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 8), num_groups=st.integers(1, 3))
 def test_process_supervision_equals_a_loop(seed: int, count: int, num_groups: int):
     generator = torch.Generator().manual_seed(seed)

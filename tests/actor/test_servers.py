@@ -174,7 +174,7 @@ def test_pauses_grow_until_a_request_is_answered():
 
 def test_a_dead_model_is_tried_by_one_request_and_the_others_go_on():
     async def play() -> None:
-        async with Rig("a:1") as servers:
+        async with Rig("a:1", backoff_s=0.2) as servers:
             await servers.take("critic")
             assert await servers.fail("a:1", DEAD, "critic")
             assert await servers.take("reward") == "a:1"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from live_system import System
+from settled import settled_statistics
 from transformers import AutoModelForCausalLM
 
 from python_backend.store.weights import WeightsStore
@@ -36,9 +37,9 @@ def reward_version(live: System) -> int | None:
 @pytest.mark.parametrize("name", ["grpo", "reinforce++", "rloo"])
 def test_a_run_without_a_critic(live: System, name: str, tmp_path: Path) -> None:
     with ControlPlane(live.run.config.server.grpc_url) as control:
-        before, last = control.statistics(CRITIC_INFER).inference_count, live.run.journal.last_step()
+        before, last = settled_statistics(control, CRITIC_INFER).inference_count, live.run.journal.last_step()
         run_actor(live, tmp_path / "run", name)
-        assert control.statistics(CRITIC_INFER).inference_count == before
+        assert settled_statistics(control, CRITIC_INFER).inference_count == before
         assert live.run.journal.last_step() == last
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]

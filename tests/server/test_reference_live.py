@@ -30,6 +30,7 @@ from live_system import (
     scoring_inputs,
     start_system,
 )
+from settled import settled_statistics
 from tritonclient.grpc import InferenceServerClient as GrpcClient
 
 from actor.data.rollout import Prompt, ReferenceLogprobs, Rollout
@@ -126,7 +127,7 @@ def test_a_run_with_a_served_reference_ends_well_and_has_no_copy(served: Finishe
     assert summary["failed_requests"] == summary["masked_samples"] == 0
     assert Policy.of(served.run.config.actor).reference is None
     with ControlPlane(served.run.config.server.grpc_url) as control:  # validations before and after, and the steps
-        assert control.statistics(REFERENCE).inference_count >= 3 * 8 + 2 * 8
+        assert settled_statistics(control, REFERENCE).inference_count >= 3 * 8 + 2 * 8
 
 
 def test_its_rewards_and_kl_are_those_of_a_run_with_a_copy(served: FinishedRun, finished: FinishedRun) -> None:
@@ -161,9 +162,9 @@ def test_served_logprobs_are_the_policys_own(served: FinishedRun) -> None:
 def test_concurrent_requests_of_mixed_lengths_batch(served: FinishedRun) -> None:
     rows = random_rows(np.random.default_rng(2).integers(1, 129, 64).tolist(), seed=2)
     with served.without_probes(REFERENCE), ControlPlane(served.run.config.server.grpc_url) as control:
-        before = control.statistics(REFERENCE)
+        before = settled_statistics(control, REFERENCE)
         answers = ask_all(served.run.url, [(REFERENCE, scoring_inputs([row])) for row in rows])
-        after = control.statistics(REFERENCE)
+        after = settled_statistics(control, REFERENCE)
     assert after.inference_count - before.inference_count == 64
     assert after.execution_count - before.execution_count < 64 / 4
     assert_logprobs(policy_of(served.run), rows, [answer["logprobs"][0] for answer in answers])

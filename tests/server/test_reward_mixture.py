@@ -26,6 +26,7 @@ from live_system import (
     scoring_inputs,
     start_system,
 )
+from settled import settled_statistics
 from tiny_models import stub_of, tiny_server
 
 from chaos.fuzz.client import GrpcSender, send_http
@@ -172,6 +173,7 @@ def test_metadata_that_is_no_object_is_a_cause(server: TritonServer, metadata: s
         assert errors_of(answer)[0].startswith("length: metadata[0]: ")
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> None:
     functions_alone(tmp_path, TERMS)
     with tiny_server(tmp_path) as server:
@@ -188,6 +190,7 @@ def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> 
         assert not alive
 
 
+@pytest.mark.slow
 def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
     functions_alone(tmp_path, TERMS)
     with tiny_server(tmp_path) as server:
@@ -229,6 +232,7 @@ def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> 
         assert errors_of(asked.result()) == ["", "verdict: took longer than 1 s and was killed", ""]
 
 
+@pytest.mark.slow
 def test_a_function_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
     functions_alone(tmp_path, {"verdict": {"function": f"{FUNCTIONS}:no_such_function"}})
     with tiny_server(tmp_path) as server, pytest.raises(ServerStartError) as caught:
@@ -299,9 +303,10 @@ def test_a_text_as_sequence_id_changes_nothing(mixed: System, model: str) -> Non
 
 def test_values_alone_run_no_reward(mixed: System) -> None:
     rows = random_rows([3, 9], seed=3)
+    models = ("reward_mixture", "reward_function_length")
     with ControlPlane(mixed.run.config.server.grpc_url) as control:
-        before = [control.statistics(model).inference_count for model in ("reward_mixture", "reward_function_length")]
+        before = [settled_statistics(control, model).inference_count for model in models]
         answer = ask(mixed.run.url, CRITIC_INFER, scoring_inputs(rows), [VALUES])
-        after = [control.statistics(model).inference_count for model in ("reward_mixture", "reward_function_length")]
+        after = [settled_statistics(control, model).inference_count for model in models]
     assert np.isfinite(answer[VALUES]).all()
     assert before == after

@@ -32,6 +32,7 @@ from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.tokenization import load_tokenizer
 from python_backend.wire.contract import REWARD_MODEL
 
+pytestmark = pytest.mark.slow
 FUNCTIONS = Path(reward_functions.__file__)
 TERMS = {
     "model": {"weight": 1.0},
@@ -112,7 +113,6 @@ def test_groups_stay_whole_beside_the_reward_model_and_the_critic(mixed: System,
     assert scores.has_values
 
 
-@pytest.mark.slow
 def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> None:
     code, log = run_actor(mixed.run, "actor")
     assert code == 0
@@ -127,7 +127,6 @@ def test_the_run_logs_every_component_and_masks_what_failed(mixed: System) -> No
     assert "; verdict: took longer than 1 s and was killed" in log
 
 
-@pytest.mark.slow
 def test_a_column_that_the_actor_fills_is_refused(mixed: System, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"text": "Return the", "response": "x", "label": 1}\n')
@@ -168,7 +167,6 @@ def test_metadata_goes_along_with_sentences(mixed: System, checkpoints: Checkpoi
     np.testing.assert_array_equal(scores.components["texts"], np.ones(len(TEXTS)))
 
 
-@pytest.mark.slow
 def test_a_run_on_functions_alone_needs_no_reward_checkpoint(
     tmp_path: Path, checkpoints: Checkpoints, prompts: Path
 ) -> None:

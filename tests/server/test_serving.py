@@ -17,6 +17,7 @@ from live_system import (
     reload_model,
     scoring_inputs,
 )
+from settled import settled_statistics
 
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import CRITIC, CRITIC_INFER, REWARD_MODEL
@@ -77,13 +78,13 @@ def test_rows_in_one_request_are_padded_to_its_own_width(live: System, checkpoin
 def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, checkpoints: Checkpoints) -> None:
     rows = mixed_rows(NUM_CONCURRENT, seed=3)
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
-        before = {model: control.statistics(model) for model in (REWARD_MODEL, CRITIC)}
+        before = {model: settled_statistics(control, model) for model in (REWARD_MODEL, CRITIC)}
         answers = ask_all(live.run.url, [(CRITIC_INFER, scoring_inputs([row])) for row in rows])
-        assert mean_batch(before[CRITIC], control.statistics(CRITIC)) > 4
+        assert mean_batch(before[CRITIC], settled_statistics(control, CRITIC)) > 4
         # The reward model, second in the ensemble, gets its requests as the critic finishes them: so ask it alone.
-        between = control.statistics(REWARD_MODEL)
+        between = settled_statistics(control, REWARD_MODEL)
         alone = ask_all(live.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
-        assert mean_batch(between, control.statistics(REWARD_MODEL)) > 4
+        assert mean_batch(between, settled_statistics(control, REWARD_MODEL)) > 4
     assert between.inference_count - before[REWARD_MODEL].inference_count == NUM_CONCURRENT
     assert_scores(live, checkpoints, rows, answers)
     rewards = [answer["rewards"][0, 0] for answer in alone if not isinstance(answer, Refused)]
@@ -102,9 +103,9 @@ def test_without_the_ragged_flag_different_lengths_do_not_batch(
     rows = [row for row in random_rows(range(1, NUM_CONCURRENT + 1), seed=3)]
     reload_model(finished.run, REWARD_MODEL, drop_the_flag)
     with ControlPlane(finished.run.config.server.grpc_url) as control:
-        before = control.statistics(REWARD_MODEL)
+        before = settled_statistics(control, REWARD_MODEL)
         answers = ask_all(finished.run.url, [(REWARD_MODEL, scoring_inputs([row])) for row in rows])
-        after = control.statistics(REWARD_MODEL)
+        after = settled_statistics(control, REWARD_MODEL)
     rewards = [answer["rewards"][0, 0] for answer in answers if not isinstance(answer, Refused)]
     np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
     assert mean_batch(before, after) < 1.5
@@ -126,9 +127,9 @@ def test_requests_with_and_without_lengths_do_not_mix(live: System, checkpoints:
 def test_values_alone_do_not_run_the_reward_model(live: System) -> None:
     rows = mixed_rows(8, seed=6)
     with live.without_probes(REWARD_MODEL), ControlPlane(live.run.config.server.grpc_url) as control:
-        before = control.statistics(REWARD_MODEL)
+        before = settled_statistics(control, REWARD_MODEL)
         answer = ask(live.run.url, CRITIC_INFER, scoring_inputs(rows), ["values", "weights_version"])
-        after = control.statistics(REWARD_MODEL)
+        after = settled_statistics(control, REWARD_MODEL)
     assert sorted(answer) == ["values", "weights_version"]
     assert sorted(ask(live.run.url, CRITIC_INFER, scoring_inputs(rows), ["values"])) == ["values"]
     assert sorted(ask(live.run.url, CRITIC_INFER, scoring_inputs(rows), ["rewards"])) == ["rewards"]

@@ -85,6 +85,7 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path, mode
         supervisor.stop()
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_watcher_runs_does_not_keep_it_from_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server_health, name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("model", ["critic", "critic_train"])
 def test_a_model_whose_process_is_stopped_is_replaced(tmp_path: Path, model: str) -> None:
@@ -251,6 +253,7 @@ def write_blocking_model(folder: Path) -> Path:
     return block
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_model_that_never_answers_is_replaced(tmp_path: Path) -> None:
     """Alive, and the server calls itself ready."""

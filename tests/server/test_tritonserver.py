@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from settled import settled_statistics
 from tiny_models import (
     regions,
     server_processes,
@@ -53,7 +54,7 @@ def test_start_load_probe_stop(tmp_path: Path) -> None:
         assert server.log_path.read_bytes().count(b'"loading: ') == 5
         with ControlPlane(server.section.grpc_url) as control:
             for model in ("reward_model", "critic", "critic_infer"):
-                assert control.statistics(model).success_count >= 1
+                assert settled_statistics(control, model).success_count >= 1
         for port in (server.section.http_port, server.section.grpc_port, server.section.metrics_port):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 assert connection.getpeername()[0] == "127.0.0.1"

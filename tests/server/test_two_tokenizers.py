@@ -35,6 +35,7 @@ from python_backend.wire.contract import CRITIC, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
 from trainer.control_plane import ControlPlane
 
+pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 
 
@@ -93,7 +94,6 @@ def test_a_reward_model_with_another_tokenizer_is_sent_sentences(
         np.testing.assert_allclose(values[: row.size], expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
 def test_an_encoder_scores_texts_and_chats_as_in_the_pipeline(
     serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
@@ -118,7 +118,6 @@ def test_an_encoder_scores_texts_and_chats_as_in_the_pipeline(
     np.testing.assert_allclose(scores.rewards[2:], expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 def test_a_classifier_of_text_pairs(
     serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints, tmp_path: Path
@@ -184,7 +183,6 @@ def test_a_classifier_of_text_pairs(
     asyncio.run(through_the_gateway())
 
 
-@pytest.mark.slow
 def test_a_template_is_sent_texts_and_its_refusal_of_tokens_is_a_sign_of_life(
     serve_reward: Callable[..., FinishedRun], checkpoints: Checkpoints
 ) -> None:
@@ -211,7 +209,6 @@ def test_one_tokenizer_is_sent_tokens(live: System, checkpoints: Checkpoints) ->
     )
 
 
-@pytest.mark.slow
 def test_a_critic_with_another_tokenizer_stops_the_actor_at_its_start(live: System, checkpoints: Checkpoints) -> None:
     last = live.run.journal.last_step()
     code, log = run_actor(live.run, "actor-other", f"actor.policy.checkpoint={checkpoints.other_policy}")

@@ -22,6 +22,8 @@ from live_system import (
 
 from python_backend.wire.contract import REWARD_MODEL
 
+pytestmark = pytest.mark.slow
+
 
 def set_parameters(finished: FinishedRun, **values: str) -> None:
     """Load the reward model with these parameters."""

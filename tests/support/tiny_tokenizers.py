@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ def make_text_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of `family` (a key of `CHATS`) that puts `added` around a text; default: the family's own."""
     special = [AddedToken(token, special=True) for token in SPECIAL[family].values()]
-    tokenizer, trainer = _model(family, special)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = _model(family, special, texts)
     tokenizer.add_special_tokens(special)
     around = [token for token in added or ADDED.get(family, ("", "")) if token]
     before, after = added or ADDED.get(family, ("", ""))
@@ -78,17 +78,24 @@ def save_text_reward(
     return tokenizer
 
 
-def _model(family: str, special: list[AddedToken]) -> tuple[Tokenizer, Any]:
-    common = {"vocab_size": VOCAB, "special_tokens": special, "show_progress": False}
-    if family == "bert":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        tokenizer.normalizer = normalizers.BertNormalizer()
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        return tokenizer, trainers.WordPieceTrainer(**common)
-    if family == "deberta-v3":
-        tokenizer = Tokenizer(models.Unigram())
+def _model(family: str, special: list[AddedToken], texts: Sequence[str]) -> Tokenizer:
+    """Return the tokenizer without a post-processor; the same texts always give the same ids."""
+    if family in ("bert", "deberta-v3"):  # the library's trainers give other ids each time
+        texts = [text.lower() if family == "bert" else text for text in texts]
+        letters = sorted(set("".join(texts)) - {" "})
+        words = list(dict.fromkeys(word for text in texts for word in re.findall(r"\w+", text)))
+        names = [token.content for token in special]
+        if family == "bert":
+            pieces = [*names, *letters, *(f"##{letter}" for letter in letters), *words][:VOCAB]
+            tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+            tokenizer.normalizer = normalizers.BertNormalizer()
+            tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            return tokenizer
+        scores = {**dict.fromkeys(names, 0.0), "▁": -2.0, **dict.fromkeys(letters, -8.0)}
+        scores.update({f"▁{word}": -4.0 for word in words})
+        tokenizer = Tokenizer(models.Unigram(list(scores.items())[:VOCAB], unk_id=names.index("[UNK]")))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        return tokenizer, trainers.UnigramTrainer(**common, unk_token="[UNK]")
+        return tokenizer
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>" if family == "llama" else None))
     if family == "llama":  # a text's first word gets a space, a word after a special token does not
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -96,4 +103,6 @@ def _model(family: str, special: list[AddedToken]) -> tuple[Tokenizer, Any]:
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, trainers.BpeTrainer(**common)
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer

@@ -55,6 +55,7 @@ def test_a_model_larger_than_one_device_is_not_measured() -> None:
     assert overrides == ["critic.workers=1", "critic.threads=1", "critic.forward_overhead_tokens=64"]
 
 
+@pytest.mark.slow
 def test_a_real_measurement_is_remembered_and_fixed_settings_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from tiny_checkpoints import save_tiny
-from tiny_tokenizers import VOCAB, make_text_tokenizer
+from tiny_tokenizers import POSITIONS, VOCAB, make_text_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from python_backend.models.modeling import load_critic, load_reward
@@ -31,7 +31,7 @@ def tiny_pretrained(root: Path, log: Any) -> dict[str, Any]:
     save_tiny(root / "policy", "llama", "language", vocab_size=VOCAB, max_position_embeddings=512)
     make_text_tokenizer("llama", QUESTIONS, model_max_length=512).save_pretrained(root / "policy")
     save_critic(root / "policy", root / "critic", num_layers=1)
-    save_tiny(root / "encoder", "bert", "reward", vocab_size=VOCAB)
+    save_tiny(root / "encoder", "bert", "reward", vocab_size=VOCAB, max_position_embeddings=POSITIONS)
     make_text_tokenizer("bert", QUESTIONS).save_pretrained(root / "encoder")
     return {}
 

@@ -119,6 +119,7 @@ def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path) -> 
     assert out.endswith("stopped\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drain_s", [0, 0.5, 1000])
 def test_serve_waits_until_the_second_signal_or_as_long_as_configured(run_dir: Path, drain_s: float) -> None:
     with busy(run_dir, f"server.drain_s={drain_s}") as (process, in_flight):
@@ -156,6 +157,7 @@ def test_a_killed_serve_takes_its_server_along(run_dir: Path) -> None:
     wait_until_gone(process.pid)
 
 
+@pytest.mark.slow
 def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path) -> None:
     repository = run_dir / "model_repository"
     write_repository(repository)
@@ -171,6 +173,7 @@ def test_serve_starts_a_server_that_aborts_at_its_start_once_more(run_dir: Path)
     assert out.count("tritonserver was killed by SIGABRT; its log is") == out.count("starting it once more") == 1
 
 
+@pytest.mark.slow
 def test_serve_starts_a_server_that_died_again(run_dir: Path) -> None:
     write_scoring_model(run_dir / "model_repository", "critic")
     process = serve(run_dir)

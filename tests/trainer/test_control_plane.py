@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from settled import settled_statistics
 from tiny_models import ready_server, stub_of, write_journal_model, write_scoring_model
 
 from tools.server.ports import with_free_ports
@@ -41,12 +42,12 @@ def test_probe_returns_the_outputs_asked_for(control: ControlPlane) -> None:
 
 
 def test_statistics_count_rows_batches_and_failures(control: ControlPlane) -> None:
-    before = control.statistics("reward_model")
+    before = settled_statistics(control, "reward_model")
     for _ in range(3):
         control.probe_scoring("reward_model", ("rewards",), timeout_s=10)
     with pytest.raises(ControlPlaneError):
         control.probe_scoring("reward_model", ("values",), timeout_s=10)
-    after = control.statistics("reward_model")
+    after = settled_statistics(control, "reward_model")
     assert after.inference_count - before.inference_count == 3
     assert after.execution_count - before.execution_count == 3
     assert after.success_count - before.success_count == 3

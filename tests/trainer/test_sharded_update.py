@@ -237,7 +237,8 @@ def resume(ranks: Ranks, root: Path, steps: list[int]) -> list[bool]:
 # ---- tests ----
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_float64_training_on_ranks_is_that_of_one_process(root: Path, size: int) -> None:
     results = on_ranks(size, in_float64, root)
     for i, (family, changes) in enumerate(CASES):

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.value_loss import clipped_value_loss
 
 close = torch.testing.assert_close
-property_test = settings(max_examples=40, deadline=None)
+property_test = settings(max_examples=40)
 sizes = {"seed": st.integers(0, 2**31), "batch": st.integers(1, 5), "width": st.integers(1, 6)}
 
 
