@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,16 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reward_functions
 import torch
 from bare_client import Refused, ask
 from google.protobuf import json_format
-from live_system import FinishedRun, make_tokenizer, reload_model, run_actor, scoring_inputs
+from live_system import (
+    TEXTS,
+    Checkpoints,
+    FinishedRun,
+    make_run,
+    make_tokenizer,
+    reload_model,
+    run_actor,
+    scoring_inputs,
+    start_system,
+)
+from test_two_tokenizers import compare_and_score, written
 from tiny_checkpoints import save_tiny
 from transformers import LlamaForTokenClassification
 
-from python_backend.wire.contract import CRITIC_INFER, REWARD_MODEL, texts_array
+from python_backend.wire.contract import CRITIC_INFER, REWARD_CHECKPOINT, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
 
+FUNCTIONS = Path(reward_functions.__file__)
 PROCESS = {"separator": " ", "aggregate": "mean"}
 OUTPUTS = {"rewards", "token_rewards", "step_rewards", "step_ends"}
 
@@ -87,3 +101,38 @@ def test_a_process_reward_is_served_and_trained_on(
     assert sample["reward"] == pytest.approx(np.mean(sample["step_rewards"]), abs=1e-5)
     summary = json.loads((tmp_path / "run" / "actor_summary.json").read_text())
     assert summary["process_reward_after"] == validation["process_rewards"]
+
+
+@pytest.mark.slow
+def test_a_process_reward_in_a_weighted_sum(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Steps count times the model's weight; what the functions give is the outcome, at the response's end."""
+    tokenizer, folder = make_tokenizer(), tmp_path / "prm"
+    save_tiny(folder, "llama", "critic", num_labels=2, vocab_size=len(tokenizer), max_position_embeddings=128)
+    tokenizer.save_pretrained(folder)
+    rewards = {"model": {"weight": 2.0}, "length": {"function": f"{FUNCTIONS}:num_tokens", "weight": -0.5}}
+    reward = {"checkpoint": str(folder), "process": PROCESS}
+    run = make_run(tmp_path / "run", checkpoints, reward=reward, rewards=rewards, actor={"steps": 2})
+    system, rollout = start_system(run), written(tokenizer, list(TEXTS))
+    try:
+        scores = asyncio.run(compare_and_score(system, tokenizer, rollout))[1]
+        sent = {**scoring_inputs(rollout.rows()), "prompt_lengths": rollout.prompt_lengths.numpy()[:, None]}
+        code, log = run_actor(run, "actor")
+        found = ask(run.url, REWARD_CHECKPOINT, sent)
+    finally:
+        system.stop()
+    assert scores.process is not None
+    assert scores.scored.all()
+    lengths = rollout.lengths.numpy().astype(np.float32)
+    for i, ends in enumerate(found["step_ends"]):
+        steps = ends[ends >= 0]
+        assert scores.process.ends[i].nonzero()[:, 0].tolist() == sorted(set(steps.tolist()))
+        given = scores.process.rewards[i, : found["token_rewards"].shape[1]].numpy()
+        np.testing.assert_allclose(given[steps], 2 * found["step_rewards"][i, : steps.size], atol=1e-5, rtol=0)
+        assert scores.process.rewards[i].sum() == pytest.approx(float(given[steps].sum()), abs=1e-5)
+    np.testing.assert_allclose(scores.process.outcome, -0.5 * lengths, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(scores.rewards, 2 * found["rewards"][:, 0] - 0.5 * lengths, atol=1e-5, rtol=0)
+    assert code == 0, log
+    lines = [json.loads(line) for line in (run.config.run.dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train_rollouts/masked_samples"] for line in lines] == [0, 0]
+    assert all(0 < line["train_rollouts/process_rewards"] < 2 for line in lines)
+    assert all(line["train_rollouts/reward_length"] > 0 for line in lines)
