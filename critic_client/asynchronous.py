@@ -120,21 +120,27 @@ class AsyncCriticClient:
         answer = await client.score(tokens, (contract.VALUES, contract.WEIGHTS_VERSION))
         return RowValues(*_values(answer, tokens))
 
-    async def score(self, rows: Rows, metadata: list[dict[str, Any]] | None = None) -> RowScores:
+    async def score(
+        self, rows: Rows, metadata: list[dict[str, Any]] | None = None, *, prompt_lengths: Sequence[int] | None = None
+    ) -> RowScores:
         """Return values and rewards of n rows in one request; the reward model must have the critic's tokenizer.
 
         Args:
             metadata: one dictionary per row for reward functions.
+            prompt_lengths: for a process reward, leading tokens of each row that belong to its prompt.
 
         Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
         """
         tokens, client = token_rows(rows), await self._connected()
         if metadata is not None and len(metadata) != len(tokens):
             raise contract.ContractError(f"{contract.METADATA}: {len(metadata)} entries for {len(tokens)} rows")
+        lengths = None if prompt_lengths is None else [int(length) for length in prompt_lengths]
+        if lengths is not None and len(lengths) != len(tokens):
+            raise contract.ContractError(f"{contract.PROMPT_LENGTHS}: {len(lengths)} entries for {len(tokens)} rows")
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)
-        answer = await client.score(tokens, outputs, metadata)
+        answer = await client.score(tokens, outputs, metadata, prompt_lengths=lengths)
         rewards = answer[contract.REWARDS]
         errors = [""] * len(tokens)
         if explained:

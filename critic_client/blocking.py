@@ -61,9 +61,11 @@ class CriticClient:
         """See `AsyncCriticClient.values`."""
         return self._wait(self._client.values, rows)
 
-    def score(self, rows: Rows, metadata: list[dict[str, Any]] | None = None) -> RowScores:
+    def score(
+        self, rows: Rows, metadata: list[dict[str, Any]] | None = None, *, prompt_lengths: Sequence[int] | None = None
+    ) -> RowScores:
         """See `AsyncCriticClient.score`."""
-        return self._wait(self._client.score, rows, metadata)
+        return self._wait(self._client.score, rows, metadata, prompt_lengths=prompt_lengths)
 
     def train(self, step: int, tokens: Rows, returns: Rows, prev_values: Rows, mask: Rows) -> TrainAnswer:
         """See `AsyncCriticClient.train`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from actor.data.rollout import Rollout, Scores
 from actor.scoring import process
 from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.mixture import RewardMixture
+from actor.scoring.retry import RequestRefused
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.errors import RlhfError
 from python_backend.wire.contract import (
@@ -109,21 +111,16 @@ class Scorer:
 
         `group_size`: number of consecutive rows that a groupwise reward function receives together.
         """
-        count, step = len(rollout.prompts), self.rows_per_request
-        if self.mixture.groupwise:
-            step = max(1, step // group_size) * group_size
+        count, unit = len(rollout.prompts), group_size if self.mixture.groupwise else 1
+        step = max(1, self.rows_per_request // unit) * unit
         chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
-        answers = await asyncio.gather(*(self._score_chunk(rollout, chunk, group_size) for chunk in chunks))
-        return _assemble(rollout, chunks, answers, self.mixture, is_live=self._is_live)
+        parts = await asyncio.gather(*(self._score_part(rollout, chunk, group_size, unit) for chunk in chunks))
+        return _assemble(rollout, [*itertools.chain(*parts)], self.mixture, is_live=self._is_live)
 
     async def values(self, rollout: Rollout) -> Scores:
         """Return values without running the reward model; all rewards are 0."""
-        return _assemble(
-            rollout,
-            [slice(i, i + 1) for i in range(len(rollout.prompts))],
-            await asyncio.gather(*(self._values_of(row) for row in rollout.rows())),
-            RewardMixture(),
-        )
+        answers = await asyncio.gather(*(self._values_of(row) for row in rollout.rows()))
+        return _assemble(rollout, [(slice(i, i + 1), answer) for i, answer in enumerate(answers)], RewardMixture())
 
     async def _values_of(self, row: np.ndarray) -> Answer:
         try:
@@ -131,25 +128,39 @@ class Scorer:
         except RequestFailed as error:
             return str(error)
 
-    async def _score_chunk(self, rollout: Rollout, chunk: slice, group_size: int) -> Answer:
+    async def _score_part(
+        self, rollout: Rollout, chunk: slice, group_size: int, unit: int
+    ) -> list[tuple[slice, Answer]]:
+        """Score rows; if the server refuses a request of several `unit` rows, its halves are sent.
+
+        So one row that it refuses, such as a text that is too long for its template, does not cost the others.
+        """
+        try:
+            return [(chunk, await self._score_chunk(rollout, chunk, group_size))]
+        except RequestFailed as error:  # counted and masked by the caller
+            num_units = (chunk.stop - chunk.start) // unit
+            if num_units < 2 or not isinstance(error, RequestRefused):
+                return [(chunk, str(error))]
+        middle = chunk.start + num_units // 2 * unit
+        halves = (slice(chunk.start, middle), slice(middle, chunk.stop))
+        parts = await asyncio.gather(*(self._score_part(rollout, half, group_size, unit) for half in halves))
+        return [*parts[0], *parts[1]]
+
+    async def _score_chunk(self, rollout: Rollout, chunk: slice, group_size: int) -> dict[str, np.ndarray]:
         rows, wanted = rollout.rows()[chunk], self.mixture.outputs + (REWARD_VERSION,) * self._is_live
         metadata = self._metadata(rollout, chunk, group_size) if self.mixture.names or self.sends_sentences else None
         is_process = self.mixture.kind.granularity is not None
         more: dict[str, Any] = {"prompt_lengths": rollout.prompt_lengths[chunk].tolist()} if is_process else {}
-        try:
-            if not self.sends_sentences and self.has_critic:
-                outputs = (*wanted, VALUES, WEIGHTS_VERSION)
-                return await self._client.score(rows, outputs, metadata, **more)
-            if not self.sends_sentences:
-                return await self._client.rewards(rows, wanted, metadata, **more)
-            if not self.has_critic:
-                return await self._score_texts(rollout, chunk, wanted, metadata)
-            values, rewards = await asyncio.gather(
-                self._client.score(rows, (VALUES, WEIGHTS_VERSION)), self._score_texts(rollout, chunk, wanted, metadata)
-            )
-            return {**values, **rewards}
-        except RequestFailed as error:  # counted and masked by the caller
-            return str(error)
+        if not self.sends_sentences and self.has_critic:
+            return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata, **more)
+        if not self.sends_sentences:
+            return await self._client.rewards(rows, wanted, metadata, **more)
+        if not self.has_critic:
+            return await self._score_texts(rollout, chunk, wanted, metadata)
+        values, rewards = await asyncio.gather(
+            self._client.score(rows, (VALUES, WEIGHTS_VERSION)), self._score_texts(rollout, chunk, wanted, metadata)
+        )
+        return {**values, **rewards}
 
     async def _score_texts(
         self, rollout: Rollout, chunk: slice, wanted: tuple[str, ...], metadata: list[dict[str, Any]] | None
@@ -200,7 +211,7 @@ class Scorer:
 
 
 def _assemble(
-    rollout: Rollout, chunks: list[slice], answers: list[Answer], mixture: RewardMixture, *, is_live: bool = False
+    rollout: Rollout, parts: list[tuple[slice, Answer]], mixture: RewardMixture, *, is_live: bool = False
 ) -> Scores:
     count, width = rollout.tokens.shape
     rewards, values = torch.zeros(count), torch.zeros(count, width)
@@ -209,7 +220,7 @@ def _assemble(
     reward_versions = torch.full((count,), -1, dtype=torch.int64) if is_live else None
     steps = None if mixture.kind.granularity is None else process.empty(count, width)
     failures, num_explained = [], 0
-    for chunk, answer in zip(chunks, answers, strict=True):
+    for chunk, answer in parts:
         if isinstance(answer, str):
             failures.append(answer)
             continue

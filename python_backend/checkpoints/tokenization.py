@@ -83,7 +83,7 @@ def encode_sentence(
         token_types: add each token's type in a pair to its id (`TYPE_SHIFT`).
         append_eos: append the end-of-sequence token to the last text, unless it is there.
     """
-    end = (tokenizer.eos_token or "") if append_eos else ""
+    end = tokenizer.eos_token if append_eos else ""
     text, pair = (text, _ended(pair, end)) if pair else (_ended(text, end), "")
     if pair:
         ids = _encode_pair(tokenizer, text, pair, max_length, special_tokens, token_types)

@@ -239,4 +239,4 @@ class ClientSection(Section):
     """Maximum requests in flight, over all servers."""
     rows_per_request: Count = 1
     """Maximum rows in one scoring request. Responses that end at the same time share a request, which costs less per
-    row, but if the request fails, all its rows are masked."""
+    row, but if all its attempts fail, all its rows are masked. If the server refuses it, only the refused rows are."""

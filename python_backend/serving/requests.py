@@ -121,6 +121,11 @@ class RowReader:
             conversation = [*messages, {"role": "assistant", "content": text}] if text else messages
             text = self._render(index, conversation, generation_prompt=self._generation_prompt)
         append_eos = self._appends_eos and messages is None
+        if append_eos and not self.tokenizer.eos_token:
+            raise ContractError(
+                f"{SENTENCES}[{index}]: reward.append_eos is set, but the tokenizer of {self._checkpoint.name} has no "
+                "end-of-sequence token; remove that setting, or give the tokenizer an eos_token"
+            )
         row = np.asarray(self._encode(text, pair, append_eos=append_eos), dtype=np.int64)
         if row.size == 0:
             raise ContractError(

@@ -13,6 +13,7 @@ from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt, Rollout
 from actor.policy.policy import join_rollouts
 from actor.scoring.mixture import RewardMixture
+from actor.scoring.retry import RequestRefused
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import RowStream
 
@@ -139,6 +140,25 @@ def test_the_scorer_sends_the_group_of_each_row_and_splits_none(groupwise: bool,
     scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(6)], pad_id=0), group_size))
     assert client.groups == groups
     assert scores.scored.all()
+
+
+@pytest.mark.parametrize(
+    ("groupwise", "group_size", "refused"), [(False, 1, [3]), (True, 2, [2, 3])], ids=["rows", "groups"]
+)
+def test_a_row_that_the_server_refuses_costs_only_itself_or_its_group(
+    groupwise: bool, group_size: int, refused: list[int]
+):
+    class Picky(Client):
+        async def rewards(self, rows: list[np.ndarray], outputs: Any, metadata: list[dict[str, Any]]) -> Any:
+            if any(row[0] == 3 for row in rows):
+                raise RequestRefused("refused", "sentences[3]: 200 tokens, must be at most 128")
+            return await super().rewards(rows, outputs, metadata)
+
+    scorer = Scorer(Picky(), Words(), rows_per_request=8, with_critic=False)  # type: ignore[arg-type]
+    scorer.mixture = RewardMixture(("a",), groupwise)
+    scores = asyncio.run(scorer.score(join_rollouts([one_row(i) for i in range(8)], pad_id=0), group_size))
+    assert (~scores.scored).nonzero()[:, 0].tolist() == refused
+    assert scores.failures == ["refused"]
 
 
 def test_a_column_named_group_is_refused_only_where_it_would_be_replaced():

@@ -137,6 +137,20 @@ def test_a_template_and_steps_get_the_metadata_that_they_need(declared: dict[str
     play(scene)
 
 
+def test_the_prompt_of_token_rows_is_known_to_a_process_reward() -> None:
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        server.parameters["process"] = "step"
+        rows = [{"tokens": [3, 4, 5], "prompt_length": 2}, {"tokens": [7]}]
+        assert (await caller.post("/v1/rewards", {"inputs": rows}))[1]["rewards"] == [12, 7]
+        assert server.received[0]["prompt_lengths"].tolist() == [[2], [0]]
+        for row in ({"tokens": [3, 4], "prompt_length": 2}, {"text": "four", "prompt_length": 1}):
+            status, reply = await caller.post("/v1/rewards", {"inputs": [row]})
+            assert status == 400
+            assert "must be less than the number of tokens" in str(reply)
+
+    play(scene)
+
+
 def test_the_version_of_the_weights_is_that_of_each_reply() -> None:
     async def scene(caller: Caller, server: FakeReward) -> None:
         for server.version in (3, 4):

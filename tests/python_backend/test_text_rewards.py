@@ -163,6 +163,9 @@ def test_texts_end_with_eos_as_in_trl(tmp_path: Path):
     assert rows[2] == serve(tmp_path, ["y"], metadata[2:])[0][0]
     rows, _ = serve(tmp_path, ["y"], takes_pairs=True, append_eos=True, text_pairs=texts_array(["one"]))
     assert rows[0] == [*tokenizer("y", "one")["input_ids"], eos]
+    save_text_reward(tmp_path, "bert")
+    with pytest.raises(ContractError, match=r"append_eos is set, but the tokenizer of .* has no end-of-sequence"):
+        serve(tmp_path, ["y"], append_eos=True)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from test_two_tokenizers import compare_and_score, written
 from tiny_checkpoints import save_tiny
 from transformers import LlamaForTokenClassification
 
+from critic_client import CriticClient
 from python_backend.wire.contract import CRITIC_INFER, REWARD_CHECKPOINT, REWARD_MODEL, texts_array
 from tools.render_configs import parse_config, render_configs
 
@@ -81,6 +82,9 @@ def test_a_process_reward_is_served_and_trained_on(
         np.testing.assert_allclose(found["step_rewards"][0, : len(steps) - 1], right[steps[:-1]], atol=1e-5, rtol=0)
         np.testing.assert_array_equal(found["token_rewards"][0, steps], found["step_rewards"][0, : len(steps)])
         assert found["rewards"][0, 0] == pytest.approx(float(found["step_rewards"][0, : len(steps)].mean()), abs=1e-6)
+    with CriticClient(url, run_id="test") as client:
+        scores = client.score([row.tolist()], prompt_lengths=[1])
+    assert scores.rewards[0] == pytest.approx(float(found["rewards"][0, 0]), abs=1e-6)
     metadata = texts_array([json.dumps({"step_ends": [9, 4]})])
     with pytest.raises(Refused, match=r"metadata\[0\]\.step_ends: 4, must be between"):
         ask(url, REWARD_MODEL, {"sentences": texts_array(["Open the file"]), "metadata": metadata})

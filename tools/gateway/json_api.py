@@ -32,6 +32,8 @@ class RewardInput(Body):
     """A whole chat, rendered with the reward model's chat template."""
     tokens: list[TokenId] | None = None
     """Ids of the reward model's tokenizer, special tokens included; no padding."""
+    prompt_length: Annotated[int, Field(ge=0)] = 0
+    """Leading `tokens` that belong to the prompt, in which a process reward looks for no steps."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Columns for reward functions (`sample.metadata`)."""
 
@@ -44,6 +46,8 @@ class RewardInput(Body):
             )
         if (self.prompt is None) != (self.response is None):
             raise ValueError("prompt and response belong together")
+        if self.prompt_length and self.prompt_length >= len(self.tokens or ()):
+            raise ValueError(f"prompt_length: {self.prompt_length}, must be less than the number of tokens")
         if taken := RESERVED & self.metadata.keys():
             raise ValueError(f"metadata.{sorted(taken)[0]}: a reserved name; use the row's own field or another name")
         return self
@@ -51,7 +55,7 @@ class RewardInput(Body):
     def row(self) -> Row:
         """Return the row to score."""
         if self.text is not None or self.tokens is not None:
-            return Row(self.text or "", self.tokens, self.metadata)
+            return Row(self.text or "", self.tokens, self.metadata, self.prompt_length)
         if self.messages is not None:
             return chat_row(plain(self.messages), self.metadata)
         assert self.prompt is not None

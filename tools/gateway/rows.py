@@ -31,6 +31,8 @@ class Row:
     text: str = ""
     tokens: list[int] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    prompt_length: int = 0
+    """Leading `tokens` that belong to the prompt, in which a process reward looks for no steps."""
 
     @property
     def is_chat(self) -> bool:

@@ -75,6 +75,8 @@ class ServedReward:
     """Whether the server returns times."""
     groupwise: bool
     """Whether a reward function receives all responses to a prompt at once."""
+    is_process: bool
+    """Whether the reward model scores the steps or tokens of responses."""
     reads_metadata: bool
     """Whether a reward function, a template or a process reward reads the metadata; a chat's is always sent."""
 
@@ -125,6 +127,7 @@ class RewardSource:
                     labels=tuple(json.loads(parameters.get(LABELS) or "[]")),
                     timed=QUEUE_US in outputs,
                     groupwise=parameters.get(GROUPWISE) == "true",
+                    is_process=bool(parameters.get(PROCESS)),
                     reads_metadata=bool(names) or any(parameters.get(name) for name in (TEXTS_ONLY, PROCESS)),
                 )
         return self._served
@@ -240,7 +243,8 @@ class RewardSource:
         if not kind.are_tokens:
             return await self._client.score_sentences([row.text for row in rows], outputs, metadata)
         tokens = [np.asarray(row.tokens, np.int64) for row in rows]
-        return await self._client.rewards(tokens, outputs, metadata)
+        lengths = [row.prompt_length for row in rows] if served.is_process else None
+        return await self._client.rewards(tokens, outputs, metadata, prompt_lengths=lengths)
 
     def _read(self, answer: Answer, num_rows: int) -> list[RowResult]:
         rewards = answer[REWARDS].astype(np.float64).reshape(num_rows, -1)
