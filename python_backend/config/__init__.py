@@ -160,6 +160,11 @@ class RunConfig(Section):
         return self.server.dir or self.run.dir
 
     @property
+    def has_actor(self) -> bool:
+        """Whether the actor of this project trains; False if the YAML serves models for another trainer."""
+        return not self._roles
+
+    @property
     def functions(self) -> dict[str, RewardTerm]:
         """The reward terms that are Python functions, by name."""
         return function_terms(self.rewards or {})

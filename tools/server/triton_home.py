@@ -66,7 +66,7 @@ def find_tritonserver(explicit: Path | None = None) -> TritonHome:
             f"{binary} has no python backend beside it (backends/python/{_BACKEND_FILES[0]}): "
             "install nvidia-pytriton, or use the tritonserver of an NGC image whose tag ends in -py3"
         )
-    libraries = [_libpython_dir()]
+    libraries = [libpython_dir()]
     if from_wheel:
         _refuse_numpy_2()
         libraries.insert(0, root.parents[1] / "nvidia_pytriton.libs")
@@ -133,7 +133,7 @@ def _binary(explicit: Path | None) -> Path:
     return Path(on_path).resolve()
 
 
-def _libpython_dir() -> Path:
+def libpython_dir() -> Path:
     """Return the folder of the running interpreter's libpython; the stub embeds it and needs the same patch release."""
     name = f"libpython{_PYTHON}.so.1.0"
     library_dir = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")

@@ -1,0 +1,167 @@
+"""`python -m tools doctor` on machines and configurations that are broken in one way each."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from live_system import Checkpoints, System, make_run
+from small_disk import SmallDisk, small_disk
+from test_triton_home import OTHER, PYTHON, copy_of
+
+from tools.doctor import command, machine
+from tools.doctor.finding import Finding, Level, run_checks
+from tools.server.triton_home import find_tritonserver
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def doctor(*arguments: str, packages: Path | None = None) -> tuple[int, str]:
+    """Run the command in a process of its own; `packages` comes before the installed ones. Return exit code, output."""
+    path = os.pathsep.join(map(str, [*([packages] if packages else []), ROOT]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tools", "doctor", *arguments],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=ROOT, timeout=120,
+    )  # fmt: skip
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def problems(found: str) -> list[str]:
+    return [line for line in found.splitlines() if line.startswith(("FAILED", "warning"))]
+
+
+def pretend_installed(folder: Path, name: str, version: str) -> Path:
+    """A folder for PYTHONPATH in which this version of the package is installed."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        yield disk
+
+
+@pytest.fixture
+def config(tmp_path: Path, checkpoints: Checkpoints) -> Path:
+    """A configuration of a PPO run, on free ports."""
+    return make_run(tmp_path / "run", checkpoints).path
+
+
+def findings(*arguments: str) -> dict[str, Finding]:
+    return {found.name: found for found in command.findings(Path(arguments[0]), arguments[1:])}
+
+
+def test_a_machine_that_works_and_a_run_that_has_not_begun(config: Path) -> None:
+    code, found = doctor("--config", str(config))
+    assert (code, problems(found)) == (0, []), found
+    for name in ("python", "libpython", "numpy", "nvidia-pytriton", "tritonserver", "shared memory", "disk", "clock"):
+        assert f"\nok       {name}" in f"\n{found}"
+    assert "reward_model" in found
+    assert "server           not running" in found
+
+
+def test_numpy_2_is_named_with_its_remedy(tmp_path: Path) -> None:
+    code, found = doctor(packages=pretend_installed(tmp_path, "numpy", "2.1.0"))
+    assert code == 1
+    assert any(line.startswith("warning  numpy            2.1.0, tested with 1.26.4") for line in problems(found))
+    assert 'empty tensors: run `pip install "numpy<2"`' in found
+
+
+def test_a_wheel_of_another_version_is_named(tmp_path: Path) -> None:
+    code, found = doctor(packages=pretend_installed(tmp_path, "nvidia_pytriton", "0.5.1"))
+    assert code == 0
+    assert problems(found) == [
+        "warning  nvidia-pytriton  0.5.1, tested with 0.7.0: pip install 'nvidia-pytriton==0.7.0' if anything fails"
+    ]
+
+
+def test_a_package_that_breaks_on_import_does_not_keep_the_others_from_being_checked(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    code, found = doctor(packages=tmp_path)
+    assert code == 1
+    assert problems(found) == ["FAILED   devices          ImportError: libcudart.so.13: cannot open shared object file"]
+    assert "\nok       clock" in found
+
+
+def test_a_python_without_libpython_or_of_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    found = list(run_checks([("python", machine.python)]))
+    assert [each.level for each in found] == [Level.FAILED, Level.FAILED]
+    assert "3.9.1, must be 3.10 to 3.12" in found[0].text
+    assert "apt install libpython" in found[1].text
+
+
+def test_a_wheel_that_is_for_another_python_or_whose_libraries_do_not_load(tmp_path: Path) -> None:
+    wheel = find_tritonserver(None)
+    broken = copy_of(wheel, tmp_path / "broken", {PYTHON: PYTHON})
+    broken.write_text("#!/bin/sh\necho 'libre2.so.5: cannot open shared object file' >&2\nexit 127\n")
+    other = copy_of(wheel, tmp_path / "other", {OTHER: OTHER})
+    for binary, told in ((broken, "does not start: libre2.so.5: cannot"), (other, f"there are stubs for {OTHER}")):
+        (found,) = run_checks([("tritonserver", functools.partial(machine.tritonserver, binary))])
+        assert found.level is Level.FAILED
+        assert told in found.text
+
+
+def test_a_port_that_is_taken_is_named(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = findings(str(config), f"server.grpc_port={port}")["ports"]
+    assert found.level is Level.FAILED
+    assert found.text.startswith(f"port {port} (server.grpc_port) on 127.0.0.1 cannot be used: Address already in use")
+
+
+def test_a_full_disk_and_one_that_cannot_be_written(disk: SmallDisk) -> None:
+    disk.fill()
+    space, write = machine.disk(disk.folder / "run", 0)
+    assert (space.level, write.level) == (Level.FAILED, Level.FAILED)
+    assert "0.0 GiB free" in space.text
+    assert "No space left on device; set run.dir" in write.text
+    disk.empty()
+    disk.read_only(True)
+    assert "Read-only file system" in list(machine.disk(disk.folder, 0))[1].text
+
+
+def test_little_shared_memory(disk: SmallDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SHARED_MEMORY", disk.folder)
+    (found,) = machine.shared_memory()
+    assert found.level is Level.FAILED
+    assert "docker run --shm-size=1g" in found.text
+
+
+def test_a_clock_that_is_ahead_of_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = machine.time.time()
+    monkeypatch.setattr(machine.time, "time", lambda: now + 60)
+    assert "+60 s against the clock of" in list(machine.disk(tmp_path, 0))[1].text
+
+
+def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
+    overrides = [f"reward.checkpoint={tmp_path / 'none'}", f"actor.prompts.path={tmp_path / 'no.jsonl'}"]
+    code, found = doctor("--config", str(config), *overrides)
+    assert code == 1
+    assert [line.split()[1:3] for line in problems(found)] == [
+        ["files", "reward.checkpoint:"], ["files", "actor.prompts.path:"],
+    ]  # fmt: skip
+    code, found = doctor("--config", str(config), "actor.algorithm.name=gpro")
+    assert code == 1
+    assert [line.split()[1] for line in problems(found)] == ["configuration"]
+    assert "\nok       disk" in found
+
+
+def test_the_models_of_a_running_server_answer(live: System) -> None:
+    found = findings(str(live.run.path))
+    assert found["ports"].text == "used by this run's server"
+    answered = {name for name, each in found.items() if each.text.startswith("answers in")}
+    assert answered == {"reward_model", "critic", "critic_infer", "critic_train", "critic_save"}

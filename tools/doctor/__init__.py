@@ -1,0 +1,1 @@
+"""Checks of a machine and a configuration before a run, and of its server while it runs."""

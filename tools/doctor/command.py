@@ -1,0 +1,71 @@
+"""`python -m tools doctor`: checks the machine, a configuration and its server, one line each, with the remedy."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tools.doctor import machine
+from tools.doctor.finding import Check, Finding, Level, run_checks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings; return 0, or 1 if one of them keeps a run from working."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools doctor",
+        description="Check what a run needs, before it starts or while it runs; exit code 1 if something is missing.",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file of the run; without it, only the machine is checked")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
+    arguments = parser.parse_args(argv)
+    counts = dict.fromkeys(Level, 0)
+    for finding in findings(arguments.config, arguments.overrides):
+        counts[finding.level] += 1
+        print(finding, flush=True)
+    print(f"\n{counts[Level.OK]} ok, {counts[Level.WARNING]} warnings, {counts[Level.FAILED]} failed")
+    return 1 if counts[Level.FAILED] else 0
+
+
+def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+    """Check the machine and, if `path` is given, the configuration and its server; yield what is found."""
+    yield from run_checks([("python", machine.python), ("packages", machine.packages), ("devices", machine.devices)])
+    yield from run_checks([("shared memory", machine.shared_memory), ("open files", machine.open_files)])
+    config: Any = None
+    if path is not None:
+        loaded: list[Any] = []
+        yield from run_checks([("configuration", functools.partial(_load, path, overrides, loaded))])
+        config = loaded[0] if loaded else None
+    explicit = None if config is None else config.server.tritonserver
+    yield from run_checks([("tritonserver", functools.partial(machine.tritonserver, explicit))])
+    folder = Path("runs") if config is None else config.run.dir
+    needed = 0 if config is None else _checks_of_runs().disk_bytes(config)
+    yield from run_checks([("disk", functools.partial(machine.disk, folder, needed))])
+    if config is not None:
+        yield from run_checks(_of(config))
+
+
+def _checks_of_runs() -> ModuleType:
+    """Import the checks that need the installed packages, once these have been checked."""
+    return importlib.import_module("tools.doctor.configuration")
+
+
+def _load(path: Path, overrides: Sequence[str], into: list[Any]) -> Iterable[Finding]:
+    config = _checks_of_runs().load(path, overrides)
+    into.append(config)
+    yield Finding("configuration", f"{path}: run {config.run.identity} in {config.run.dir}")
+
+
+def _of(config: Any) -> list[tuple[str, Check]]:
+    checks = _checks_of_runs()
+    named = {"files": checks.files, "rendering": checks.rendering, "ports": checks.ports, "server": checks.server}
+    return [(name, functools.partial(check, config)) for name, check in named.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Checks of a configuration, and of the server that runs with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config.required_files import check_files
+from python_backend.store.durable import read_json
+from tools.doctor.finding import Finding, failed
+from tools.render_configs import render_configs
+from tools.serve import demo_preparation
+from tools.server.model_loading import probe
+from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
+from tools.server.triton_home import ServerStartError
+from trainer.control_plane import ControlPlane, ControlPlaneError
+
+PROBE_S = 30.0
+COPIES = 6  # of a trained model on the disk: two versions, and a checkpoint of weights and two moments twice as large
+
+
+def load(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration; of a demo, with the checkpoints that its first run prepares. Raises ConfigError."""
+    config = load_config(path, overrides)
+    return load_config(path, [*demo_preparation(config)[1], *overrides])
+
+
+def files(config: RunConfig) -> Iterator[Finding]:
+    """Check the checkpoints, prompts and reward functions that the configuration names, a line for each problem."""
+    if _is_unprepared(config):
+        yield Finding("files", f"the demo's are made at its first run, in {config.demo.cache_dir}")  # type: ignore[union-attr]
+        return
+    try:
+        check_files(config, server=True, actor=config.has_actor)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            yield failed("files", line)
+    else:
+        yield Finding("files", "checkpoints, prompts and reward functions are there")
+
+
+def rendering(config: RunConfig) -> Iterator[Finding]:
+    """Check that the model repository can be rendered."""
+    if _is_unprepared(config):
+        return
+    yield Finding("rendering", ", ".join(sorted(render_configs(config))))
+
+
+def _is_unprepared(config: RunConfig) -> bool:
+    return config.demo is not None and not config.actor.policy.checkpoint.exists()
+
+
+def ports(config: RunConfig) -> Iterator[Finding]:
+    """Check that the server's ports are free, or are those of this run's server."""
+    if is_running(config):
+        yield Finding("ports", "used by this run's server")
+        return
+    section = with_free_ports(config.server)
+    check_ports(section)
+    numbers = ", ".join(str(getattr(section, key)) for key in PORT_KEYS)
+    yield Finding("ports", f"{numbers} are free" if section == config.server else "chosen when the server starts")
+
+
+def is_running(config: RunConfig) -> bool:
+    """Return whether the run's server accepts connections."""
+    return is_open(server_urls(config)["http"])
+
+
+def server_urls(config: RunConfig) -> dict[str, str]:
+    """Return the URLs `http` and `grpc` of the run's server: those that it wrote, else those configured."""
+    written = read_json(config.server_dir / "server.json") or {}
+    return {"http": config.server.http_url, "grpc": config.server.grpc_url, **written}
+
+
+def server(config: RunConfig) -> Iterator[Finding]:
+    """Send a request to every model of the run's server, if it is up."""
+    if not is_running(config):
+        yield Finding("server", "not running")
+        return
+    with ControlPlane(server_urls(config)["grpc"]) as control:
+        for model in sorted(render_configs(config)):
+            start = time.monotonic()
+            try:
+                probe(control, model, PROBE_S)
+            except (ControlPlaneError, ServerStartError) as error:
+                yield failed(model, f"{error}; the log is {config.server_dir / 'logs' / 'tritonserver.log'}")
+            else:
+                yield Finding(model, f"answers in {(time.monotonic() - start) * 1000:.0f} ms")
+
+
+def disk_bytes(config: RunConfig) -> int:
+    """Return the bytes that a run keeps on its disk, about: of the models that it trains."""
+    trained = [config.actor.policy.checkpoint] if config.has_actor else []
+    trained += [config.critic.checkpoint] if config.serves_critic else []
+    return COPIES * sum(_weights_bytes(folder) for folder in trained)
+
+
+def _weights_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
