@@ -1,0 +1,80 @@
+"""`python -m tools status` of runs that have not begun, are going on, and have problems."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from live_system import Checkpoints, FinishedRun, make_run
+
+from python_backend.store.heartbeat import Heartbeat, write_heartbeat
+from tools import status
+
+
+def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert status.main(["--config", str(config)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, checkpoints)
+    assert lines_of(run.path, capsys) == [
+        f"run       test in {tmp_path}",
+        f"server    http://{run.config.server.http_url} does not answer",
+        "actor     no step has ended",
+        "sidecar   has not begun; 0 of the journal's entries pending, last step 0",
+        "critic    no version yet",
+    ]
+
+
+def test_a_run_whose_server_is_up(finished: FinishedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run, config = finished.run, finished.run.config
+    lines = lines_of(run.path, capsys)
+    assert lines[1] == f"server    http://{run.url} is up"
+    last = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert lines[2].startswith(f"actor     step {last['step']} of 3 ended ")
+    assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[2]
+    assert lines[3].endswith("; 0 of the journal's entries pending, last step 3")
+    current = run.store.current()
+    assert lines[4] == f"critic    CURRENT is version {current} (step 3)"
+    assert any(f"serves version {current}" in line for line in lines[5:])
+
+
+def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, checkpoints)
+    folders = run.config.run
+    folders.journal_dir.mkdir(parents=True)
+    beat = Heartbeat(1, 7, 0, "publishing", time.time() - 300)
+    write_heartbeat(folders.journal_dir, dataclasses.replace(beat, trouble="No space left on device"))
+    folders.logs_dir.mkdir()
+    log = "10:00:00 WARNING the first\n10:00:01 ERROR the second\n10:00:02 INFO step 8\n"
+    (folders.logs_dir / "actor.log").write_text(log)
+    (folders.dir / "metrics.jsonl").write_text('{"step": 8, "train_rollouts/rewards": 0.5}\n{"step": 9, "tra')
+    lines = lines_of(run.path, capsys)
+    assert lines[2] == "actor     step 8 of 3 ended 0 s ago: reward 0.5"
+    assert lines[3].startswith(
+        "sidecar   publishing at step 7, heartbeat 5 min ago; 0 of the journal's entries pending"
+    )
+    assert lines[3].endswith("; blocked: No space left on device")
+    assert lines[-1] == "problem   actor.log: 10:00:01 ERROR the second"
+
+
+def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    run = make_run(tmp_path, checkpoints)
+    command = [sys.executable, "-m", "tools", "status", "--config", str(run.path), "--watch", "0.01"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert [line for line, _ in zip(watching.stdout, range(12), strict=False)].count(
+            "actor     no step has ended\n"
+        ) > 1
+        watching.send_signal(signal.SIGINT)
+        assert watching.communicate(timeout=60)[1] == ""
+    assert watching.returncode == 0

@@ -1,0 +1,143 @@
+"""`python -m tools status`: who serves which version, the journal, the last step, and the last problem of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from python_backend.config import RunConfig, load_config
+from python_backend.config.command_line import add_run_arguments, report
+from python_backend.config.live_models import live_models
+from python_backend.errors import REPORTED
+from python_backend.store.durable import read_json
+from python_backend.store.journal import Journal
+from python_backend.store.weights import WeightsStore
+from tools.server.ports import is_open
+
+PROBLEM = re.compile(r"\b(?:WARNING|ERROR|Traceback|error:)")
+TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the state, once or until Ctrl-C; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools status", description="Show the state of a run.")
+    add_run_arguments(parser).add_argument(
+        "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        while arguments.watch is not None:
+            text = "\n".join(status(config))
+            print(CLEAR_SCREEN * sys.stdout.isatty() + text, flush=True)
+            time.sleep(arguments.watch)
+        print("\n".join(status(config)))
+    except REPORTED as error:
+        return report(error, 1)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def status(config: RunConfig) -> Iterator[str]:
+    """Yield the lines of the state, read from the run's folder; only the server's port is tried."""
+    yield f"run       {config.run.identity} in {config.run.dir}"
+    yield f"server    {_server(config)}"
+    if config.has_actor:
+        yield f"actor     {_actor(config)}"
+    if config.serves_critic:
+        yield f"sidecar   {_sidecar(config)}"
+    for model in live_models(config):
+        yield from _versions(model.name, WeightsStore(model.store))
+    for name in ("actor", "sidecar", "tritonserver"):
+        problem = _last_problem(config.run.logs_dir / f"{name}.log")
+        if problem:
+            yield f"problem   {name}.log: {problem}"
+
+
+def _server(config: RunConfig) -> str:
+    written = read_json(config.server_dir / "server.json") or {}
+    url = str(written.get("http", config.server.http_url))
+    return f"http://{url} {'is up' if is_open(url) else 'does not answer'}"
+
+
+def _actor(config: RunConfig) -> str:
+    line = _last_line(config.run.dir / "metrics.jsonl")
+    if line is None:
+        return "no step has ended"
+    ago = time.time() - (config.run.dir / "metrics.jsonl").stat().st_mtime
+    known = {
+        "reward": line.get("train_rollouts/rewards"),
+        "KL": line.get("train_rollouts/init_policy_kl_per_sequence"),
+        "masked": line.get("train_rollouts/masked_samples"),
+        "staleness": line.get("train_rollouts/staleness_mean"),
+        "seconds": line.get("timers/step_time"),
+    }
+    numbers = ", ".join(f"{name} {value:.3g}" for name, value in known.items() if value is not None)
+    return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}"
+
+
+def _sidecar(config: RunConfig) -> str:
+    journal = Journal(config.run.journal_dir, config.run.identity)
+    heartbeat, pending = journal.heartbeat(), [entry for entry in journal.entries() if not journal.is_answered(entry)]
+    queue = f"{len(pending)} of the journal's entries pending, last step {journal.last_step()}"
+    if heartbeat is None:
+        return f"has not begun; {queue}"
+    state = f"{heartbeat.state} at step {heartbeat.step}, heartbeat {_ago(time.time() - heartbeat.time)}"
+    return f"{state}; {queue}" + (f"; blocked: {heartbeat.trouble}" if heartbeat.trouble else "")
+
+
+def _versions(name: str, store: WeightsStore) -> Iterator[str]:
+    current = store.current()
+    if current is None:
+        yield f"{name:<9} no version yet"
+        return
+    yield f"{name:<9} CURRENT is version {current} (step {store.manifest(current).step})"
+    records = store.serving()
+    for record in records:
+        swap = "" if record.swap_ms is None else f", swapped in {record.swap_ms:.0f} ms"
+        refused = "" if record.rejected is None else f"; refused version {record.rejected}: {record.error}"
+        yield f"          {record.name} serves version {record.version}{swap}{refused}"
+    if not records:
+        yield "          no instance is alive"
+
+
+def _last_line(path: Path) -> dict[str, Any] | None:
+    for line in reversed(_tail(path).splitlines()):
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:  # cut off at the beginning, or still being written
+            continue
+        return found
+    return None
+
+
+def _last_problem(path: Path) -> str | None:
+    return next((line.strip() for line in reversed(_tail(path).splitlines()) if PROBLEM.search(line)), None)
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
