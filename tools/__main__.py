@@ -13,10 +13,7 @@ COMMANDS = {
     "import": ("tools.import_checkpoint", "inspect reward and critic checkpoints, and write their YAML sections"),
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
     "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),
-    "status": (
-        "tools.status",
-        "show served versions, journal, last step and last problem of a run; --watch",
-    ),
+    "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),
     "doctor": ("tools.doctor.command", "check the machine, a configuration and its server, with remedies"),
     "prepare": ("tools.demo.prepare", "prepare the demo's checkpoints and prompts"),
     "chaos": ("chaos.command", "run the crash test: kill processes at every point, then check every guarantee"),
