@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -65,13 +66,13 @@ WRONG_BODIES = [
     ("/v1/rewards", {"inputs": [{"tokens": [True]}]}, "inputs.0.tokens.0"),
     ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"prompt": "b"}}]}, "metadata.prompt: a reserved name"),
     ("/v1/rewards", {"inputs": []}, "inputs"),
-    ("/v1/rewards", [], "valid dictionary"),
+    ("/v1/rewards", [], "must be a JSON object, sent with the header Content-Type"),
     ("/get_reward", {"query": "abc"}, "query"),
     ("/get_reward", {"query": []}, "0 rows"),
     ("/get_reward", {"queries": ["a"]}, "query: Field required"),
     ("/remote_rm", {"prompt": "a"}, "response: Field required"),
     ("/remote_rm", {"prompt": [], "response": "a"}, "prompt"),
-    ("/classify", {"input": [["a"]]}, "input.rows.0.0"),
+    ("/classify", {"input": [["a"]]}, "input.0.0"),
     ("/classify", {"input": "a", "add_special_tokens": False}, "reward.add_special_tokens True"),
     ("/classify", {"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input"),
     ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format"),
@@ -135,13 +136,38 @@ def test_rows_that_the_server_refuses_do_not_affect_others() -> None:
     play(scene)
 
 
-def test_a_surrogate_is_refused_or_scored_but_harms_no_other_row() -> None:
+def test_half_a_character_is_refused_and_harms_no_other_row() -> None:
+    """The wire would make it a question mark, and a reward of another text."""
+
     async def scene(caller: Caller, server: FakeReward) -> None:
-        deep = b'{"a":' * 900 + b"1" + b"}" * 900
-        body = b'{"inputs": [{"text": "a\\ud800"}, {"text": "abc", "metadata": {"x": %s}}]}' % deep
+        chat = b'{"messages": [{"role": "user", "content": "b\\udc00"}]}'
+        body = b'{"inputs": [{"text": "a\\ud800"}, {"text": "abc"}, {"prompt": "", "response": "\\udfff"}, %s]}' % chat
         status, reply = await caller.post("/v1/rewards", body)
-        assert status in (200, 400)
-        assert (status == 400) == ("rewards" not in reply)
+        assert (status, reply["rewards"]) == (200, [None, 3, None, None])
+        assert reply["errors"][0] == "text: character 1 is '\\ud800', half of a character, which UTF-8 cannot encode"
+        assert "half of a character" in await caller.error("/get_reward", b'{"query": ["a\\ud800"]}', 400)
+        assert [row for inputs in server.received for row in rows_of(inputs)] == ["abc"]
+
+    play(scene)
+
+
+def test_parts_of_a_message_are_joined_and_only_text_is_taken() -> None:
+    def chat(content: Any) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": content}]
+
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        for path, body in (
+            ("/v1/rewards", lambda content: {"inputs": [{"messages": chat(content)}]}),
+            ("/remote_rm", lambda content: {"prompt": chat(content), "response": "c", "label": None}),
+            ("/pooling", lambda content: {"messages": chat(content)}),
+        ):
+            server.received.clear()
+            assert (await caller.post(path, body(parts)))[0] == 200
+            assert json.loads(server.received[0]["metadata"][0, 0])["messages"] == chat("a\nb")
+            wrong = {"'image_url', only text": [{"type": "image_url"}], "content: missing or null": None}
+            for told, content in wrong.items():
+                assert told in await caller.error(path, body(content), 400)
 
     play(scene)
 
@@ -199,9 +225,16 @@ def test_a_stopped_server_is_waited_for_until_the_deadline() -> None:
     play(scene, deadline_s=0.3)
 
 
-def test_without_any_server_yet_the_cause_comes_at_once() -> None:
+def test_a_first_request_waits_for_a_server_and_fails_with_the_cause() -> None:
     async def run() -> None:
-        async with gateway("127.0.0.1:1") as caller:
+        async with FakeReward() as later, gateway(later.url, deadline_s=20.0) as caller:
+            await later.stop()
+            asked = asyncio.create_task(caller.post("/v1/rewards", {"inputs": [{"text": "abc"}]}))
+            await asyncio.sleep(0.3)
+            assert (await caller.get("/readyz"))[0] == 503
+            await later.start()
+            assert (await asked)[1]["rewards"] == [3]
+        async with gateway("127.0.0.1:1", deadline_s=0.1) as caller:
             for path, body in PROTOCOLS.items():
                 assert "127.0.0.1:1" in await caller.error(path, body, 503)
             assert (await caller.get("/healthz"))[0] == 200

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from fake_reward import Caller, FakeReward, gateway, rows_of
 
+from python_backend.config import ConfigError, GatewaySection
+from tools.gateway.command import check_key
 from tools.gateway.vllm import activated
 
 NONE = np.empty((0, 1))
@@ -209,10 +211,13 @@ def test_vllm_scores_text_pairs() -> None:
             assert (status, reply["object"]) == (200, "list")
             expected = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
             assert reply["data"] == expected
+        for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+            _, reply = await caller.post("/score", {**dict(zip(names, ("ab", ["c"]), strict=True)), **raw})
+            assert reply["data"][0]["score"] == 4
         _, reply = await caller.post("/score", {"text_1": "a", "text_2": "b"})
         assert reply["data"][0]["score"] == 1  # the probability of the only label
         body = {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}
-        assert "text_1: 2 texts, must be 1 or 3" in await caller.error("/score", body, 400)
+        assert "text_1: 2 texts for 3 of text_2, must be as many, or one" in await caller.error("/score", body, 400)
         for wrong in ({"text_1": "a"}, {"text_1": [], "text_2": "a"}, {"text_1": 5, "text_2": "a"}):
             await caller.error("/score", wrong, 400)
 
@@ -321,6 +326,13 @@ def test_health_readiness_and_the_api_page() -> None:
         assert {"/v1/rewards", "/get_reward", "/remote_rm", "/classify", "/pooling"} <= page["paths"].keys()
 
     play(scene)
+
+
+@pytest.mark.parametrize(("key", "told"), [("", "not set or empty"), ("schlüssel", "ASCII"), ("a\nb", "ASCII")])
+def test_keys_that_no_header_can_carry_are_refused(key: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", key)
+    with pytest.raises(ConfigError, match=f"gateway.key_env: .*A_KEY.*{told}"):
+        check_key(GatewaySection(key_env="A_KEY"))
 
 
 def test_a_key_is_a_bearer_token_or_a_password() -> None:

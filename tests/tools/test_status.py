@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -40,9 +41,11 @@ def test_a_run_whose_server_is_up(finished: FinishedRun, capsys: pytest.CaptureF
     last = json.loads((config.run.dir / "metrics.jsonl").read_text().splitlines()[-1])
     assert lines[2].startswith(f"actor     step {last['step']} of 3 ended ")
     assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[2]
-    assert lines[3].endswith("; 0 of the journal's entries pending, last step 3")
+    reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[3])
+    assert reported is not None and int(reported[1]) >= 3  # more if other tests trained the critic of this run
     current = run.store.current()
-    assert lines[4] == f"critic    CURRENT is version {current} (step 3)"
+    assert current is not None
+    assert lines[4] == f"critic    CURRENT is version {current} (step {run.store.manifest(current).step})"
     assert any(f"serves version {current}" in line for line in lines[5:])
 
 

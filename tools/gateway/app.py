@@ -8,6 +8,7 @@ import contextlib
 import hmac
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,6 +29,10 @@ from tools.gateway.vllm import vllm_router
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")  # without a key
 RETRY_AFTER_S = "1"
 MOST_PROBLEMS = 3  # of an invalid body, in its error message
+NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
+NOT_JSON = "not JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
+KINDS = {"completion", "chat", "texts", "rows", "str"}  # pydantic's names of union members, which no client sent
+UNION_FIELDS = {"input", "text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"}
 DESCRIPTION = "Rewards from Triton, in the protocols of several trainers. A row without a reward is an error, never 0."
 
 
@@ -123,12 +128,29 @@ async def _gateway_error(_: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteHTTPException)
-    return error_reply(HTTPStatus(error.status_code), str(error.detail))
+    detail = str(error.detail)
+    if detail == "There was an error parsing the body":  # FastAPI's, for any exception in there
+        detail = f"body: {NOT_JSON}"
+    return error_reply(HTTPStatus(error.status_code), detail)
 
 
 async def _invalid_body(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
-    lines = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in problems[:MOST_PROBLEMS]]
+    lines = [_problem(item) for item in problems[:MOST_PROBLEMS]]
     more = f"; {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
     return error_reply(HTTPStatus.BAD_REQUEST, "; ".join(lines) + more)
+
+
+def _problem(item: dict[str, Any]) -> str:
+    """Return one of pydantic's problems in words of the request."""
+    if item["type"] == "json_invalid":
+        return f"body: not JSON at character {item['loc'][-1]}: {item['ctx']['error']}"
+    if tuple(item["loc"]) == ("body",) and item["type"] in ("missing", "model_attributes_type", "dict_type"):
+        return f"body: {NO_OBJECT}"
+    parts: list[str] = []
+    for part in map(str, item["loc"]):
+        of_union = bool(parts) and parts[-1] in UNION_FIELDS and part in ("text", "tokens")
+        if part not in KINDS and not part.startswith("list[") and not of_union:
+            parts.append(part)
+    return f"{'.'.join(parts)}: {item['msg'].removeprefix('Value error, ')}"

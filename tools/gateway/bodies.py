@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -23,10 +23,27 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[dict[str, Any]] | None = None
 
+    @field_validator("content")
+    @classmethod
+    def _joined(cls, content: str | list[dict[str, Any]] | None) -> str | None:
+        """Join text parts to one text, as vLLM does for most templates: others would render Python's own notation."""
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"a part of type {part.get('type')!r}, only text can be scored")
+        return "\n".join(part["text"] for part in content)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> ChatMessage:
+        if self.content is None and "tool_calls" not in (self.model_extra or {}):
+            raise ValueError("content: missing or null, must be a text")
+        return self
+
 
 Chat = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 def plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return the messages as sent."""
+    """Return the messages as sent, with the parts of a content joined."""
     return [message.model_dump(exclude_unset=True) for message in messages]

@@ -35,12 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check_key(settings: GatewaySection) -> str | None:
-    """Return the key that requests must carry, None if there is none. Raises ConfigError if its variable is empty."""
+    """Return the key that requests must carry, None if there is none. Raises ConfigError if it cannot be used."""
     if settings.key_env is None:
         return None
     key = os.environ.get(settings.key_env)
     if not key:
         raise ConfigError(f"gateway.key_env: the environment variable {settings.key_env} is not set or empty")
+    if not (key.isascii() and key.isprintable()):  # HTTP headers have no encoding that all clients agree on
+        raise ConfigError(f"gateway.key_env: the key in {settings.key_env} must be printable ASCII")
     return key
 
 

@@ -47,6 +47,7 @@ from tools.gateway.rows import GatewayError, Row, RowResult
 
 # Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row.
 GATHER_S = 0.002
+ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
 OUR_NAMES = {
     SENTENCES: "text",
     TEXT_PAIRS: "response",
@@ -108,13 +109,14 @@ class RewardSource:
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedReward:
-        """Return the server's declaration, which is requested once. Raises GatewayError if no server answers."""
+        """Return the server's declaration, which is requested once.
+
+        Raises GatewayError if no server answers within `gateway.deadline_s`.
+        """
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
         async with self._asking:
             if self._served is None:
-                try:
-                    parameters = await self._client.model_parameters(REWARD_MODEL)
-                except RequestFailed as error:
-                    raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+                parameters = await self._declared(deadline)
                 names = tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]"))
                 optional = {REWARD_COMPONENTS, REWARD_ERRORS} if names else set()
                 outputs = self._client.outputs[REWARD_MODEL]
@@ -131,6 +133,16 @@ class RewardSource:
                     reads_metadata=bool(names) or any(parameters.get(name) for name in (TEXTS_ONLY, PROCESS)),
                 )
         return self._served
+
+    async def _declared(self, deadline: float) -> dict[str, str]:
+        while True:
+            try:
+                return await self._client.model_parameters(REWARD_MODEL)
+            except RequestFailed as error:
+                is_late = asyncio.get_running_loop().time() + ASK_AGAIN_S > deadline
+                if is_late or isinstance(error, RequestRefused):
+                    raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def why_not_ready(self) -> str | None:
         """Return why no server can answer; None if one can."""
@@ -173,16 +185,16 @@ class RewardSource:
     async def _group(self, rows: list[Row], extra: frozenset[str], deadline: float) -> list[RowResult]:
         if len({row.tokens is None for row in rows}) > 1:
             failure = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
-        elif any(row.tokens == [] for row in rows):
-            failure = EMPTY
+        elif found := next(filter(None, map(_unscorable, rows)), None):
+            failure = found
         else:
             kind = _Kind(rows[0].tokens is not None, extra)
             return await self._results(rows, kind, deadline, divisible=False)
         return [failure] * len(rows)
 
     async def _result(self, row: Row, extra: frozenset[str]) -> RowResult:
-        if row.tokens == []:
-            return EMPTY
+        if failure := _unscorable(row):
+            return failure
         kind = _Kind(row.tokens is not None, extra)
         batch = self._open.get(kind)
         if batch is None:
@@ -269,7 +281,16 @@ def _failure(status: HTTPStatus, message: str) -> RowResult:
     return RowResult(error=message, status=status)
 
 
-EMPTY = _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
+def _unscorable(row: Row) -> RowResult | None:
+    """Return the failure of a row that must not be sent: on the wire, a lone surrogate would become another text."""
+    if row.tokens == []:
+        return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
+    messages = row.metadata.get(MESSAGES) or []
+    for text in (row.text, *(str(message.get("content") or "") for message in messages)):
+        if found := re.search("[\ud800-\udfff]", text):
+            cause = f"text: character {found.start()} is {found[0]!a}, half of a character, which UTF-8 cannot encode"
+            return _failure(HTTPStatus.BAD_REQUEST, cause)
+    return None
 
 
 def _in_our_words(message: str) -> str:

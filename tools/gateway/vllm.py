@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import Discriminator, Field, Tag
+from pydantic import AliasChoices, Discriminator, Field, Tag
 
 from tools.gateway.bodies import Body, Chat, TokenId, plain
 from tools.gateway.rows import GatewayError, Row, chat_row, check_all, text_row
@@ -84,7 +84,7 @@ class PoolingChatRequest(PoolingOptions):
 
     def rows(self) -> list[Row]:
         """Return the row to score."""
-        return [chat_row([_with_text(message) for message in plain(self.messages)], {})]
+        return [chat_row(plain(self.messages), {})]
 
 
 PoolingRequest = Annotated[
@@ -99,10 +99,10 @@ Texts = Annotated[
 
 
 class PairScoresRequest(PoolingOptions):
-    """Text pairs: as many in both fields, or one text for all of the other field."""
+    """Text pairs: as many in both fields, or one text for all of the other field; under any of vLLM's names."""
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Annotated[Texts, Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))]
+    text_2: Annotated[Texts, Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))]
 
     def rows(self) -> list[Row]:
         """Return the rows to score. Raises GatewayError if the numbers of texts do not fit."""
@@ -110,7 +110,7 @@ class PairScoresRequest(PoolingOptions):
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            raise GatewayError(400, f"text_1: {len(first)} texts, must be 1 or {len(second)}, the number of text_2")
+            raise GatewayError(400, f"text_1: {len(first)} texts for {len(second)} of text_2, must be as many, or one")
         return [text_row(*pair, {}) for pair in zip(first, second, strict=True)]
 
 
@@ -254,17 +254,6 @@ async def _check_special_tokens(source: RewardSource, request: PoolingOptions) -
             raise GatewayError(
                 400, f"add_special_tokens: {asked}, but the server tokenises with reward.add_special_tokens {served}"
             )
-
-
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its text parts joined to one text, as vLLM passes them to most templates."""
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    for part in parts:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise GatewayError(400, f"messages: a part of type {part.get('type')!r}, only text can be scored")
-    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 def _base64(row: list[float]) -> str:
