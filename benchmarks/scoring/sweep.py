@@ -146,12 +146,14 @@ class ModelBench:
         for total in totals:
             cell = Cell(1, SCALING_CONCURRENCY, rows_for_tokens(total))
             for number in range(3 if total < max(totals) else 1):
-                sample = self.send(contender, cell, warmup=16, purpose="scaling", round=number)
-                sample |= {"scaling_tokens": total, "pss_mb": memory_mb(contender.pids)}
+                labels = {"purpose": "scaling", "round": number, "scaling_tokens": total}
+                sample = self.send(contender, cell, warmup=16, has_memory=True, **labels)
             self.record.say(f"{self.size.name} scaling: {total} tokens in {sample['seconds']:.2f} s")
 
-    def send(self, contender: Contender, cell: Cell, *, warmup: int, **labels: Any) -> dict[str, Any]:
-        """Send the cell's requests to a contender; record and return the sample."""
+    def send(
+        self, contender: Contender, cell: Cell, *, warmup: int, has_memory: bool = False, **labels: Any
+    ) -> dict[str, Any]:
+        """Send the cell's requests to a contender; record and return the sample, with its memory if asked for."""
         if contender.name == "ideal":
             answer = run_plan(contender, cell.num_rows, NUM_CHECKED)
         else:
@@ -166,6 +168,8 @@ class ModelBench:
             **labels, "split": str(contender.split), "token_budget": contender.setup.token_budget,
             "sequences": cell.num_rows, "tokens": int(trace_lengths(cell.num_rows).sum()), **answer,
         }  # fmt: skip
+        if has_memory:
+            sample["pss_mb"] = memory_mb(contender.pids)
         self.record.add(sample)
         return sample
 

@@ -15,6 +15,7 @@ HOLD = "import sys\nfrom pathlib import Path\nfrom actor.run.lock import only_ac
 HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
 
 
+@pytest.mark.slow
 def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Checkpoints):
     run_dir = tmp_path / "run"
     first = subprocess.Popen(

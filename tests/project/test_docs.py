@@ -140,6 +140,7 @@ CHEAP = [  # what answers in less than a second
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_cheap_commands_run() -> None:
     def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -46,6 +46,8 @@ from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = Path(reward_functions.__file__)
 TERMS = {
     "length": {"function": f"{FUNCTIONS}:num_tokens", "weight": -0.5},
@@ -173,7 +175,6 @@ def test_metadata_that_is_no_object_is_a_cause(server: TritonServer, metadata: s
         assert errors_of(answer)[0].startswith("length: metadata[0]: ")
 
 
-@pytest.mark.slow
 def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> None:
     functions_alone(tmp_path, TERMS)
     with tiny_server(tmp_path) as server:
@@ -190,7 +191,6 @@ def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> 
         assert not alive
 
 
-@pytest.mark.slow
 def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
     functions_alone(tmp_path, TERMS)
     with tiny_server(tmp_path) as server:
@@ -232,7 +232,6 @@ def test_a_reload_waits_for_a_function_that_is_still_running(tmp_path: Path) -> 
         assert errors_of(asked.result()) == ["", "verdict: took longer than 1 s and was killed", ""]
 
 
-@pytest.mark.slow
 def test_a_function_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
     functions_alone(tmp_path, {"verdict": {"function": f"{FUNCTIONS}:no_such_function"}})
     with tiny_server(tmp_path) as server, pytest.raises(ServerStartError) as caught:
@@ -266,7 +265,6 @@ def test_model_and_functions_add_up(mixed: System, checkpoints: Checkpoints, mod
     assert [bool(error) for error in errors_of(answer)] == [False, True, False, True]
 
 
-@pytest.mark.slow
 def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
     """tritonserver 2.51 deadlocks when a step fails over gRPC while another one of its request is running."""
     at = mixed.run.config.server

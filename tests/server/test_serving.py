@@ -91,6 +91,7 @@ def test_concurrent_requests_batch_and_do_not_touch_each_other(live: System, che
     np.testing.assert_allclose(rewards, direct_rewards(checkpoints.reward, rows), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_without_the_ragged_flag_different_lengths_do_not_batch(
     finished: FinishedRun, checkpoints: Checkpoints
 ) -> None:

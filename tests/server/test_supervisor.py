@@ -45,6 +45,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_servers_log_stays_within_its_bound(tmp_path: Path) -> None:
     write_repository(tmp_path / "repository")
     supervisor = Supervisor(starter(tmp_path), log=print)
