@@ -42,7 +42,8 @@ def test_a_run_whose_server_is_up(finished: FinishedRun, capsys: pytest.CaptureF
     assert lines[2].startswith(f"actor     step {last['step']} of 3 ended ")
     assert f"reward {last['train_rollouts/rewards']:.3g}, KL " in lines[2]
     reported = re.search(r"; 0 of the journal's entries pending, last step (\d+)$", lines[3])
-    assert reported is not None and int(reported[1]) >= 3  # more if other tests trained the critic of this run
+    assert reported is not None
+    assert int(reported[1]) >= 3  # more if other tests trained the critic of this run
     current = run.store.current()
     assert current is not None
     assert lines[4] == f"critic    CURRENT is version {current} (step {run.store.manifest(current).step})"
