@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import add_run_arguments, report
+from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, report
 from python_backend.config.live_models import live_models
 from python_backend.errors import REPORTED
 from python_backend.store.durable import read_json
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
     )
     arguments = parser.parse_args(argv)
+    if arguments.watch is not None:
+        interrupt_on_signals()
     try:
         config = load_config(arguments.config, arguments.overrides)
         while arguments.watch is not None:

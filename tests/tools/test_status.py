@@ -71,7 +71,8 @@ def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
     assert lines[-1] == "problem   actor.log: 10:00:01 ERROR the second"
 
 
-def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])  # SIGINT is ignored in a background job
+def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints, number: signal.Signals) -> None:
     run = make_run(tmp_path, checkpoints)
     command = [sys.executable, "-m", "tools", "status", "--config", str(run.path), "--watch", "0.01"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
@@ -79,6 +80,6 @@ def test_watching_ends_with_a_signal(tmp_path: Path, checkpoints: Checkpoints) -
         assert [line for line, _ in zip(watching.stdout, range(12), strict=False)].count(
             "actor     no step has ended\n"
         ) > 1
-        watching.send_signal(signal.SIGINT)
+        watching.send_signal(number)
         assert watching.communicate(timeout=60)[1] == ""
     assert watching.returncode == 0
