@@ -11,6 +11,7 @@ PYTEST := $(BIN)/python -m pytest -q
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
+	@echo 'Open runs/demo/report.html in a browser. For your own models, go on with docs/getting-started.md.'
 
 demo-llm: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/smollm2.yaml run.seed=$(SEED)
