@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all test-trl test-judge check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-trl test-judge test-vllm check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -34,6 +34,10 @@ test-trl: $(INSTALLED)
 test-judge: $(INSTALLED)
 	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_judge_run.py
 
+# Installs the CPU build of vLLM, which needs Python 3.11 or newer and other packages than ours, into runs/.
+test-vllm: $(INSTALLED)
+	VLLM_ENVIRONMENT=runs/vllm-environment $(BIN)/python -m pytest -q tests/server/test_vllm_run.py
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -58,7 +62,7 @@ clean:
 $(INSTALLED): constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else "Python 3.10 to 3.12 is needed, this is %d.%d: make PYTHON=python3.11 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,gateway,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[serving,train,demo,gateway,tracing,dev]'
 	@touch $@
 
 # Apart from the rest: one of its packages has no wheel, so it needs a C compiler and Python's headers.

@@ -17,6 +17,8 @@ from python_backend.config.command_line import interrupt_on_signals, log_to_stde
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
+from python_backend.monitoring.log_lines import say
+from python_backend.monitoring.tracing import tracing
 from python_backend.parallel.launch import ended, launch_ranks, stop_signals
 
 if TYPE_CHECKING:
@@ -25,19 +27,21 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the loop to its end and return the exit code."""
-    args = run_parser("python -m actor", "Train the policy.").parse_args(argv)
+    args = run_parser("Train the policy.", prog="python -m actor").parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
+        log_to_stderr("actor", config.run)
         check_files(config, actor=True)
         launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")
-        log_to_stderr()
         if os.environ.get("RANK", "0") == "0":
             interrupt_on_signals(stop_signals())
+            with tracing("actor", config.run.trace_endpoint, config.run.identity):
+                return ended(_run(config))
         return ended(_run(config))
     except REPORTED as error:
-        return ended(report(error, 2))
+        return ended(report(error))
     except KeyboardInterrupt:
-        print("stopped; the next start resumes from the newest checkpoint", file=sys.stderr)
+        say("stopped; the next start resumes from the newest checkpoint", sys.stderr)
         return ended(130)
 
 
@@ -82,7 +86,7 @@ def _train(config: RunConfig, ranks: Ranks | None = None) -> int:
         with only_actor(config.run.dir):
             asyncio.run(ppo())
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        say(str(stopped), sys.stderr)
         return INTERRUPTED
     return 0
 

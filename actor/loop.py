@@ -12,10 +12,11 @@ from typing import Any
 
 from actor.algorithms.experience import check_failures, make_batch, sequence_kl
 from actor.data.compute import cancelled
+from actor.data.prompts import PromptError
 from actor.data.rollout import PPOBatch, ScoredRollout
 from actor.run.metrics import Timers
 from actor.run.parts import RunParts
-from actor.run.stopping import RESUMES, Stopped, TimeLimit, end_forwards
+from actor.run.stopping import Stopped, TimeLimit, end_forwards, stopped_early
 
 
 class PPORun(RunParts):
@@ -27,17 +28,15 @@ class PPORun(RunParts):
         """Run all steps, resuming from the newest checkpoint; return the summary.
 
         Raises:
-            Stopped: a stop was requested, and the checkpoint of the last complete step has been written.
+            Stopped, PromptError: a stop was requested, or a prompt cannot be used; the checkpoint of the last complete
+                step has been written.
             RlhfError: the run failed, e.g. with RequestFailed, TooManyFailed or NotFinite.
         """
         try:
             return await self.all_steps()
-        except Stopped:
+        except (Stopped, PromptError) as error:  # a prompt is refused before its step begins
             await self.leave()
-            steps = (
-                f"after step {self.done}, whose checkpoint is written" if self.done else "before the first step ended"
-            )
-            raise Stopped(f"stopped {steps}; {RESUMES}") from None
+            raise stopped_early(error, self.done) from None
         finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
             await self.rollouts.cancel()
             await self.critic.cancel()
@@ -48,7 +47,7 @@ class PPORun(RunParts):
         settings, limit = self.settings, TimeLimit(self.settings.max_minutes)
         await self.scorer.compare_tokenizers()
         await self.reference.compare()
-        self.scorer.mixture.check_prompts([*self.inputs.prompts, *self.validator.prompts])
+        self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
         self.done = await self.stop.or_done(self.books.resume())
         if self.done == 0:
             await self.validate("before")
@@ -68,7 +67,7 @@ class PPORun(RunParts):
 
     async def one_step(self, step: int, *, is_last: bool) -> None:
         """Take a rollout, send the critic its update, and update the policy; do not wait for the critic's update."""
-        timers = Timers()
+        timers = Timers(step)
         with timers.phase("rollout_wait"):
             rollout = await self.stop.or_done(self.rollouts.take(step))  # past this point the step runs to its end
         timers.include(rollout.timers)

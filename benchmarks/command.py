@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from benchmarks.support.benchmark import Benchmark, Record, Result, Target
 from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from python_backend.config import command_line
 from python_backend.errors import REPORTED
+from tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
 
 BENCHMARKS = {
     "scoring": ("benchmarks.scoring.sweep", "speed of scoring, compared with PyTriton and a plain HTTP server"),
@@ -35,11 +37,13 @@ BENCHMARKS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark that `argv[0]` names; return its exit code, or 2 if the name is missing or unknown."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if SHELL_ASKS in os.environ:
+        arguments = [command_to_complete(BENCHMARKS)]
     name = arguments[0] if arguments else "--help"
     if name in BENCHMARKS:
         return run(name, importlib.import_module(BENCHMARKS[name][0]), arguments[1:])
     if name in ("-h", "--help"):
-        print("usage: python -m tools bench <what> --out DIR [--help]\n\nbenchmarks:")
+        print(f"usage: {sys.argv[0]} <what> --out DIR [--help]\n\nbenchmarks:")
         print("\n".join(f"  {key:<11}{what}" for key, (_, what) in BENCHMARKS.items()))
         return 0 if arguments else 2
     print(f"error: unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}", file=sys.stderr)
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     """Measure and report, or only report with `--report-only`.
 
-    Return 0 even if targets are missed, 1 on errors, 130 after SIGINT or SIGTERM.
+    Return 0 even if targets are missed, 2 on errors, 130 after SIGINT or SIGTERM.
     """
     settings = parse_arguments(name, benchmark, argv)
     out = settings.report_only or settings.out
@@ -60,7 +64,7 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
             _measure(benchmark, settings, out)
         print(report(benchmark, json.loads((out / "result.json").read_text()), out))
     except REPORTED as error:
-        return command_line.report(error, 1)
+        return command_line.report(error)
     except KeyboardInterrupt:
         print(f"stopped; `--report-only {out}` reports on the samples in {out}/result.json so far", file=sys.stderr)
         return 130
@@ -69,14 +73,14 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
 
 def parse_arguments(name: str, benchmark: Benchmark, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the benchmark's options, `--out` or `--report-only`, and `--quick`, which only changes defaults."""
-    parser = argparse.ArgumentParser(prog=f"python -m tools bench {name}", description=BENCHMARKS[name][1])
+    parser = argparse.ArgumentParser(prog=f"{sys.argv[0]} {name}", description=BENCHMARKS[name][1])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="folder of result.json, report.md and pictures")
     where.add_argument("--report-only", type=Path, metavar="DIR", help="report on DIR/result.json without measuring")
     parser.add_argument("--quick", action="store_true", help="small sizes: only shows that everything works")
     for key, option in benchmark.OPTIONS.items():
         option.add_to(parser, key, quick="--quick" in argv)
-    return parser.parse_args(argv)
+    return parse_or_complete(parser, argv)
 
 
 def report(benchmark: Benchmark, result: Result, out: Path) -> str:

@@ -1,6 +1,8 @@
 """`python -m tools chaos --kills N --out DIR`: the crash test of the live critic, on real processes.
 
-Exit code 0: every guarantee was kept; 1: a guarantee was broken or the system did not recover; 2: wrong arguments. The
+`--minutes N` instead of `--kills`: the soak test of the whole loop, see `chaos.soak.command`.
+
+Exit code 0: every guarantee was kept; 1: one was broken; 2: an error, such as a server that does not start again. The
 results are in DIR/result.json and DIR/chaos.png.
 """
 
@@ -21,7 +23,6 @@ from typing import Any
 
 from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from chaos import verdict
-from chaos.actor_damage import damage_actor_checkpoints
 from chaos.killer import Killer
 from chaos.picture import draw
 from chaos.points import plan_kills
@@ -31,8 +32,9 @@ from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import ChaosSystem, shape_of, write_config
 from chaos.traffic import RequestRecord, Traffic
 from python_backend.config.command_line import report
-from python_backend.errors import RlhfError
+from python_backend.errors import REPORTED
 from python_backend.store.journal import Entry, Journal, Result
+from tools.arguments import parse_or_complete
 
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6  # steps trained after the last kill
@@ -41,8 +43,12 @@ Log = Callable[[str], None]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the crash test, print its verdicts, and return the exit code, which is 130 after a second signal."""
-    parser = argparse.ArgumentParser(prog="python -m tools chaos", description="Kill processes; check every guarantee.")
-    parser.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, about ten minutes")
+    parser = argparse.ArgumentParser(description="Kill processes; check every guarantee.")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, about ten minutes")
+    length.add_argument(
+        "--minutes", type=float, metavar="N", help="instead: a soak test of the whole loop; takes --out and --seed only"
+    )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
     )
@@ -57,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
     parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
-    args = parser.parse_args(argv)
+    args = parse_or_complete(parser, argv)
+    if args.minutes and (args.config or args.actor_rounds or args.hung or args.ranks > 1):
+        parser.error("--minutes takes no other arguments than --out and --seed")
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
         return 2
@@ -65,12 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: _enough(enough, number, frame))
     try:
-        verdicts = run_chaos(
-            args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
-            actor_rounds=args.actor_rounds, ranks=args.ranks,
-        )  # fmt: skip
-    except RlhfError as error:
-        return report(error, 1)
+        if args.minutes:
+            from chaos.soak.command import run_soak  # torch: slow to import
+
+            verdicts = run_soak(args.out, args.minutes, args.seed, log=_say, enough=enough)
+        else:
+            verdicts = run_chaos(
+                args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
+                actor_rounds=args.actor_rounds, ranks=args.ranks,
+            )  # fmt: skip
+    except REPORTED as error:
+        return report(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -132,6 +145,8 @@ def run_chaos(
     reference = run_reference(config, path, seed, shape_of(config), traffic.last_step, out / "reference")
     verdicts = _verdicts(system, traffic.record, reference, killer)
     if actor_rounds:
+        from chaos.actor_damage import damage_actor_checkpoints  # torch: not for --help
+
         verdicts.append(damage_actor_checkpoints(out / "actor", actor_rounds, random.Random(seed + 3), log))
     kills = kills_with_recovery(killer.kills, traffic.record)
     totals = summary(traffic.record, kills) | {"seconds": time.monotonic() - started}

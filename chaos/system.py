@@ -197,7 +197,9 @@ class ChaosSystem:
     def _is_ours(self, command: list[str], run: str) -> bool:
         is_stub = any(argument.startswith(self.region_prefix) for argument in command)
         return (
-            is_stub or ("trainer" in command and str(self._path) in command) or f"--model-repository={run}" in command
+            is_stub
+            or ({"trainer", "actor"} & set(command) and str(self._path) in command)
+            or f"--model-repository={run}" in command
         )
 
     def _look_at_sidecar(self) -> None:

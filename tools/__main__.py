@@ -1,10 +1,18 @@
-"""Entry point of `python -m tools <command>`; imports only the chosen command's module, so that `--help` is instant."""
+"""Entry point of `rlhf-triton <command>` and `python -m tools <command>`; imports only the chosen command's module.
+
+Exit codes of all commands: 0, done; 1, a check found something; 2, wrong arguments or another error; 130, interrupted.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.arguments import SHELL_ASKS, command_to_complete
 
 COMMANDS = {
     "run": ("tools.run", "do a whole run: server, critic sidecar (if the algorithm has a critic), actor, report"),
@@ -14,6 +22,7 @@ COMMANDS = {
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
     "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),
     "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),
+    "report": ("tools.report.command", "write the page of a run, or of several side by side; --follow while they run"),
     "doctor": ("tools.doctor.command", "check the machine, a configuration and its server, with remedies"),
     "prepare": ("tools.demo.prepare", "prepare the demo's checkpoints and prompts"),
     "chaos": ("chaos.command", "run the crash test: kill processes at every point, then check every guarantee"),
@@ -22,26 +31,38 @@ COMMANDS = {
 }
 
 
-def main(argv: list[str]) -> int:
-    """Run the command in `argv[0]` and return its exit code; 2 if there is no such command."""
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
-        print("usage: python -m tools <command> [--help]\n\ncommands:")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first argument names and return its exit code; 2 if there is no such command."""
+    program = "python -m tools" if Path(sys.argv[0]).name == "__main__.py" else Path(sys.argv[0]).name
+    name, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
+    if SHELL_ASKS in os.environ:
+        name = command_to_complete(COMMANDS)
+    if name in ("", "-h", "--help"):
+        print(f"usage: {program} <command> [--help]\n\ncommands:")
         print("\n".join(f"  {command:<9}{what}" for command, (_, what) in COMMANDS.items()))
-        return 0 if argv else 2
+        return 0 if name else 2
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(COMMANDS)}"
         print(f"error: unknown command {name!r}; {hint}", file=sys.stderr)
         return 2
     module = COMMANDS[name][0]
-    # Neither the wheel nor the image contains the packages `chaos` and `benchmarks`.
+    # Neither the wheel nor the image contains the packages `chaos` and `benchmarks`; a checkout does, also an editable
+    # one, whose installed packages do not include them.
+    sys.path.append(str(ROOT))
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         print(f"error: {name} needs a checkout of the project; run it from the root of the checkout", file=sys.stderr)
         return 2
-    sys.argv = [f"python -m tools {name}", *argv[1:]]  # the command's `main` parses sys.argv
-    return int(importlib.import_module(module).main() or 0)
+    sys.argv = [f"{program} {name}", *arguments]  # the command's `main` parses sys.argv
+    try:
+        return int(importlib.import_module(module).main() or 0)
+    except KeyboardInterrupt:  # commands that have something to say when they are interrupted catch it themselves
+        print("stopped", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

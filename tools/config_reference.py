@@ -83,7 +83,7 @@ def _section(name: str, field: Schema, definitions: Schema, *, without: Schema, 
             is_section = "properties" in (_definition(value, definitions) or {})
             (inner if is_section and len(_alternatives(value)) < 2 else keys)[key] = value
     text = _sentence(field.get("description") or section.get("description", ""))
-    template = f"{name}.<name>" if _is_map(field) else name
+    template = f"{name}.<name>" if _is_map(field) else f"{name}.<number>" if "items" in field else name
     table = f"\n{_table(keys, section.get('required', []))}" if keys else ""
     yield f"{'#' * level} `{template}`\n\n{text}\n{table}"
     for key, value in inner.items():
@@ -140,8 +140,8 @@ def _is_map(field: Schema) -> bool:
 
 
 def _definition(field: Schema, definitions: Schema) -> Schema:
-    """Return the schema of the section in a field, a union or the values of a map; {} if there is no section."""
-    for kind in [field, *field.get("anyOf", [])]:
+    """Return the schema of the section in a field, a union, a list or the values of a map; {} if there is none."""
+    for kind in [field, field.get("items", {}), *field.get("anyOf", [])]:
         values = kind.get("additionalProperties")  # true for a map of anything
         reference = kind.get("$ref") or (isinstance(values, dict) and values.get("$ref"))
         if reference:

@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from python_backend.config import RunConfig
 from python_backend.config.command_line import report
+from python_backend.errors import REPORTED
+from tools.arguments import parse_or_complete
 
 FROM_REWARD = "from-reward"
 TRIAL_TOKENS = 8
@@ -27,9 +29,9 @@ HEADS = {"sequence": "sequence classification", "token": "token classification",
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Inspect the checkpoints and write the YAML; return 1 if one cannot be used, exit with 2 for wrong arguments."""
+    """Inspect the checkpoints and write the YAML; return 2 if one cannot be used."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = parse_or_complete(parser, argv)
     if arguments.reward is None and arguments.critic in (None, Path(FROM_REWARD)):
         parser.error("give --reward PATH, --critic PATH, or --reward PATH --critic from-reward")
     if arguments.merge is not None and arguments.reward is None:
@@ -47,8 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
             arguments.reward = arguments.merge
         text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
-    except CheckpointError as error:
-        return report(error, 1)
+    except REPORTED as error:
+        return report(error)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:

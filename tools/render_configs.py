@@ -22,7 +22,9 @@ from python_backend.config import ConfigError, ModelSection, RewardSection, RunC
 from python_backend.config.command_line import report, run_parser
 from python_backend.config.live_models import reward_is_live
 from python_backend.config.sections import UNMEASURED
+from python_backend.errors import REPORTED
 from python_backend.wire import contract
+from tools.arguments import parse_or_complete
 from tools.render.ensembles import critic_infer_steps
 from tools.render.reference import reference_parameters
 from tools.render.rewards import Render, render_rewards
@@ -169,6 +171,7 @@ def _critic(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
         "run_id": config.run.identity,
         "heartbeat_timeout_s": f"{config.trainer.heartbeat_timeout_s:g}",
         "training_key_sha256": _training_key_hash(config.server.training_key_env),
+        **({"trace_endpoint": config.run.trace_endpoint} if config.run.trace_endpoint else {}),
     }
     parameters = {
         **_scoring_parameters(config.critic, place),
@@ -319,12 +322,12 @@ def _render(template: str, **values: Any) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Render or check the repository; return 1 if a checked file is not up to date, 2 for an invalid configuration."""
-    parser = run_parser("render_configs", "Render the model repository.", default=DEFAULT_CONFIG)
+    """Render or check the repository; return 1 if a checked file is not up to date, 2 after an error."""
+    parser = run_parser("Render the model repository.", default=DEFAULT_CONFIG)
     parser.add_argument("--out", type=Path, help="folder; default: model_repository, or with --config that of the run")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--relative", action="store_true", help="keep relative paths as they are in the YAML")
-    args = parser.parse_args(argv)
+    args = parse_or_complete(parser, argv)
     committed = args.config.resolve() == DEFAULT_CONFIG
     try:
         config = load_config(args.config, args.overrides)
@@ -337,8 +340,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{out}: {'not up to date; render it again' if drifts else 'up to date'}")
             return 1 if drifts else 0
         written = render_repository(config, out, resolve_paths=resolve)
-    except ConfigError as error:
-        return report(error, 2)
+    except REPORTED as error:
+        return report(error)
     print(f"{out}: {len(written)} files written, the others were up to date")
     return 0
 

@@ -20,12 +20,14 @@ from pathlib import Path
 import psutil
 
 from actor.data.prompt_files import PromptError, read_rows, source_of
+from actor.run.lock import only_run
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, report, run_parser
 from python_backend.config.required_files import check_files, has_chat_template
-from python_backend.errors import RlhfError
+from python_backend.errors import REPORTED
 from python_backend.store.durable import numbers_in, write_json
 from python_backend.store.journal import Journal
+from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.report.data import SETTINGS_FILE
 from tools.report.display import RunDisplay
@@ -34,6 +36,7 @@ from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, with_free_ports
 from tools.server.supervisor import Supervisor
+from tools.server.vllm import VllmServer, check_vllm, starts_vllm
 
 POLL_S = 0.25
 CHECKED_ROWS = 1000  # rows of each prompt file that are checked before the start
@@ -58,6 +61,7 @@ class Run:
         self._supervisor: Supervisor | None = None
         self._sidecar: Child | None = None
         self._actor: Child | None = None
+        self._vllm: VllmServer | None = None
         self.config = config
 
     def execute(self) -> None:
@@ -82,6 +86,9 @@ class Run:
             self._sidecar = Child("critic sidecar", ["trainer", *arguments], logs / "sidecar.log", LIBRARY_ENV)
             while journal.heartbeat() == earlier:  # before the sidecar's first heartbeat, training requests are refused
                 self._look()
+        if starts_vllm(self.config):
+            self._start_vllm()
+            arguments = ["--config", str(self._path), *self._overrides]
         self._display.phase(f"training: {self.config.actor.algorithm.name}")
         self._actor = Child("actor", ["actor", *arguments], logs / "actor.log", LIBRARY_ENV)
         while self._actor.poll() is None:
@@ -95,18 +102,26 @@ class Run:
         self.stop()
         self._report(failures)
 
+    def _start_vllm(self) -> None:
+        self._display.phase("starting vLLM")
+        self._vllm = VllmServer(self.config, log=self._display.log)
+        self._vllm.await_ready(self._look)
+        self._override(f"actor.generation.vllm.servers=[{self._vllm.url}]")
+
     @property
     def parts(self) -> str:
         """Names of the processes that `stop` would stop now, as text for a message."""
-        parts = {"actor": self._actor, "sidecar": self._sidecar, "server": self._supervisor}
+        parts = {"actor": self._actor, "vLLM": self._vllm, "sidecar": self._sidecar, "server": self._supervisor}
         *first, last = [name for name, part in parts.items() if part is not None] or ["before anything was started"]
         return f"{', '.join(first)} and {last}" if first else last
 
     def stop(self) -> None:
-        """Stop the processes that are still running, in this order: actor, sidecar, server."""
+        """Stop the processes that are still running, in this order: actor, vLLM, sidecar, server."""
         if self._actor is not None:
             self._actor.stop(signal.SIGINT, self.config.actor.stop_grace_s + ACTOR_EXIT_S)
             self._relay_messages(self._actor)
+        if self._vllm is not None:
+            self._vllm.stop()
         if self._sidecar is not None:
             self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S)
         if self._supervisor is not None:
@@ -147,6 +162,8 @@ class Run:
         assert self._supervisor is not None
         self._look_outside()
         self._supervisor.look()
+        if self._vllm is not None and self._actor is not None:  # before, `await_ready` reports its end
+            self._vllm.look()
         for child in (self._sidecar, self._actor):
             if child is not None:
                 self._relay_messages(child)
@@ -214,8 +231,8 @@ def set_aside(run_dir: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the system; return 0 when done, 1 after an error (printed to stderr), 130 after Ctrl-C."""
-    parser = run_parser("python -m tools run", "Run the whole system in one terminal.")
+    """Run the system; return 0 when done, 2 after an error (printed to stderr), 130 after Ctrl-C."""
+    parser = run_parser("Run the whole system in one terminal.")
     parser.add_argument(
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
@@ -225,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--device-gib", type=float, metavar="N", help="with --dry-run: plan for GPUs of N GiB")
     parser.add_argument("--host-gib", type=float, metavar="N", help="with --dry-run: plan for a host of N GiB")
-    args = parser.parse_args(argv)
+    args = parse_or_complete(parser, argv)
     interrupt_on_signals()
     try:
         config = load_config(args.config, args.overrides)
@@ -234,27 +251,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.demo is None:  # a demo's files do not exist yet
             check_files(config, server=True, actor=True)
             check_prompts(config)
-    except RlhfError as error:
-        return report(error, 1)
-    if args.fresh:
-        set_aside(config.run.dir)
+        if starts_vllm(config):
+            check_vllm(config)
+        if args.fresh:
+            set_aside(config.run.dir)
+    except REPORTED as error:
+        return report(error)
     return _supervise(args.config, config, args.overrides)
 
 
 def _plan(
     path: Path, config: RunConfig, overrides: Sequence[str], *, device_gib: float | None, host_gib: float | None
 ) -> int:
-    from tools.plan.command import dry_run  # torch: slow to import
+    from tools.plan.command import PlanError, dry_run  # torch: slow to import
 
     config = load_config(path, [*overrides, *demo_preparation(config)[1]])
-    dry_run(config, device_gib=device_gib, host_gib=host_gib)
+    try:
+        dry_run(config, device_gib=device_gib, host_gib=host_gib)
+    except PlanError as error:
+        return report(error, 1)
     return 0
 
 
 def check_prompts(config: RunConfig) -> None:
     """Check the first rows of the prompt files before anything slow starts. Raises ConfigError if one is invalid."""
     actor = config.actor
-    paths = {"actor.prompts.path": actor.prompts.path, "actor.validation.prompts": actor.validation.prompts}
+    paths = {**actor.prompts.paths, "actor.validation.prompts": actor.validation.prompts}
     for key, path in paths.items():
         try:
             rows = itertools.islice(read_rows(path), CHECKED_ROWS) if path is not None else iter(())
@@ -300,18 +322,18 @@ def _same_tokenizer(*folders: Path) -> bool:
 def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
     run: Run | None = None
     try:
-        with RunDisplay(config.run.dir, config.actor.steps) as display:
+        with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
             run = Run(path, config, overrides, display)
             try:
                 run.execute()
             except BaseException as error:
-                if isinstance(error, RlhfError):  # repeated in full at the end, but stopping may take a minute
+                if isinstance(error, REPORTED):  # repeated in full at the end, but stopping may take a minute
                     display.log(f"error: {str(error).partition(chr(10))[0]}")
                 display.phase(f"stopping {run.parts}")
                 run.stop()
                 raise
-    except RlhfError as error:
-        return report(error, 1)
+    except REPORTED as error:
+        return report(error)
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
         print(f"stopped; {again} {_what_resumes(config.run.dir)}", file=sys.stderr)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import report, run_parser
+from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
+from python_backend.monitoring.log_lines import say
 from python_backend.stop_signal import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
+from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.demo.pretrained import PRETRAINED
 from tools.server.ports import with_free_ports
@@ -37,10 +39,10 @@ SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have pu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM, then return 0; return 1 if the server cannot start."""
-    parser = run_parser("python -m tools serve", "Render the model repository and serve it.")
+    """Serve until SIGINT or SIGTERM, then return 0; return 2 if the server cannot start."""
+    parser = run_parser("Render the model repository and serve it.")
     parser.add_argument("--tritonserver", type=Path, help="the executable; default: the one in the wheel, else on PATH")
-    arguments = parser.parse_args(argv)
+    arguments = parse_or_complete(parser, argv)
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
         overrides.append(f"server.tritonserver={arguments.tritonserver}")
@@ -48,32 +50,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervisor = None
     try:
         config = load_config(arguments.config, overrides)
+        if config.run.log_format == "json":
+            log_to_stderr("server", config.run)
         preparation, made = demo_preparation(config)
         if preparation:
             _run_module("preparing the demo", preparation)
             overrides = [*made, *overrides]
             config = load_config(arguments.config, overrides)
         check_files(config, server=True)
-        overrides += settle(config, _say)
+        overrides += settle(config, say)
         config = load_config(arguments.config, overrides)
         ensure_first_version(config, arguments.config, overrides)
         config = with_fixed_ports(config)
-        supervisor = Supervisor(lambda: start_server(config, log=_say), log=_say)
-        _say("serving; Ctrl-C drains and stops it")
+        supervisor = Supervisor(lambda: start_server(config, log=say), log=say)
+        say("serving; Ctrl-C drains and stops it")
         while True:
             supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
     except StopRequested:
         if supervisor is not None and config.server.drain_s > 0:
-            _say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
+            say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
             supervisor.drain(give_up=lambda: stop.count > 1)
         return 0
     except REPORTED as error:
-        return report(error, 1)
+        return report(error)
     finally:
         if supervisor is not None:
             supervisor.stop()
-            _say("stopped")
+            say("stopped")
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -122,7 +126,7 @@ def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]
 
 
 def _run_module(what: str, arguments: Sequence[str]) -> None:
-    _say(what)
+    say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
     command = [sys.executable, "-u", "-m", *arguments]
     code = subprocess.run(command, check=False, start_new_session=True).returncode
@@ -183,6 +187,7 @@ def _serve_rendered(config: RunConfig, log: Callable[[str], None]) -> TritonServ
         backends=lay_out_backends(home, config.server_dir / "backends"),
         control_key=control_key(config.run.weights_dir),
         log=log,
+        trace_endpoint=config.run.trace_endpoint,
     )
     try:
         server.start()
@@ -211,10 +216,6 @@ def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
         log(
             f"warning: tritonserver {release} has known vulnerabilities; beyond loopback, use 2.69 (NGC 26.05) or later"
         )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,25 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, report
 from python_backend.config.live_models import live_models
 from python_backend.errors import REPORTED
+from python_backend.monitoring.log_lines import parsed
 from python_backend.store.durable import read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
+from tools.arguments import parse_or_complete
 from tools.server.ports import is_open
 
-PROBLEM = re.compile(r"\b(?:WARNING|ERROR|Traceback|error:)")
+PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the state, once or until Ctrl-C; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools status", description="Show the state of a run.")
+    """Print the state, once or until Ctrl-C; return 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(description="Show the state of a run.")
     add_run_arguments(parser).add_argument(
         "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse_or_complete(parser, argv)
     if arguments.watch is not None:
         interrupt_on_signals()
     try:
@@ -42,9 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(arguments.watch)
         print("\n".join(status(config)))
     except REPORTED as error:
-        return report(error, 1)
+        return report(error)
     except KeyboardInterrupt:
-        pass
+        if arguments.watch is None:
+            raise
     return 0
 
 
@@ -122,7 +125,12 @@ def _last_line(path: Path) -> dict[str, Any] | None:
 
 
 def _last_problem(path: Path) -> str | None:
-    return next((line.strip() for line in reversed(_tail(path).splitlines()) if PROBLEM.search(line)), None)
+    lines = (_shown(line) for line in reversed(_tail(path).splitlines()))
+    return next((line for line in lines if PROBLEM.search(line)), None)
+
+
+def _shown(line: str) -> str:
+    return " ".join(parsed(line) or [line.strip()])
 
 
 def _tail(path: Path) -> str:

@@ -16,6 +16,7 @@ from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model
 from python_backend.errors import REPORTED, RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
+from tools.arguments import parse_or_complete
 
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
 
@@ -25,8 +26,8 @@ class NotServed(RlhfError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the action and return its exit code."""
-    args = _parser().parse_args(argv)
+    """Run the action; return 0, 1 if a version is bad or not served, 2 after an error."""
+    args = parse_or_complete(_parser(), argv)
     try:
         config = load_config(args.config, args.overrides)
         model = live_model(config, args.model)
@@ -47,14 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "ready":
                 return ready(model, store, args.server or config.server.grpc_url)
     except REPORTED as error:
-        return report(error, 1)
+        return report(error)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools weights", description="Manage the weights versions of a model."
-    )
+    parser = argparse.ArgumentParser(description="Manage the weights versions of a model.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     for name, what in (
         ("list", "list every version with its parent and the instances that serve it"),

@@ -15,27 +15,30 @@ from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
+from python_backend.monitoring.tracing import tracing
 from python_backend.parallel.launch import ended, launch_ranks, stop_signals
 from python_backend.stop_signal import stop_event
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, follow the journal until a signal arrives, and return the exit code."""
-    parser = run_parser("python -m trainer", "The critic sidecar.")
+    parser = run_parser("The critic sidecar.", prog="python -m trainer")
     parser.add_argument(
         "--init-only", action="store_true", help="make version 0 of the weights of critic and reward model and exit"
     )
     args = parser.parse_args(argv)
     try:
         config = load_config(args.config, args.overrides)
+        log_to_stderr("sidecar", config.run)
         if not args.init_only or config.serves_critic:
             check_critic(config)
         if not args.init_only:
             launch_ranks(config.trainer.ranks, "trainer", sys.argv[1:] if argv is None else argv, key="trainer.ranks")
-        log_to_stderr()
-        _run(config, init_only=args.init_only)
+        endpoint = None if args.init_only or os.environ.get("RANK", "0") != "0" else config.run.trace_endpoint
+        with tracing("sidecar", endpoint, config.run.identity):
+            _run(config, init_only=args.init_only)
     except REPORTED as error:
-        return ended(report(error, 2))
+        return ended(report(error))
     return ended(0)
 
 

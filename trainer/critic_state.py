@@ -15,6 +15,8 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
+from python_backend.monitoring.log_lines import now_at
+from python_backend.monitoring.tracing import span
 from python_backend.store.journal import Journal
 from python_backend.store.journal_entry import DamagedEntry, Entry
 from python_backend.store.weights import WeightsStore
@@ -48,6 +50,7 @@ class CriticState:
         self._settings, self._seed = settings, seed
         self._load = load or (lambda folder: CriticUpdate(build_critic(folder, settings, seed=seed), settings))
         self._store, self._journal, self._checkpoints, self._progress = store, journal, checkpoints, progress
+        self.traceparent: str | None = None  # trace context of the request that was trained last
         # A checkpoint must have the same run and the same version 0; different settings only cause a warning.
         self.base_sha256 = store.manifest(0).sha256  # of version 0's weights
         self.deciding_settings = deciding_settings(settings)
@@ -59,10 +62,13 @@ class CriticState:
         """
         report, digest, error = None, None, None
         self._progress.step = entry.step
+        now_at(step=entry.step)
+        self.traceparent = self._journal.traceparent(entry)
         try:
             with self._progress.working(f"reading step {entry.step}"):
                 payload, digest = self._journal.load(entry)
-            report = self.update.train(payload, lambda n: self._progress.beat("training", n))
+            with span("train", parent=self.traceparent, step=entry.step):
+                report = self.update.train(payload, lambda n: self._progress.beat("training", n))
         except NotFinite as trouble:
             error = str(trouble)
         except DamagedEntry as damage:
@@ -93,6 +99,8 @@ class CriticState:
             self.update = self._load(self._store.folder(0))
             state = self._load_newest(at_most)
         self.step = state.step if state else 0
+        now_at(step=self.step)
+        self.traceparent = None
         return state
 
     def restore(self, step: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The sidecar's progress reports: its heartbeat, by which the server judges its health, and critic_metrics.jsonl.
+"""The sidecar's progress reports: its heartbeat, by which the server judges its health, a JSONL file and Prometheus.
 
 Long work renews the heartbeat: `working` for a `with` block, `persist` for a disk operation, `wait` for a server.
 """
@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TypeVar
 
+from python_backend.config import RunConfig
+from python_backend.monitoring.exporter import Exported, Exporter, Values
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
+from python_backend.store.weights import WeightsStore
 from trainer.critic_update import UpdateReport
 from trainer.patience import Patience, StoppedWaiting
 from trainer.publish import Reload
@@ -26,13 +28,74 @@ T = TypeVar("T")
 BEAT_S = 0.5
 STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was requested
 
+PREFIX = "rlhf_trainer_"
+METRICS = (
+    Exported("step", "Last critic update that was trained or failed."),
+    Exported("weights_version", "Version of the critic that CURRENT names."),
+    Exported("loss", "Mean loss of the last update."),
+    Exported("grad_norm", "Mean norm of the gradient of the last update, before clipping."),
+    Exported("learning_rate", "Learning rate of the last update."),
+    Exported("update_seconds", "Duration of the last update."),
+    Exported("publish_seconds", "Time to put the last version into service: write, verify, reload.", label="phase"),
+    Exported("updates", "Critic updates that were trained.", "counter"),
+    Exported("failed_updates", "Critic updates that failed, or whose version was rejected.", "counter"),
+    Exported("skipped_optimizer_steps", "Optimizer steps whose gradient was not finite.", "counter"),
+    Exported("rejected_versions", "Versions that verification or an instance rejected.", "counter"),
+    Exported("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
+    Exported("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
+    Exported("journal_pending_entries", "Accepted requests that have no result yet."),
+    Exported("journal_last_step", "Last training step that the journal accepted."),
+)
+
+
+class SidecarMetrics:
+    """What one sidecar shows to Prometheus, if `monitoring.trainer_port` is set."""
+
+    def __init__(self, config: RunConfig) -> None:
+        journal, store = Journal(config.run.journal_dir, config.run.identity), WeightsStore(config.run.weights_dir)
+
+        def live() -> Values:
+            pending = sum(not journal.is_answered(entry) for entry in journal.entries())
+            found = {"journal_pending_entries": pending, "journal_last_step": journal.last_step()}
+            version = store.current()
+            return found if version is None else {**found, "weights_version": version}
+
+        self.exporter = Exporter(PREFIX, METRICS, config.run.dir, live=live)
+        self._rejected = 0
+        self.exporter.serve(config.monitoring.host, config.monitoring.trainer_port)
+
+    def updated(self, step: int, report: UpdateReport, reload: Reload | None) -> None:
+        """Show an update, and the version that it put into service, if any."""
+        self.exporter.count("updates")
+        self.exporter.count("skipped_optimizer_steps", report.skipped_steps)
+        values = {
+            "step": step, "loss": report.loss_mean, "grad_norm": report.grad_norm, "learning_rate": report.lr,
+            "update_seconds": report.seconds,
+        }  # fmt: skip
+        self.exporter.show(values)
+        if reload is not None:
+            phases = {"write": reload.publish_ms, "verify": reload.verify_ms, "reload": reload.reload_ms}
+            self.exporter.show({"publish_seconds": {phase: ms / 1e3 for phase, ms in phases.items()}})
+
+    def failed(self, step: int, rejected: int) -> None:
+        """Show a failed update; `rejected` is the number of versions rejected so far."""
+        self.exporter.show({"step": step})
+        self.exporter.count("failed_updates")
+        self.exporter.count("rejected_versions", rejected - self._rejected)
+        self._rejected = rejected
+
+    def beat(self, step: int, *, blocked: bool) -> None:
+        """Show a heartbeat of the sidecar at `step`, and whether something blocks it."""
+        self.exporter.show({"step": step, "heartbeat_timestamp_seconds": time.time(), "blocked": float(blocked)})
+
 
 class SidecarProgress:
     """The heartbeat and the metrics of one sidecar."""
 
-    def __init__(self, journal: Journal, metrics_path: Path, *, epoch: int, stop: threading.Event) -> None:
+    def __init__(self, config: RunConfig, journal: Journal, *, epoch: int, stop: threading.Event) -> None:
         self._journal = journal
-        self._metrics_path = metrics_path
+        self._metrics_path = config.run.dir / "critic_metrics.jsonl"
+        self._exported = SidecarMetrics(config)
         self.epoch = epoch
         self._stop = stop
         self._patience = Patience(stop, self.show_trouble)
@@ -98,10 +161,12 @@ class SidecarProgress:
             "skipped_steps": report.skipped_steps,
         }  # fmt: skip
         self._write({"step": step, **metrics, **_timing(reload), "weights_version": version})
+        self._exported.updated(step, report, reload)
 
     def log_failure(self, step: int, version: int, error: str, *, rejected: int) -> None:
         """Write one line for a failed critic update; `rejected` is the number of versions rejected so far."""
         self._write({"step": step, "error": error, "versions_rejected": rejected, "weights_version": version})
+        self._exported.failed(step, rejected)
 
     def log_reload(self, step: int, reload: Reload, reason: str) -> None:
         """Write one line for a reload that is not part of a critic update."""
@@ -109,6 +174,7 @@ class SidecarProgress:
 
     def _beat(self, state: str, micro_batch: int, trouble: str | None) -> None:
         self._last_beat = time.monotonic()
+        self._exported.beat(self.step, blocked=trouble is not None)
         with contextlib.suppress(OSError):  # a heartbeat that cannot be written must not stop the sidecar
             self._journal.beat(Heartbeat(self.epoch, self.step, micro_batch, state, time.time(), trouble))
 
@@ -118,7 +184,8 @@ class SidecarProgress:
         except OSError as error:  # training continues without the line; the same numbers go to the log
             logger.error("a line of %s could not be written: %s", self._metrics_path.name, error)
         shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in line.items()}
-        logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()))
+        position = {"step": line["step"], "version": line["weights_version"]}
+        logger.info("%s", "  ".join(f"{key}={value}" for key, value in shown.items()), extra=position)
 
 
 def _timing(reload: Reload | None) -> dict[str, object]:

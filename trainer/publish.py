@@ -19,6 +19,7 @@ from python_backend.config.live_models import LiveModel, live_model, live_models
 from python_backend.config.sections import constants_of
 from python_backend.models.canary import canary_outputs
 from python_backend.models.modeling import CriticModel, RewardModel, load_critic, load_reward, save_critic
+from python_backend.monitoring.tracing import span
 from python_backend.store.control_key import control_key
 from python_backend.store.weights import Manifest, WeightsError, WeightsStore, weights_files
 from python_backend.wire.contract import CRITIC
@@ -141,10 +142,12 @@ class Publisher:
         written = time.monotonic()
         self._store.announce(manifest.version)  # instances preload it during verification, so that the swap is quick
         try:
-            self.verify(manifest.version, model, expected)
-            self.await_staging(manifest, beat)
+            with span("verify", version=manifest.version):
+                self.verify(manifest.version, model, expected)
+                self.await_staging(manifest, beat)
             verified = time.monotonic()
-            served_by = self._serve(manifest, beat)
+            with span("reload", version=manifest.version):
+                served_by = self._serve(manifest, beat)
         except (VersionRejected, WeightsError) as trouble:
             self.rejected += 1
             raise VersionRejected(str(trouble)) from trouble

@@ -33,7 +33,7 @@ def follow(
     with contextlib.ExitStack() as held:
         # Errors are not shown in the heartbeat yet: until we hold the lock, it may belong to another sidecar.
         epoch = Patience(stop).until_done("starting", lambda: held.enter_context(journal.lock()))
-        progress = SidecarProgress(journal, config.run.dir / "critic_metrics.jsonl", epoch=epoch, stop=stop)
+        progress = SidecarProgress(config, journal, epoch=epoch, stop=stop)
         progress.persist("tidying up the journal", journal.sweep)
         progress.persist("making version 0", lambda: initialise_stores(config))
         publisher = kind.of(config, store, run_id=journal.run_id, epoch=epoch, show_trouble=progress.show_trouble)

@@ -44,6 +44,8 @@ def make_batch(
     weights = learned_mask = mask * learned[:, None]
     if method.sequence_mean:
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
+    if scored.importance is not None:
+        weights = weights * scored.importance
     return PPOBatch(
         rollout.tokens,
         rollout.lengths,
@@ -65,6 +67,20 @@ def _token_kl(scored: ScoredRollout, mask: Tensor, method: Method) -> Tensor | N
         return None
     # Outside the mask log-probs may be -inf (banned tokens in a prompt), which would make the KL non-finite.
     return torch.where(mask > 0, kl_estimate(scored.logprobs, scored.ref_logprobs, method.kl_estimator), 0.0)
+
+
+def importance_weights(rollout: Rollout, logprobs: Tensor, cap: float) -> Tensor:
+    """Return truncated importance weights `[B, S-1]` of tokens sampled by another engine than the policy; 1 elsewhere.
+
+    min(exp(logprob under the policy - logprob under the engine), cap), as in https://fengyao.notion.site/off-policy-rl.
+
+    Args:
+        logprobs: float32 `[B, S-1]` under the policy.
+        cap: upper bound.
+    """
+    assert rollout.logprobs is not None, "the engine returns log-probs"
+    mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
+    return torch.where(mask > 0, logprobs - rollout.logprobs, 0.0).exp().clamp(max=cap)
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
@@ -97,6 +113,13 @@ def rollout_metrics(scored: ScoredRollout, batch: PPOBatch, *, kl_coef: float) -
             "init_policy_kl": float(masked_mean(batch.kl, batch.mask)),
             "init_policy_kl_per_sequence": distance,
             "rewards_with_kl": float((rewards - kl_coef * kl_sum).mean()),
+        }
+    ours, theirs = scored.logprobs, scored.rollout.logprobs
+    if ours is not None and theirs is not None and ours is not theirs:
+        gap = torch.where(batch.mask > 0, ours - theirs, 0.0).abs()
+        metrics |= {
+            "generation_logprob_gap": float(masked_mean(gap, batch.mask)),
+            "generation_logprob_gap_max": float(gap.max()),
         }
     charted = {"advantages": (batch.advantages, batch.policy_weights > 0), "returns": (batch.returns, batch.mask)}
     if batch.rewards_to_go is not None:

@@ -1,21 +1,29 @@
-"""Reads the rows of prompt files: JSONL, Parquet, Arrow, or a folder that `datasets` wrote with `save_to_disk`.
+"""Reads single rows of prompt files: JSONL, Parquet, Arrow, or a folder that `datasets` wrote with `save_to_disk`.
 
 `datasets` itself is not needed (and requires NumPy 2): its shards are plain Arrow streams, which pyarrow reads.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import os
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
 
 from python_backend.errors import RlhfError
 
 SOURCES = ("text", "messages", "prompt")  # columns that may hold the prompt; the first one present is used
 CONVERSATIONS = ("messages", "prompt")  # columns that may hold chat messages
-ROWS_AT_ONCE = 1024
+CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSONL
+CACHED_BYTES = 2**30  # decoded row groups of a Parquet file
+FINGERPRINT_BYTES = 64 * 1024
 ARROW_FILE_MAGIC = b"ARROW1"  # distinguishes the Arrow file format from streams, which have no magic bytes
 JSON_TYPES = (str, int, float, bool, type(None))
 
@@ -33,15 +41,43 @@ class PromptRow:
     columns: Any
 
 
-def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path`: a dataset folder, a `.parquet` or `.arrow` file, or JSONL with any other suffix.
+class RowFile(Protocol):
+    """The rows of one prompt file, read one at a time; empty lines of JSONL are not rows."""
+
+    path: Path
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def row(self, index: int) -> PromptRow:
+        """Read row `index`, from 0. Raises PromptError if it is malformed or JSON cannot represent a column."""
+        ...
+
+
+def open_rows(path: Path) -> RowFile:
+    """Open `path`: a dataset folder, a `.parquet` or `.arrow` file, or JSONL with any other suffix.
 
     Raises:
-        PromptError: the file is unreadable or malformed, or a column holds a value that JSON cannot represent.
+        PromptError: the file is unreadable or not in the format of its suffix.
     """
-    if path.is_dir() or path.suffix in (".parquet", ".arrow"):
-        return _table_rows(path)
-    return _json_lines(path)
+    return TableRows(path) if path.is_dir() or path.suffix in (".parquet", ".arrow") else JsonLines(path)
+
+
+def read_rows(path: Path) -> Iterator[PromptRow]:
+    """Yield the rows of `path` in order. Raises PromptError like `open_rows` and `RowFile.row`."""
+    rows = open_rows(path)
+    return (rows.row(index) for index in range(len(rows)))
+
+
+def fingerprint(path: Path) -> str:
+    """Return the size and a hash of the first bytes of a prompt file, or of the files of a dataset folder."""
+    files = _shards(path) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(opened.read(FINGERPRINT_BYTES))
+    return f"{sum(file.stat().st_size for file in files)}-{digest.hexdigest()[:16]}"
 
 
 def source_of(row: PromptRow) -> str:
@@ -55,29 +91,88 @@ def source_of(row: PromptRow) -> str:
     return source
 
 
-def _json_lines(path: Path) -> Iterator[PromptRow]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also split at U+2028
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read the prompts {path}: {error}") from error
-    for number, line in enumerate(lines, 1):
-        where = f"{path}:{number}"
-        if line.strip():
-            try:
-                yield PromptRow(number, where, json.loads(line))
-            except json.JSONDecodeError as error:
-                raise PromptError(f"{where}: not JSON: {error}") from error
+class JsonLines:
+    """The rows of a JSONL file, which stays open: one pass finds the lines, each of which is read when it is used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb")
+            weakref.finalize(self, self._file.close)
+            self._bounds, lines_to_check = _line_bounds(self._file)
+            blank = [line for line in lines_to_check if not self._line(line).strip()]
+        except OSError as error:
+            raise PromptError(f"cannot read the prompts {path}: {error}") from error
+        self._lines = np.delete(np.arange(len(self._bounds) - 1), blank)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> PromptRow:
+        line = int(self._lines[index])
+        where = f"{self.path}:{line + 1}"
+        try:
+            return PromptRow(line + 1, where, json.loads(self._line(line).decode("utf-8")))
+        except json.JSONDecodeError as error:
+            raise PromptError(f"{where}: not JSON: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+
+    def _line(self, line: int) -> bytes:
+        begin, end = self._bounds[line : line + 2].tolist()
+        return os.pread(self._file.fileno(), end - begin, begin)
 
 
-def _table_rows(path: Path) -> Iterator[PromptRow]:
-    number = 0
-    for shard in _shards(path) if path.is_dir() else [path]:
-        for columns in _shard_rows(shard):
-            number += 1
-            where = f"{path}, row {number}"
-            for name, value in columns.items():
-                _check_plain(where, name, value)
-            yield PromptRow(number, where, {name: _without_nulls(name, value) for name, value in columns.items()})
+def _line_bounds(file: BinaryIO) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets at which lines begin, with the file's size at the end, and the lines that may be blank.
+
+    Only a newline ends a line: JSON does not escape U+2028 and others at which `str.splitlines` would also split.
+    """
+    starts, may_be_blank, size, begins = [], [], 0, True
+    while chunk := file.read(CHUNK_BYTES):
+        content = np.frombuffer(chunk, np.uint8)
+        found = np.flatnonzero(content == ord("\n")) + 1
+        found = np.insert(found, 0, 0) if begins else found
+        begins = chunk.endswith(b"\n")
+        found = found[:-1] if begins else found
+        starts.append(found + size)
+        may_be_blank.append(content[found] <= ord(" "))
+        size += len(chunk)
+    none: list[Any] = [np.zeros(0, np.int64)]
+    return np.concatenate([*starts, *none, [size]]), np.flatnonzero(np.concatenate([*may_be_blank, *none]))
+
+
+class TableRows:
+    """The rows of Parquet and Arrow files. Arrow is memory-mapped; of Parquet, decoded row groups are cached."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        groups = [group for shard in (_shards(path) if path.is_dir() else [path]) for group in _groups(shard)]
+        self._read = [read for _, read in groups]
+        self._starts = np.cumsum([0, *(count for count, _ in groups)])
+        self._cache: dict[int, Any] = {}  # least recently used first
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def row(self, index: int) -> PromptRow:
+        where = f"{self.path}, row {index + 1}"
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        try:
+            columns = self._group(number).slice(index - int(self._starts[number]), 1).to_pylist()[0]
+        except (OSError, ValueError) as error:  # most of pyarrow's errors are ValueErrors
+            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+        for name, value in columns.items():
+            _check_plain(where, name, value)
+        return PromptRow(index + 1, where, {name: _without_nulls(name, value) for name, value in columns.items()})
+
+    def _group(self, number: int) -> Any:
+        """Return a row group, an Arrow table or batch, from the cache if possible."""
+        group = self._cache.pop(number) if number in self._cache else self._read[number]()
+        while self._cache and group.nbytes + sum(other.nbytes for other in self._cache.values()) > CACHED_BYTES:
+            self._cache.pop(next(iter(self._cache)))
+        self._cache[number] = group
+        return group
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -94,7 +189,8 @@ def _shards(folder: Path) -> list[Path]:
         ) from error
 
 
-def _shard_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _groups(path: Path) -> list[tuple[int, Callable[[], Any]]]:
+    """Return, for each row group or record batch of a file, the number of its rows and a function that reads it."""
     try:
         import pyarrow as pa  # deferred: a large library that JSONL does not need
         from pyarrow import parquet
@@ -103,19 +199,24 @@ def _shard_rows(path: Path) -> Iterator[dict[str, Any]]:
             f"cannot read the prompts {path}: {error}; install pyarrow, or convert them to JSONL"
         ) from error
     try:
-        with path.open("rb") as file:
-            if path.suffix == ".parquet":
-                batches = parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE)
-            elif file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC:
-                reader = pa.ipc.open_file(file)
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                file.seek(0)
-                batches = pa.ipc.open_stream(file)
-            for batch in batches:
-                yield from batch.to_pylist()
+        if path.suffix == ".parquet":
+            file = parquet.ParquetFile(path)
+            counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            return [(count, partial(file.read_row_group, i)) for i, count in enumerate(counts)]
+        mapped = pa.memory_map(str(path))
+        if mapped.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC:
+            reader = pa.ipc.open_file(mapped)
+            batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        else:
+            mapped.seek(0)
+            batches = list(pa.ipc.open_stream(mapped))
+        return [(batch.num_rows, partial(_same, batch)) for batch in batches]
     except (OSError, pa.ArrowException) as error:
         raise PromptError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _same(batch: Any) -> Any:
+    return batch
 
 
 def _check_plain(where: str, name: str, value: Any) -> None:

@@ -1,10 +1,9 @@
-"""Reads and tokenises the prompts of a run, and defines the order in which the run uses them."""
+"""Makes prompts from the rows of prompt files: renders chats, tokenises, and checks or shortens the result."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,85 +12,87 @@ import numpy as np
 from actor.data.prompt_files import PromptError, PromptRow, read_rows, source_of
 from actor.data.rollout import Prompt
 
-__all__ = ["MESSAGES_KEY", "PromptError", "read_prompts", "take"]
+__all__ = ["MESSAGES_KEY", "PromptError", "PromptReader", "read_prompts"]
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
 MESSAGES_KEY = "messages"  # metadata key of a chat; the server renders it with the reward model's own template
 
 
-def read_prompts(
-    path: Path, tokenizer: Any, *, max_tokens: int, too_long: TooLong = "error", limit: int | None = None,
-    vocab_size: int | None = None,
-) -> list[Prompt]:  # fmt: skip
-    """Read and tokenise prompts from rows with `text`, or with chat `messages` that the tokenizer's template renders.
+@dataclass(frozen=True)
+class PromptReader:
+    """Tokenises rows with `text`, or with chat `messages` that the tokenizer's template renders.
 
     A `prompt` column (the name in TRL) may hold either. All columns except the text and `prompt_id` become metadata,
     which also holds the chat messages, under `messages`.
+    """
 
-    Args:
-        max_tokens: maximum prompt length.
-        too_long: what to do with a longer prompt: `error`, `skip`, or `truncate` to its last tokens; the last two are
-            logged.
-        limit: stop after this many prompts.
-        vocab_size: number of the model's embeddings; a prompt with a token beyond them is an error. None: not checked.
+    tokenizer: Any
+    max_tokens: int  # maximum prompt length
+    too_long: TooLong = "error"  # a longer prompt is an error, skipped, or truncated to its last tokens
+    vocab_size: int | None = None  # of the model's embeddings; None: tokens beyond them are not detected
+
+    def prompt(self, row: PromptRow) -> Prompt:
+        """Return the prompt of `row`, which `fitted` has yet to truncate or skip.
+
+        Raises:
+            PromptError: the row is not a JSON object with one of the three columns; or the prompt is empty, too long
+                under `too_long: error`, or has a token that the model has no embedding for.
+        """
+        prompt = _prompt(row, self.tokenizer)
+        size = prompt.tokens.size
+        if not size or (size > self.max_tokens and self.too_long == "error"):
+            raise PromptError(
+                f"{row.where}: {size} tokens, but a prompt must have 1 to {self.max_tokens} (actor.prompts.max_tokens)"
+            )
+        if self.vocab_size is not None and (largest := int(prompt.tokens.max())) >= self.vocab_size:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            raise PromptError(
+                f"{row.where}: token {largest} ({token!r}) is outside the policy's {self.vocab_size} embeddings; "
+                "remove it, or resize the embeddings to the tokenizer (resize_token_embeddings)"
+            )
+        return prompt
+
+    def is_long(self, prompt: Prompt) -> bool:
+        """Return whether `prompt` has more than `max_tokens` tokens."""
+        return bool(prompt.tokens.size > self.max_tokens)
+
+    def fitted(self, prompt: Prompt) -> Prompt | None:
+        """Return `prompt`, truncated if it is too long; None if it is skipped."""
+        if self.is_long(prompt):
+            return None if self.too_long == "skip" else replace(prompt, tokens=prompt.tokens[-self.max_tokens :])
+        return prompt
+
+    @property
+    def done_to_long(self) -> str:
+        """What happens to long prompts, for the log."""
+        return "skipped" if self.too_long == "skip" else "truncated to their last tokens"
+
+
+def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) -> list[Prompt]:
+    """Return the prompts of `path` in order, at most `limit`; log the long ones.
 
     Raises:
-        PromptError: the file is unreadable; a row is not a JSON object with one of the three columns; or a prompt is
-            empty, too long, or has a token that the model has no embedding for.
+        PromptError: the file is unreadable, has no prompts, or has one that `reader` refuses.
     """
     prompts: list[Prompt] = []
     long: list[str] = []
     for row in read_rows(path):
-        prompt = _prompt(row, tokenizer)
-        size = prompt.tokens.size
-        if not size or (size > max_tokens and too_long == "error"):
-            raise PromptError(
-                f"{row.where}: {size} tokens, but a prompt must have 1 to {max_tokens} (actor.prompts.max_tokens)"
-            )
-        if vocab_size is not None and (largest := int(prompt.tokens.max())) >= vocab_size:
-            token = tokenizer.convert_ids_to_tokens(largest)
-            raise PromptError(
-                f"{row.where}: token {largest} ({token!r}) is outside the policy's {vocab_size} embeddings; remove it, "
-                "or resize the embeddings to the tokenizer (resize_token_embeddings)"
-            )
-        if size > max_tokens:
-            long.append(f"{row.number} ({size} tokens)")
-            if too_long == "skip":
-                continue
-            prompt = replace(prompt, tokens=prompt.tokens[-max_tokens:])
-        prompts.append(prompt)
+        prompt = reader.prompt(row)
+        if reader.is_long(prompt):
+            long.append(f"{row.number} ({prompt.tokens.size} tokens)")
+        if (fitted := reader.fitted(prompt)) is not None:
+            prompts.append(fitted)
         if len(prompts) == limit:
             break
     if long:
-        done = "skipped" if too_long == "skip" else "truncated to their last tokens"
         logger.warning(
-            "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), max_tokens, done,
-            ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
+            "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), reader.max_tokens,
+            reader.done_to_long, ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
         )  # fmt: skip
     if not prompts:
-        raise PromptError(f"{path} has no prompts" + (f" of at most {max_tokens} tokens" if long else ""))
+        raise PromptError(f"{path} has no prompts" + (f" of at most {reader.max_tokens} tokens" if long else ""))
     return prompts
-
-
-def take(prompts: Sequence[Prompt], *, start: int, count: int, seed: int) -> list[Prompt]:
-    """Return `count` prompts from the infinite sequence of shuffled epochs, beginning at position `start`."""
-    taken = []
-    for position in range(start, start + count):
-        epoch, index = divmod(position, len(prompts))
-        taken.append(prompts[_order(len(prompts), seed, epoch)[index]])
-    return taken
-
-
-_ORDERS: dict[tuple[int, int, int], np.ndarray] = {}  # holds the permutation of the current epoch only
-
-
-def _order(count: int, seed: int, epoch: int) -> np.ndarray:
-    key = (count, seed, epoch)
-    if key not in _ORDERS:
-        _ORDERS.clear()
-        _ORDERS[key] = np.random.default_rng([seed, epoch]).permutation(count)
-    return _ORDERS[key]
 
 
 def _prompt(row: PromptRow, tokenizer: Any) -> Prompt:

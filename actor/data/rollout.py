@@ -125,6 +125,7 @@ class ScoredRollout:
     scores: Scores
     logprobs: Tensor | None  # float32 [B, S-1], under the policy that sampled the responses; None: not needed
     ref_logprobs: Tensor | None  # float32 [B, S-1], under the reference; ignored where not scored; None: not needed
+    importance: Tensor | None = None  # float32 [B, S-1], truncated importance weights of tokens that vLLM sampled
 
 
 @dataclass(frozen=True)

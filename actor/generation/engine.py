@@ -26,6 +26,9 @@ NEAR = 0.01  # total variation distance: at most one token in a hundred would be
 class Generation:
     """Generates responses with the sampling settings of one configuration."""
 
+    is_ours = True
+    """Whether the log-probs of its responses come from the actor's own forward passes."""
+
     def __init__(
         self, model: Any, tokenizer: Any, settings: GenerationSection, *, eos_ids: list[int], pad_id: int,
         banned_ids: list[int],
@@ -37,6 +40,12 @@ class Generation:
         # tokens are needed because the first ones of a window may decode differently without their predecessors.
         self._stop_tokens = max((len(stop.encode()) for stop in settings.stop_strings), default=0) + MORE_STOP_TOKENS
         self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
+
+    def renew(self) -> None:
+        """Sample from the model's present weights from now on; `Policy.renew_sampler` has just changed them."""
+
+    def close(self) -> None:
+        """Make a `run` in another thread raise CancelledError, if it waits for a server."""
 
     def run(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool = False) -> None:
         """Generate a response to each prompt.
@@ -55,7 +64,7 @@ class Generation:
     ) -> None:
         """Generate the responses of `run` to the prompts with the indices `rows` only."""
         if self._decodes is None:
-            self._decodes = self._settings.engine == "slots" and self._is_proven(prompts)
+            self._decodes = self._settings.engine != "transformers" and self._is_proven(prompts)
         if not rows:
             return
         chosen, seen = [prompts[row] for row in rows], lambda index, response: finished(rows[index], response)

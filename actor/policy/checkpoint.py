@@ -22,6 +22,7 @@ from typing import Any
 
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.shaping import RewardShaper, RunningMoments
+from actor.data.step_inputs import StepInputs
 from actor.policy.policy import Policy
 from actor.policy.state_files import ADAPTERS
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
@@ -40,6 +41,7 @@ class RunState:
     policy: Policy
     shaper: RewardShaper
     kl: KLControl
+    inputs: StepInputs
 
 
 def saved_steps(root: Path) -> list[int]:
@@ -71,8 +73,8 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
     policy = run.policy
     world_size = {"world_size": policy.world_size} if policy.world_size > 1 else {}
     whole = {
-        **state, **world_size, "optimizer_step": policy.optimizer_step, "kl_coef": run.kl.coef,
-        "reward_moments": run.shaper.moments.state(), "lora_alpha": policy.settings.lora_alpha,
+        **state, **world_size, **run.inputs.state(state["step"]), "optimizer_step": policy.optimizer_step,
+        "kl_coef": run.kl.coef, "reward_moments": run.shaper.moments.state(), "lora_alpha": policy.settings.lora_alpha,
         "start": str(policy.settings.checkpoint), "start_fingerprint": policy.fingerprint,
     }  # fmt: skip
 
@@ -147,3 +149,4 @@ def restore(folder: Path, state: Mapping[str, Any], run: RunState) -> None:
     policy.optimizer_step = state["optimizer_step"]
     run.kl.coef = state["kl_coef"]
     run.shaper.moments = RunningMoments(*state["reward_moments"])
+    run.inputs.restore(state["step"], state)

@@ -187,7 +187,7 @@ class Policy:
         Slot-based decoding returns them with the responses. For the first rollout they are compared with those of a
         forward pass over whole rows; if they differ, and always in bfloat16, that pass computes them for every rollout.
         """
-        if rollout.logprobs is None:
+        if rollout.logprobs is None or not self.generation.is_ours:
             return self.logprobs(rollout)
         if self._generation_agrees is None:
             self._generation_agrees = self._agrees(rollout)
@@ -211,6 +211,7 @@ class Policy:
             for mine, current in zip(self.sampler.parameters(), self.model.parameters(), strict=True):
                 if current.requires_grad:
                     mine.copy_(whole(current))
+        self.generation.renew()
 
     def save(self, folder: Path) -> None:
         """Write a Hugging Face folder: safetensors, configuration, tokenizer; adapters are merged into the weights."""
@@ -253,7 +254,8 @@ class Policy:
         read_state(self, folder)
 
     def close(self) -> None:
-        """Let calls in other threads that wait for other ranks raise."""
+        """Let calls in other threads that wait for servers or other ranks raise."""
+        self.generation.close()
 
     @contextlib.contextmanager
     def _weights_of(self, reference: bool) -> Iterator[Any]:

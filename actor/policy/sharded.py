@@ -130,6 +130,7 @@ class ShardedPolicy(Policy):
     def close(self) -> None:
         """Let calls in other threads that wait for other ranks raise CancelledError."""
         self._closed.set()
+        super().close()
 
     def _respond(self, prompts: list[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
         """Generate this rank's share of the responses, and take those of the other ranks as they end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from actor.algorithms.experience import importance_weights
 from actor.data.compute import InThread
 from actor.data.rollout import Prompt, Rollout, ScoredRollout
 from actor.policy.policy import Policy
@@ -18,7 +19,7 @@ from actor.scoring.stream import ScoringStream
 async def collect(
     policy: Policy, scorer: Scorer, reference: Reference, prompts: list[Prompt], *, seed: int,
     ready: asyncio.Future[Any], in_thread: InThread, timers: Timers, greedy: bool = False, with_kl: bool = True,
-    with_logprobs: bool = True, group_size: int = 1,
+    with_logprobs: bool = True, group_size: int = 1, importance_cap: float | None = None,
 ) -> ScoredRollout:  # fmt: skip
     """Generate responses, score each one as soon as it has ended and `ready` is done, and return the scored rollout.
 
@@ -29,6 +30,7 @@ async def collect(
         ready: a future that completes when the critic's weights are new enough for scoring.
         with_kl: compute reference log-probs.
         with_logprobs: compute the policy's log-probs even without `with_kl`.
+        importance_cap: upper bound of the importance weights of tokens that vLLM sampled; None: no weights.
         group_size: number of consecutive prompts that are the same one, which form an advantage group; groupwise reward
             functions receive its responses together.
 
@@ -62,6 +64,9 @@ async def collect(
         timers.note("scoring", *stream.span)
     finally:
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
+    weights = None
+    if logprobs is not None and importance_cap is not None:
+        weights = importance_weights(rollout, logprobs, importance_cap)
     if start is None:
-        return ScoredRollout(rollout, scores, logprobs, None)
-    return ScoredRollout(rollout, only_known(scores, start), logprobs, start.logprobs)
+        return ScoredRollout(rollout, scores, logprobs, None, weights)
+    return ScoredRollout(rollout, only_known(scores, start), logprobs, start.logprobs, weights)

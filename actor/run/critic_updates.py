@@ -41,13 +41,14 @@ class CriticUpdates:
 
         The sidecar counts a failed update as done: it keeps serving the previous weights and accepts the next step.
         """
-        timers = Timers()
+        timers = Timers(step)
         with timers.phase("critic_update"):
             try:
                 answer = await self._client.train(critic_payload(batch), run_id=self._run_id, step=step)
             except ServerFailed as error:  # task edge: the run survives one lost critic update
                 self._books.failed_critic_updates += 1
-                logger.warning("step %d: the critic's update failed, the run continues without it: %s", step, error)
+                text = "step %d: the critic's update failed, the run continues without it: %s"
+                logger.warning(text, step, error, extra={"step": step})
                 return None
         self._books.log_timeline(step, timers.spans)
         self._books.version_steps.learn(answer.weights_version, step)

@@ -1,4 +1,4 @@
-"""Lock on the run's folder: a second actor would rewind the critic under the first and mix their checkpoints."""
+"""Locks on the run's folder: a second actor would rewind the critic under the first and mix their checkpoints."""
 
 from __future__ import annotations
 
@@ -8,23 +8,55 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from python_backend.errors import RlhfError
+from python_backend.store.durable import exclusive_lock
 
 LOCK_FILE = "actor.lock"
+RUN_LOCK_FILE = "run.lock"
+PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
 
 class ActorRuns(RlhfError):
-    """Another actor holds the lock of the folder."""
+    """Another actor, or another `tools run`, holds the lock of the folder."""
 
 
 @contextlib.contextmanager
 def only_actor(run_dir: Path) -> Iterator[None]:
     """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises ActorRuns."""
+    with _only("actor", run_dir, LOCK_FILE):
+        yield
+
+
+@contextlib.contextmanager
+def only_run(run_dir: Path) -> Iterator[None]:
+    """Hold the exclusive lock of `tools run` on `run_dir`, from preparation to report. Raises ActorRuns."""
+    with _only("`tools run`", run_dir, RUN_LOCK_FILE):
+        yield
+
+
+def in_progress(run_dir: Path) -> bool:
+    """Return whether `tools run` or an actor holds its lock on `run_dir`."""
+    return any(_is_held(run_dir / name) for name in (RUN_LOCK_FILE, LOCK_FILE))
+
+
+@contextlib.contextmanager
+def _only(what: str, run_dir: Path, name: str) -> Iterator[None]:
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK_FILE).open("a") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(exclusive_lock(run_dir / name, patience_s=PATIENCE_S))
+        except TimeoutError:
             raise ActorRuns(
-                f"another actor is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
+                f"another {what} is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
             ) from None
         yield
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except BlockingIOError:
+        return True
+    return False

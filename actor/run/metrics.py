@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl, rollouts.jsonl and TensorBoard events, and measures the phases of a step."""
+"""Writes each step's metrics to files, TensorBoard, trackers and Prometheus, and measures the phases of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from actor.run.prometheus import ActorMetrics
 from actor.run.trackers import Trackers
+from python_backend.monitoring.tracing import span
 from python_backend.store.jsonl import append_jsonl, drop_steps_from
 
 Metric = float | dict[str, int]  # a scalar, or the count of each integer value
@@ -35,7 +37,8 @@ class Text:
 class Timers:
     """Durations and time spans of the phases of one step; phases may overlap."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int | None = None) -> None:
+        self._step = step
         self.seconds: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []  # phase, begin, end; seconds since the epoch
         self._start = time.monotonic()
@@ -43,10 +46,11 @@ class Timers:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to phase `name`."""
+        """Add the duration of the block to phase `name`, and trace it."""
         start = time.monotonic()
         try:
-            yield
+            with span(name, step=self._step):
+                yield
         finally:
             self.note(name, start, time.monotonic())
 
@@ -68,15 +72,21 @@ class Timers:
 
 
 class MetricsLog:
-    """Metrics log of one run: JSONL, TensorBoard and trackers. A resumed run drops the lines of steps it repeats."""
+    """Metrics log of one run: JSONL, TensorBoard, trackers and Prometheus.
 
-    def __init__(self, run_dir: Path, *, first_step: int, trackers: Trackers | None = None) -> None:
+    A resumed run drops the lines of steps it repeats.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, first_step: int, trackers: Trackers | None = None, exported: ActorMetrics | None = None
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / "metrics.jsonl"
         drop_steps_from(first_step, self._path)
         self._trackers = trackers
+        self._exported = exported
         self._texts_path = run_dir / "rollouts.jsonl"
         drop_steps_from(first_step, self._texts_path)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step)
@@ -85,15 +95,19 @@ class MetricsLog:
         """Append the metrics as one line to metrics.jsonl, and chart them."""
         append_jsonl(self._path, [{"step": step, "time": time.time(), **metrics}])
         self.chart(metrics, step)
+        if self._exported is not None:
+            self._exported.step(step, metrics)
 
     def chart(self, metrics: Mapping[str, Metric], step: int) -> None:
-        """Send metrics to TensorBoard and the trackers, not to metrics.jsonl; counts become a TensorBoard histogram."""
+        """Send metrics everywhere but to metrics.jsonl; counts become a histogram, in TensorBoard alone."""
         for name, value in metrics.items():
             if isinstance(value, dict):
                 self._board.add_histogram(name, np.repeat(list(map(int, value)), list(value.values())), step)
             else:
                 self._board.add_scalar(name, value, step)
         self._board.flush()
+        if self._exported is not None:
+            self._exported.chart(metrics)
         if self._trackers is not None:
             self._trackers.log({name: value for name, value in metrics.items() if not isinstance(value, dict)}, step)
 

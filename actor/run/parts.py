@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from actor.algorithms.kl_control import KLControl
 from actor.algorithms.methods import Method
 from actor.algorithms.shaping import RewardShaper
 from actor.data.compute import in_a_thread_of
-from actor.data.prompts import read_prompts
+from actor.data.prompt_stream import PromptStream
+from actor.data.prompts import PromptReader, read_prompts
 from actor.data.step_inputs import StepInputs
 from actor.policy.checkpoint import RunState
 from actor.run.critic_updates import CriticUpdates
@@ -40,20 +39,17 @@ class RunParts:
             client, self.policy.tokenizer, rows_per_request=actor.client.rows_per_request, with_critic=has_critic
         )
         self.reference = make_reference(config, client, self.policy)
-        limits: dict[str, Any] = {
-            "max_tokens": actor.prompts.max_tokens, "too_long": actor.prompts.too_long,
-            "vocab_size": self.policy.vocab_size,
-        }  # fmt: skip
-        prompts = read_prompts(actor.prompts.path, self.policy.tokenizer, **limits)
+        reader = PromptReader(
+            self.policy.tokenizer, actor.prompts.max_tokens, actor.prompts.too_long, self.policy.vocab_size
+        )
+        stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = (
-            read_prompts(validation.prompts, self.policy.tokenizer, limit=validation.size, **limits)
+            read_prompts(validation.prompts, reader, limit=validation.size)
             if validation.prompts and validation.size else []
         )  # fmt: skip
-        state = RunState(self.policy, self.shaper, self.kl)
-        self.books = Bookkeeper(config, state, client, num_prompts=len(prompts), has_critic=has_critic)
-        self.inputs = StepInputs(
-            prompts, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt, self.books.prompts_taken
-        )
+        self.inputs = StepInputs(stream, seed, actor.prompts_per_step, actor.algorithm.responses_per_prompt)
+        state = RunState(self.policy, self.shaper, self.kl, self.inputs)
+        self.books = Bookkeeper(config, state, client, has_critic=has_critic)
         self.in_thread = in_a_thread_of(actor.threads)
         # A second thread, so that the update can run beside a rollout.
         self.in_update_thread = in_a_thread_of(actor.threads) if actor.one_step_off_policy else self.in_thread

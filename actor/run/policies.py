@@ -27,9 +27,18 @@ def make_policy(config: RunConfig, method: Method, ranks: Ranks | None) -> tuple
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
     if ranks is None:
         policy = Policy.of(actor)
+        _use_vllm(config, policy)
         return policy, PolicyUpdate.of(actor, policy, method)
     sharded = ShardedPolicy.of(actor, ranks=ranks)
+    _use_vllm(config, sharded)
     return sharded, RankedUpdate.of(actor, sharded, method, ranks=ranks)
+
+
+def _use_vllm(config: RunConfig, policy: Policy) -> None:
+    if config.actor.generation.engine == "vllm":
+        from actor.vllm.generation import VllmGeneration  # deferred: HTTP
+
+        policy.generation = VllmGeneration(config, policy)
 
 
 def follow(config: RunConfig, ranks: Ranks) -> None:

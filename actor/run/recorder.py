@@ -25,6 +25,7 @@ from actor.policy.checkpoint import (
     set_aside,
 )
 from actor.run.metrics import Metric, MetricsLog, Text
+from actor.run.prometheus import ActorMetrics
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.trackers import Trackers
 from actor.run.validation import Validation, explained, samples
@@ -32,6 +33,8 @@ from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
+from python_backend.monitoring.log_lines import now_at
+from python_backend.monitoring.tracing import end_step
 from python_backend.store.durable import read_json, sweep, write_folder, write_json
 from python_backend.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
 from python_backend.store.sealed_folder import DamagedCheckpoint
@@ -45,9 +48,7 @@ TIMELINE_FILE = "timeline.jsonl"
 class Bookkeeper:
     """Metrics, validations and checkpoints of one run."""
 
-    def __init__(
-        self, config: RunConfig, state: RunState, client: TritonClient, *, num_prompts: int, has_critic: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, state: RunState, client: TritonClient, *, has_critic: bool) -> None:
         self._settings = config.actor
         self._publish_every = config.trainer.publish.every
         self._dir = config.run.dir
@@ -62,7 +63,6 @@ class Bookkeeper:
         }
         self._has_critic = has_critic
         self._client = client
-        self._num_prompts = num_prompts
         self._validations: dict[str, Validation] = {}
         self._validated: int | None = None  # newest step at which this process validated
         self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
@@ -70,7 +70,7 @@ class Bookkeeper:
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
         self._unsaved: int | None = None  # newest step whose critic_save failed
         self._masked_samples = 0
-        self._taken = (0, 0)  # the step resumed from, and the prompts used up to it
+        self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
         self.version_steps: VersionSteps
 
@@ -83,10 +83,10 @@ class Bookkeeper:
         """
         sweep(self._dir)
         step, state = await self._newest_usable()
+        now_at(step=step)
         if state:
             restore(self._checkpoints / str(step), state, self._state)
             self._masked_samples = state["masked_samples"]
-            self._taken = (step, state["prompts_taken"])
             logger.info("resuming from the checkpoint of step %d", step)
             if step >= self._settings.steps:
                 logger.warning(
@@ -98,7 +98,7 @@ class Bookkeeper:
             manifest_step=self._manifest_step,
         )  # fmt: skip
         trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
-        self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers)
+        self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers, exported=self._exported)
         drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
         return step
 
@@ -139,34 +139,29 @@ class Bookkeeper:
     async def _rewind_critic(self, step: int) -> None:
         if self._has_critic:
             self.weights_version = await self._client.rewind(run_id=self._run_id, step=step)
+            now_at(version=self.weights_version)
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
-
-    def prompts_taken(self, step: int) -> int:
-        """Return the number of prompts used by all steps up to `step`.
-
-        Steps before the resume may have used other settings, so their count comes from the checkpoint.
-        """
-        resumed, taken = self._taken
-        return taken + (step - resumed) * (self._settings.prompts_per_step)
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
         scores = scored.scores
+        if self._has_critic:
+            now_at(version=int(scores.versions.max()))
         self._masked_samples += int((~scores.scored).sum())
-        consumed = self.prompts_taken(step)
         metrics = rollout_metrics(scored, batch, kl_coef=self._state.kl.coef)
         generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
         seconds = measured["timers/step_time"]
         line = {
             **metrics,
             **self._critic_metrics(scores, step),
-            "train_rollouts/consumed_samples": consumed,
-            "train_rollouts/epoch": consumed // self._num_prompts,
+            "train_rollouts/consumed_samples": self._state.inputs.after(step).prompts,
+            "train_rollouts/epoch": self._state.inputs.epoch(step),
             "tokens_per_s": generated / seconds,
             **{f"client/{name}": float(value) for name, value in vars(self._client.counters).items()},
         }
         self._log.write(step, {**line, **measured})
         self._log.add_texts(self._texts(step, scored))
+        end_step(step)
         logger.info(
             "step %d/%d: reward %.3f%s%s, %.1f s",
             step, self._settings.steps, metrics["train_rollouts/rewards"],
@@ -276,8 +271,7 @@ class Bookkeeper:
         """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint."""
         state = {
             "step": step, "run_id": self._run_id, "masked_samples": self._masked_samples,
-            "critic_step": step, "weights_version": self.weights_version, "prompts_taken": self.prompts_taken(step),
-            **self._reference,
+            "critic_step": step, "weights_version": self.weights_version, **self._reference,
         }  # fmt: skip
         await asyncio.to_thread(
             save_checkpoint, self._checkpoints, self._state, state, keep=self._settings.keep_checkpoints

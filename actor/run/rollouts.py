@@ -16,6 +16,7 @@ from actor.run.staleness import needed_update
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
 from python_backend.config import ActorSection
+from python_backend.monitoring.log_lines import now_at
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Rollouts:
 
     async def take(self, step: int) -> Collected:
         """Return the rollout of `step`, starting it now if it was not started in advance."""
+        now_at(step=step)
         if self._begun is None:
             await self.begin(step, updated=step - 1)
         assert self._begun is not None
@@ -58,16 +60,19 @@ class Rollouts:
 
         Generation starts at once; scoring waits until the critic's weights satisfy `actor.max_staleness`.
         """
-        settings, timers = self._settings, Timers()
+        settings, timers = self._settings, Timers(step)
         needed = needed_update(step, max_staleness=settings.max_staleness, every=self._publish_every)
+        prompts = await self._in_thread(self.inputs.prompts_of, step)
+        self._scorer.mixture.check_prompts(prompts)
         ready = asyncio.create_task(self._critic.served(needed))
         try:
             with timers.phase("rollout_time"):
                 scored = await collect(
-                    self._policy, self._scorer, self._reference, self.inputs.prompts_of(step),
+                    self._policy, self._scorer, self._reference, prompts,
                     seed=self.inputs.seed_of(step), ready=ready, in_thread=self._in_thread, timers=timers,
                     with_kl=settings.kl.measures(step), with_logprobs=not settings.is_one_update,
                     group_size=settings.algorithm.responses_per_prompt,
+                    importance_cap=settings.generation.vllm.importance_cap,
                 )  # fmt: skip
         finally:
             await cancelled([ready])

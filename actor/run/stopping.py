@@ -26,6 +26,13 @@ class Stopped(Exception):
     """The run was stopped on request; the message says after which step."""
 
 
+def stopped_early(error: Exception, done: int) -> Exception:
+    """Return an error of the same class that also says that the run stopped after `done` steps."""
+    after = f"after step {done}, whose checkpoint is written" if done else "before the first step ended"
+    reason = "" if isinstance(error, Stopped) else f"{error}; the run "
+    return type(error)(f"{reason}stopped {after}; {RESUMES}")
+
+
 class Stop:
     """Stops the run on request."""
 

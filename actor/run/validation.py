@@ -16,6 +16,7 @@ from actor.run.collection import collect
 from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
+from python_backend.monitoring.tracing import span
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 
@@ -53,10 +54,11 @@ class Validator:
         await self._in_thread(self._policy.renew_sampler)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         ready.set_result(None)
-        scored = await collect(
-            self._policy, self._scorer, self._reference, self.prompts, seed=self._seed, greedy=self._greedy,
-            ready=ready, in_thread=self._in_thread, timers=Timers(), with_kl=self._with_kl, with_logprobs=False,
-        )  # fmt: skip
+        with span("validation"):
+            scored = await collect(
+                self._policy, self._scorer, self._reference, self.prompts, seed=self._seed, greedy=self._greedy,
+                ready=ready, in_thread=self._in_thread, timers=Timers(), with_kl=self._with_kl, with_logprobs=False,
+            )  # fmt: skip
         whole, scores = scored.rollout, scored.scores
         mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
         kl = sequence_kl(scored, mask)

@@ -31,12 +31,14 @@ from actor.scoring.retry import (
 )
 from python_backend.config import ClientSection
 from python_backend.models.batching import padded_rows
+from python_backend.monitoring.tracing import span, traceparent
 from python_backend.store.ownership import Sender
 from python_backend.wire import contract
 
 T = TypeVar("T")
 # By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
+ASK_AGAIN_S = 30.0  # until a training request without a response is repeated for the first time
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class TritonClient:
         )
         self._sender = Sender(uuid.uuid4().hex)
         self._turns = Turns()
+        self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
         self._parameters: dict[str, dict[str, str]] = {}  # by model, as the run was checked against
@@ -230,19 +233,32 @@ class TritonClient:
     ) -> dict[str, np.ndarray]:
         if contract.TOKENS in arrays:
             arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
-        message = Message(model, arrays, outputs, {**self._headers, contract.SENDER_HEADER: str(self._sender)})
+        with span(model):
+            return await self._send(model, arrays, outputs, writes=writes)
+
+    async def _send(
+        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], *, writes: bool
+    ) -> dict[str, np.ndarray]:
+        trace = traceparent()
+        traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
+        headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
+        message = Message(model, arrays, outputs, headers)
 
         async def ask(connection: HTTPConnection) -> dict[str, np.ndarray]:
             return await connection.infer(message)
 
         s = self._settings
         budget = self._training_budget if writes else self._scoring_budget
-        attempts = Attempts(model, s, budget, retries=self._train_retries if writes else s.retries)
+        outlast_s = s.max_outage_s if writes and self._has_trained else 0.0
+        retries = self._train_retries if writes else s.retries
+        attempts = Attempts(model, s, budget, retries=retries, outlast_s=outlast_s)
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:
             async with self._in_flight:
-                return await self._until_answered(attempts, ask, deadline_s, turn=turn)
+                answer = await self._until_answered(attempts, ask, deadline_s, turn=turn)
+        self._has_trained |= writes
+        return answer
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -269,33 +285,22 @@ class TritonClient:
                 async with self._servers.one(attempts.model, writes=turn is not None, patient=patient) as server:
                     try:
                         with self._turns.under_way(turn, server.url):
-                            answer = await server.connection.answer(ask, deadline_s)
+                            again_s = ASK_AGAIN_S if turn else None
+                            answer = await server.connection.answer(ask, deadline_s, again_s=again_s)
                         self._servers.answered(server, attempts.model)
                         return answer
                     except Trouble as trouble:
-                        is_lost = await self._servers.failed(server, attempts.model, trouble)
-                        pause_s = self._pause_s(attempts, trouble, server.url, is_lost=is_lost, patient=patient)
+                        if turn and trouble.is_early and not self._turns.is_first(turn):
+                            self._servers.answered(server, attempts.model)
+                            self.counters.retries += 1  # the step before it was lost: wait for its response
+                            pause_s = 0.0
+                        else:
+                            pause_s = await self._servers.pause_after(server, attempts, trouble, patient=patient)
                 await asyncio.sleep(pause_s)
         except RequestFailed as error:
             self.counters.failed_requests += 1
             self.counters.over_budget += isinstance(error, OverBudget)
             raise
-
-    def _pause_s(self, attempts: Attempts, trouble: Trouble, url: str, *, is_lost: bool, patient: bool) -> float:
-        """Return the pause in seconds before the next attempt; 0 if the attempt goes to or waits for another server.
-
-        Raises RequestFailed if there is no next attempt.
-        """
-        goes_elsewhere = is_lost and self._servers.can_take(attempts.model)
-        waits = is_lost and patient and self._settings.max_outage_s > 0
-        if goes_elsewhere or waits:
-            attempts.moves_on(trouble, url)
-            self.counters.failovers += goes_elsewhere
-            pause_s = 0.0
-        else:
-            pause_s = attempts.pause_s(trouble, url)
-        self.counters.retries += 1
-        return pause_s
 
 
 def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ The only module that imports tritonclient.http.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -75,13 +76,24 @@ class HTTPConnection:
         # No connection timeout here: `answer` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
 
-    async def answer(self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float) -> T:
-        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline."""
+    async def answer(
+        self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, again_s: float | None = None
+    ) -> T:
+        """Return the result of `ask`. Raises Trouble if it fails or misses the deadline.
+
+        `again_s`: repeat an idempotent request without a response after this time, then after twice as long, and so on.
+        Triton never answers a request that waits in a model's process when that process is killed.
+        """
         try:
             async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
+                while again_s is not None:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        async with timeout(again_s):
+                            return await ask(self)
+                    again_s *= 2
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise _trouble(error, deadline_s) from error
+            raise trouble_of(error, deadline_s) from error
 
     async def infer(self, message: Message) -> dict[str, np.ndarray]:
         """Return the outputs of an inference request. Raises the client library's errors: call it within `answer`."""
@@ -118,7 +130,7 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
 
-def _trouble(error: Exception, deadline_s: float) -> Trouble:
+def trouble_of(error: Exception, deadline_s: float) -> Trouble:
     """Classify an error: 503, a model that was unloaded or died, timeouts and connection errors are transient."""
     if isinstance(error, InferenceServerException):
         message, status = str(error.message()), str(error.status() or "")

@@ -51,6 +51,10 @@ class Turns:
             turn.held_up = True
             await self._changed.wait()
 
+    def is_first(self, turn: Turn) -> bool:
+        """Return whether every earlier request has its response."""
+        return self._line[0] is turn
+
     @contextmanager
     def under_way(self, turn: Turn | None, server: str) -> Iterator[None]:
         """Mark an attempt as in flight to `server` within the block; do nothing if `turn` is None."""

@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 from actor.scoring.names import ServerNames
 from actor.scoring.outage import Outage
-from actor.scoring.retry import MAX_BACKOFF_S, Kind, RequestCounters, RequestFailed, Trouble, jittered
+from actor.scoring.retry import MAX_BACKOFF_S, Attempts, Kind, RequestCounters, RequestFailed, Trouble, jittered
 from actor.scoring.server import C, Server, Suspension
 from python_backend.config import ClientSection
 
@@ -100,6 +100,23 @@ class ServerPool(Generic[C]):
     def can_take(self, model: str) -> bool:
         """Return whether any server accepts requests for this model."""
         return any(server.takes(model) for server in self.servers)
+
+    async def pause_after(self, server: Server[C], attempts: Attempts, trouble: Trouble, *, patient: bool) -> float:
+        """Record a failed attempt; return the pause in seconds before the next one.
+
+        It is 0 if the next attempt goes to another server or, if `patient`, waits for one. Raises RequestFailed if
+        there is no next attempt.
+        """
+        is_lost = await self.failed(server, attempts.model, trouble)
+        goes_elsewhere = is_lost and self.can_take(attempts.model)
+        pause_s = 0.0
+        if goes_elsewhere or (is_lost and patient and self._settings.max_outage_s > 0):
+            attempts.moves_on(trouble, server.url)
+            self._counters.failovers += goes_elsewhere
+        else:
+            pause_s = attempts.pause_s(trouble, server.url)
+        self._counters.retries += 1
+        return pause_s
 
     @property
     def outage(self) -> str:

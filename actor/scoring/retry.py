@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from enum import Enum
 
 from python_backend.config import ClientSection
 from python_backend.errors import RlhfError
+from python_backend.wire.contract import STEP_AHEAD
 
+logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 8.0
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
@@ -82,6 +85,11 @@ class Trouble(Exception):
         super().__init__(what, why)
         self.kind, self.what, self.why, self._hint = kind, what, why, hint
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the server refuses a step because it has not received the one before it."""
+        return self.kind is Kind.WRONG and STEP_AHEAD in self.why
+
     def sentence(self, model: str, url: str, attempts: int) -> str:
         """Return the error message."""
         tries = f" after {attempts} attempts" if attempts > 1 else ""
@@ -119,11 +127,15 @@ class Attempts:
     | no connection, or the model was unloaded | set aside | goes to another server, or waits for one; no retry |
     | connection lost, model process dead | set aside | the same, but costs one own retry |
     | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one token of the budget |
+    | 503 of a training request: the sidecar is away | stays | pauses; costs nothing for `outlast_s` |
     | anything else | stays | fails |
     """
 
-    def __init__(self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int) -> None:
+    def __init__(
+        self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int, outlast_s: float = 0.0
+    ) -> None:
         self.model, self.budget = model, budget
+        self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
         self._made = 0  # attempts that reached a server
         self._settings, self._retries = settings, retries
@@ -143,6 +155,10 @@ class Attempts:
 
     def pause_s(self, trouble: Trouble, url: str) -> float:
         """Return the pause before a retry at a healthy server. Raises RequestFailed if no retry is left."""
+        if self._outlasts(trouble, url):
+            self.retried += 1
+            self._pauses += 1
+            return jittered(min(MAX_BACKOFF_S, self._settings.backoff_s * 2.0 ** min(self._pauses, 16)))
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
@@ -152,6 +168,15 @@ class Attempts:
         self.retried += 1
         longest = min(MAX_BACKOFF_S, self._settings.backoff_s * 2 ** (self._made - 1))
         return jittered(longest)
+
+    def _outlasts(self, trouble: Trouble, url: str) -> bool:
+        """Return whether to repeat a request that got a 503, without cost; say so the first time."""
+        if trouble.kind is not Kind.BUSY or not self._outlast_s:
+            return False
+        if not self._pauses:
+            self._busy_since = time.monotonic()
+            logger.warning("%s; retrying for up to %g s", trouble.sentence(self.model, url, 1), self._outlast_s)
+        return time.monotonic() - self._busy_since < self._outlast_s
 
     def _reached(self, trouble: Trouble, url: str) -> None:
         self._made += 1

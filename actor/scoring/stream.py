@@ -6,6 +6,7 @@ If a reward function is groupwise, a response waits for the others to its prompt
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import math
 import time
@@ -40,6 +41,7 @@ class RowStream(Generic[T]):
         """
         self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
         self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
         self._group_size = group_size
         self._unfinished: dict[int, dict[int, Rollout]] = {}  # groups that miss a row
         self._waiting: list[tuple[int, Rollout]] = []
@@ -56,7 +58,8 @@ class RowStream(Generic[T]):
         """
         if self._is_closed:
             raise asyncio.CancelledError
-        self._loop.call_soon_threadsafe(self._add, index, row)
+        # In the stream's context: the requests belong to its trace.
+        self._loop.call_soon_threadsafe(self._add, index, row, context=self._context)
 
     async def answers(self) -> tuple[list[T], torch.Tensor]:
         """Return the results in sending order, and int64 `[B]`: the row of each prompt in the joined results."""

@@ -25,7 +25,10 @@ from chaos.fuzz.client import HANG_S, Answer, GoodClient, GrpcSender, send_http
 from chaos.fuzz.models import KEY, KEY_VARIABLE, STAGES, make_models, write_config
 from chaos.fuzz.requests import VOCAB_SIZE, Request, make_request
 from python_backend.config import RunConfig
+from python_backend.config.command_line import report
+from python_backend.errors import REPORTED
 from python_backend.wire.contract import CRITIC_INFER
+from tools.arguments import parse_or_complete
 from tools.serve import start_server
 from tools.server.supervisor import Supervisor
 
@@ -58,17 +61,23 @@ class StageOutcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run both stages and print their findings; return 1 if a stage failed, unless `--kill-server` is set."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools fuzz", description="Send bad requests while a client scores valid rows."
-    )
+    """Run both stages, print their findings; return 1 if one failed (not with `--kill-server`), 2 after an error."""
+    parser = argparse.ArgumentParser(description="Send bad requests while a client scores valid rows.")
     parser.add_argument("--count", type=int, default=5000, help="number of requests; default: 5000, about ten minutes")
     parser.add_argument("--seed", type=int, default=1, help="seed of the requests; default: 1")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="default: runs/fuzz")
     parser.add_argument(
         "--kill-server", action="store_true", help="also send requests that are known to kill tritonserver 2.51 itself"
     )
-    args = parser.parse_args(argv)
+    args = parse_or_complete(parser, argv)
+    try:
+        outcomes = _run_stages(args)
+    except REPORTED as error:
+        return report(error)
+    return 0 if all(outcome.passed for outcome in outcomes) or args.kill_server else 1
+
+
+def _run_stages(args: argparse.Namespace) -> list[StageOutcome]:
     make_models(args.out / "checkpoints")
     outcomes = []
     for number, stage in enumerate(STAGES):
@@ -76,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcomes.append(run_stage(args.out, stage, count, seed, kills=args.kill_server, log=_say))
         _say(describe(outcomes[-1]))
     (args.out / "result.json").write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=1))
-    return 0 if all(outcome.passed for outcome in outcomes) or args.kill_server else 1
+    return outcomes
 
 
 def _say(line: str) -> None:

@@ -22,6 +22,7 @@ from python_backend.config.actor_parts import (
     GenerationSection,
     KLSection,
     PolicySection,
+    PromptFileSection,
     PromptsSection,
     RewardsSection,
     UpdateSection,
@@ -29,6 +30,7 @@ from python_backend.config.actor_parts import (
 )
 from python_backend.config.deterministic import with_fixed_values
 from python_backend.config.gateway import GatewaySection
+from python_backend.config.monitoring import MonitoringSection
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.config.sections import (
@@ -59,8 +61,10 @@ __all__ = [
     "GenerationSection",
     "KLSection",
     "ModelSection",
+    "MonitoringSection",
     "OptimizerSection",
     "PolicySection",
+    "PromptFileSection",
     "PromptsSection",
     "ReferenceSection",
     "RewardSection",
@@ -122,6 +126,8 @@ class RunConfig(Section):
     """The training loop of the policy."""
     gateway: GatewaySection = GatewaySection()
     """The HTTP gateway for other trainers."""
+    monitoring: MonitoringSection = MonitoringSection()
+    """Prometheus metrics of actor and sidecar."""
     demo: DemoSection | None = None
     """Used only by the demo's configuration."""
 

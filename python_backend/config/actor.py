@@ -73,7 +73,8 @@ class ActorSection(Section):
     def is_one_update(self) -> bool:
         """Whether the policy that sampled a rollout is updated on it once, as one minibatch: all ratios are then 1."""
         one_minibatch = self.update.minibatch_size >= self.rollout_size
-        return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy
+        is_ours = self.generation.engine != "vllm"  # whose probabilities differ by rounding
+        return self.update.epochs == 1 and one_minibatch and not self.one_step_off_policy and is_ours
 
     @property
     def prompts_per_step(self) -> int:
@@ -108,6 +109,7 @@ def check_actor(actor: ActorSection) -> None:
         )
     if algorithm.name == "rloo":
         _check_on_policy(actor)
+    _check_vllm(generation)
     if algorithm.critic_warmup_steps and not algorithm.uses_critic:
         raise ValueError(
             f"actor.algorithm.critic_warmup_steps ({algorithm.critic_warmup_steps}): {algorithm.name} has no critic; "
@@ -131,6 +133,53 @@ def check_actor(actor: ActorSection) -> None:
         )
     _check_adapters(actor.policy)
     _check_rewards(actor)
+    _check_prompts(actor.prompts, actor.steps)
+
+
+def _check_prompts(prompts: PromptsSection, steps: int) -> None:
+    """Reject files beside `path`, files whose steps overlap under one path, and steps without an active file."""
+    files = prompts.files
+    if files and prompts.path != PromptsSection().path:
+        raise ValueError(
+            f"actor.prompts.path ({prompts.path}) and actor.prompts.files are both set; add the path to the files, or "
+            "remove one of the two"
+        )
+    for i, file in enumerate(files):
+        if file.until_step is not None and file.until_step < file.from_step:
+            raise ValueError(
+                f"actor.prompts.files.{i}.until_step ({file.until_step}) is before its from_step ({file.from_step})"
+            )
+    # A set of active files begins at step 1, where a file starts, or after one has ended.
+    begins = {1, *(file.from_step for file in files), *((file.until_step or 0) + 1 for file in files)}
+    for step in sorted(step for step in begins if files and step <= steps):
+        paths = [str(file.path) for file in files if file.is_active(step)]
+        if not paths:
+            raise ValueError(
+                f"actor.prompts.files: no file is active in step {step}, but actor.steps is {steps}; change from_step "
+                "or until_step of a file"
+            )
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(
+                f"actor.prompts.files: {twice[0]} occurs more than once in step {step}; give disjoint steps"
+            )
+
+
+def _check_vllm(generation: GenerationSection) -> None:
+    """Reject importance weights where vLLM's log-probs are not comparable, or are not used."""
+    cap, settings = generation.vllm.importance_cap, ("top_k", "top_p", "repetition_penalty")
+    if cap is None:
+        return
+    if generation.engine != "vllm":
+        raise ValueError(
+            f"actor.generation.vllm.importance_cap ({cap:g}) needs actor.generation.engine: vllm (it is "
+            f"{generation.engine}); remove it, or set the engine"
+        )
+    changed = [name for name in settings if getattr(generation, name) != GenerationSection.model_fields[name].default]
+    if changed:
+        raise ValueError(
+            f"actor.generation.vllm.importance_cap ({cap:g}) needs log-probs that vLLM computes before "
+            f"actor.generation.{changed[0]} ({getattr(generation, changed[0])}); remove one of them"
+        )
 
 
 def _check_adapters(policy: PolicySection) -> None:

@@ -50,6 +50,24 @@ class PolicySection(Section):
     """Recompute activations in the backward pass: less memory, more time, the same result."""
 
 
+class PromptFileSection(Section):
+    """One of several files of training prompts."""
+
+    path: Path
+    """The file, in the formats of `actor.prompts.path`. A path may occur again with other, disjoint steps, and its
+    prompts then continue where they were."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the file in the prompts of a step, relative to the weights of the other files that are active in it."""
+    from_step: Count = 1
+    """First step that uses the file."""
+    until_step: Count | None = None
+    """Last step that uses the file; default: the last of the run."""
+
+    def is_active(self, step: int) -> bool:
+        """Return whether `step` uses the file."""
+        return self.from_step <= step and (self.until_step is None or step <= self.until_step)
+
+
 class PromptsSection(Section):
     """The training prompts."""
 
@@ -57,11 +75,44 @@ class PromptsSection(Section):
     """Training prompts: JSONL, Parquet (`.parquet`), Arrow (`.arrow`), or a folder written by `save_to_disk` of
     `datasets`. Each row has a `text`, chat `messages` ([{"role": …, "content": …}, …]), or a `prompt` that is either of
     them. Other columns are metadata for reward functions and must have plain JSON types."""
+    files: tuple[PromptFileSection, ...] = ()
+    """Several files instead of `path`, with weights and a curriculum by step: a list of {path, weight, from_step,
+    until_step}. See docs/prompts.md."""
     max_tokens: Count = 512
     """Maximum prompt length."""
     too_long: Literal["error", "skip", "truncate"] = "error"
-    """Handling of longer prompts. `error`: the run does not start; `skip`: they are left out; `truncate`: only their
-    last `max_tokens` tokens are kept."""
+    """Handling of a longer prompt when a step reads it. `error`: the run ends with a checkpoint; `skip`: the next
+    prompt of its file takes its place; `truncate`: only its last `max_tokens` tokens are kept."""
+
+    @property
+    def sources(self) -> tuple[PromptFileSection, ...]:
+        """The files: `files`, or the single one at `path`."""
+        return self.files or (PromptFileSection(path=self.path),)
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Configuration key -> path of each file, for error messages."""
+        if self.files:
+            return {f"actor.prompts.files.{i}.path": file.path for i, file in enumerate(self.files)}
+        return {"actor.prompts.path": self.path}
+
+
+class VllmSection(Section):
+    """vLLM servers that generate the responses, for `actor.generation.engine: vllm`."""
+
+    servers: tuple[Address, ...] = ()
+    """HTTP addresses of all servers, as in `actor.client.servers`; default: `tools run` starts one."""
+    command: str = "vllm"
+    """Executable of the server that `tools run` starts: `vllm`, or its path in an environment of its own."""
+    cuda_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES of that server, such as `1` or `2,3`; default: all."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of that server, such as [--tensor-parallel-size, "2"]."""
+    deadline_s: Seconds = 600.0
+    """Timeout of one response, and of loading a version of the weights."""
+    importance_cap: Annotated[float, Field(ge=1)] | None = None
+    """Truncated importance weights: multiply the policy loss of each token by the ratio of its probability under the
+    policy to that under vLLM, at most this; default: no weights."""
 
 
 class GenerationSection(Section):
@@ -69,10 +120,11 @@ class GenerationSection(Section):
 
     batch_size: Count = 64
     """Responses generated at the same time. When one ends, it is scored and the next prompt takes its slot."""
-    engine: Literal["slots", "transformers"] = "slots"
+    engine: Literal["slots", "transformers", "vllm"] = "slots"
     """How responses are generated. `slots`: continuous batching over `batch_size` slots; `transformers`: plain
-    `generate()` for `batch_size` prompts at a time, which is slower. Recurrent models, whose state is not only
-    keys and values, always use `transformers`."""
+    `generate()` for `batch_size` prompts at a time, which is slower; `vllm`: by vLLM servers, see docs/vllm.md. Without
+    vLLM, recurrent models, whose state is not only keys and values, always use `transformers`."""
+    vllm: VllmSection = VllmSection()
     max_new_tokens: Count = 128
     """Maximum response length."""
     min_new_tokens: CountOrZero = 0
@@ -220,7 +272,8 @@ class ClientSection(Section):
     again every 10 s and when a server fails; default: that of `server`. All servers serve all models and share one
     weights store and one journal."""
     max_outage_s: Annotated[float, Field(ge=0)] = 600.0
-    """How long to wait for a healthy server once the run has started; 0: do not wait, only retry as after a 503."""
+    """How long to wait for a healthy server once the run has started, and to repeat training requests while the sidecar
+    is away; 0: do not wait, only retry as after a 503."""
     deadline_s: Seconds = 60.0
     """Timeout of one scoring attempt."""
     train_deadline_s: Seconds = 600.0
@@ -228,8 +281,8 @@ class ClientSection(Section):
     retries: CountOrZero = 6
     """Maximum retries of a request after a 503, a timeout or a lost connection."""
     train_retries: CountOrZero = 3
-    """Maximum retries of critic_train and critic_save; `retries` also limits them. Without a sidecar each attempt takes
-    3 s."""
+    """Maximum retries of critic_train and critic_save; `retries` also limits them. Attempts while the sidecar is away
+    count only before the first update of a run; each takes 3 s."""
     backoff_s: Seconds = 0.25
     """First pause between attempts, and before a lost server is tried again; doubles up to 8 s, with jitter."""
     retry_budget: Fraction = 0.2

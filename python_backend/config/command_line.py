@@ -11,8 +11,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from python_backend.config.sections import RunSection
+from python_backend.monitoring.log_lines import log_json, say
 
-def run_parser(prog: str, description: str, *, default: Path | None = None) -> argparse.ArgumentParser:
+
+def run_parser(description: str, *, prog: str | None = None, default: Path | None = None) -> argparse.ArgumentParser:
     """Return a parser for `--config` and overrides; `--config` is required if there is no `default`."""
     return add_run_arguments(argparse.ArgumentParser(prog=prog, description=description), default)
 
@@ -27,14 +30,17 @@ def add_run_arguments(parser: argparse.ArgumentParser, default: Path | None = No
     return parser
 
 
-def log_to_stderr() -> None:
-    """Log INFO and above to stderr, one line each, in the format that `tools run` parses.
+def log_to_stderr(process: str, run: RunSection) -> None:
+    """Log INFO and above to stderr, one line each, as text or JSON; `tools run` parses both.
 
     Of several ranks of one job, those after the first log only warnings and errors, with their number.
     """
     rank = int(os.environ.get("RANK", "0"))
     level, name = (logging.WARNING, f"rank {rank}: ") if rank else (logging.INFO, "")
-    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}%(message)s", datefmt="%H:%M:%S")
+    if run.log_format == "json":
+        log_json(process, run.identity, rank=rank, level=level)
+    else:
+        logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}%(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 
@@ -44,8 +50,8 @@ def interrupt_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGINT, sig
         signal.signal(number, signal.default_int_handler)
 
 
-def report(error: BaseException, code: int) -> int:
-    """Print the error to stderr and return `code`."""
+def report(error: BaseException, code: int = 2) -> int:
+    """Print the error to stderr and return the exit code; 2: the command could not do what it was started for."""
     with contextlib.suppress(OSError):  # stderr may be a log on a full disk
-        sys.stderr.write(f"error: {error}\n")
+        say(f"error: {error}", sys.stderr)
     return code

@@ -107,7 +107,7 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
     actor = config.actor
     problems = {
         "actor.policy.checkpoint": _of_checkpoint(actor.policy.checkpoint),
-        "actor.prompts.path": _of_prompts(actor.prompts.path),
+        **{key: _of_prompts(path) for key, path in actor.prompts.paths.items()},
     }
     if problems["actor.policy.checkpoint"] is None and not _has_tokenizer(actor.policy.checkpoint):
         problems["actor.policy.checkpoint"] = (

@@ -36,6 +36,12 @@ class RunSection(Section):
     """Output folder of the run; relative paths start at the working directory."""
     run_id: str | None = None
     """Name of the run in the journal; default: the name of `dir`."""
+    log_format: Literal["text", "json"] = "text"
+    """Format of the log lines of actor, sidecar, `tools serve` and gateway. `json`: one object a line, with the run,
+    the step and the weights version that it belongs to."""
+    trace_endpoint: str | None = None
+    """Base URL of an OpenTelemetry collector, such as `http://localhost:4318`: actor, critic_train and sidecar send it
+    the spans of each step, as OTLP over HTTP with JSON. Needs the extra `tracing`; default: no tracing."""
     seed: Seed = 0
     """Seed for prompts, sampling and initial weights."""
     deterministic: bool = False
@@ -43,6 +49,13 @@ class RunSection(Section):
     its own forward pass (slower) by the critic of the previous step (`actor.max_staleness` 0), `auto` means fixed
     values instead of measured ones, and a row without a score stops the run. `python_backend/config/deterministic.py`
     has the full list."""
+
+    @field_validator("trace_endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/]\S*", value):
+            raise ValueError(f"{value!r} must be a URL such as http://localhost:4318")
+        return value
 
     @field_validator("run_id")
     @classmethod

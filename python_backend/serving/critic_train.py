@@ -13,7 +13,7 @@ import numpy as np
 from python_backend.checkpoints.inspection import CONFIG_FILE
 from python_backend.checkpoints.positions import max_positions
 from python_backend.serving.allocator import keep_freed_memory
-from python_backend.serving.journal_model import JournalModel
+from python_backend.serving.journal_model import JournalModel, traceparent_of
 from python_backend.serving.triton import Call
 from python_backend.store.journal import Entry, Result
 from python_backend.store.ownership import Sender
@@ -41,7 +41,9 @@ class TritonPythonModel(JournalModel):
         sent = sent_payload({name: call.array(name) for name in names}, self._limits)
         run_id, step = step_identity(call.array(contract.RUN_ID), call.array(contract.STEP))
         sender = Sender.parse(call.header(contract.SENDER_HEADER))
-        return self.journal.accept_training(sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check)
+        return self.journal.accept_training(
+            sent.packed(), run_id=run_id, step=step, sender=sender, check=sent.check, traceparent=traceparent_of(call)
+        )
 
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
         return {

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from python_backend.monitoring import tracing
 from python_backend.serving.triton import Call, MetricCounters, Parameters, StepFailed, Unavailable, log_error
 from python_backend.store.durable import refusal
 from python_backend.store.heartbeat import HeartbeatWatch
 from python_backend.store.journal import Entry, Journal, Result
-from python_backend.wire.contract import RUN_ID, TRAINING_KEY_HEADER, ContractError
+from python_backend.wire.contract import RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
@@ -47,6 +48,10 @@ class JournalModel:
         self._stop = threading.Event()
         self._waiter = threading.Thread(target=self._answer_loop, name="journal-waiter", daemon=True)
         self._waiter.start()
+        try:
+            tracing.start(parameters.model, parameters.optional("trace_endpoint"), self.journal.run_id)
+        except tracing.TracingUnavailable as error:  # a server without the extra still trains
+            log_error(str(error))
 
     def accept(self, call: Call) -> Entry:
         """Write the request to the journal and return its entry. Raises ContractError if the request is invalid."""
@@ -62,7 +67,8 @@ class JournalModel:
             call = Call(request)
             try:
                 self._check_key(call)
-                entry = self.accept(call)
+                with tracing.span(f"{self.parameters.model}: journal", parent=traceparent_of(call)):
+                    entry = self.accept(call)
             except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
                 call.fail(Unavailable(f"the journal cannot be written: {error}"))
             except Exception as error:  # process edge: an error fails this request only
@@ -75,6 +81,7 @@ class JournalModel:
         """Triton's entry point at unload. Fails waiting calls with UNAVAILABLE; their entries stay in the journal."""
         self._stop.set()
         self._waiter.join()
+        tracing.stop()
         for call, entry, _ in self._waiting:
             call.fail(Unavailable(f"the server is stopping; {self._journalled(entry)}"))
 
@@ -154,3 +161,8 @@ class JournalModel:
             f"{what} of run {self.journal.run_id!r} is in the journal and will be processed: "
             "repeat the request to get its result"
         )
+
+
+def traceparent_of(call: Call) -> str | None:
+    """Return the request's trace context; None if it has none or it is malformed."""
+    return tracing.parsed_traceparent(call.header(TRACEPARENT_HEADER))

@@ -30,7 +30,7 @@ from python_backend.store.journal_entry import RESULT_SUFFIX, DamagedEntry, Entr
 from python_backend.store.journal_file import TrainingFile
 from python_backend.store.journal_state import DAMAGED, JournalState
 from python_backend.store.ownership import Sender, owners_after, refuse_superseded
-from python_backend.wire.contract import STEP_AHEAD, StepConflict
+from python_backend.wire.contract import STEP_AHEAD, TRACEPARENT_HEADER, StepConflict
 from python_backend.wire.training_payload import TrainPayload
 
 KEPT_RESULTS = 1000  # results of this many steps are kept after their entries, to respond to late repeats of requests
@@ -54,11 +54,13 @@ class Journal(JournalState):
         step: int | None,
         sender: Sender | None = None,
         check: Callable[[], None] = lambda: None,
+        traceparent: str | None = None,
     ) -> Entry:
         """Write a training step durably and return its entry (the existing one if the step was sent before).
 
         `check` runs in another thread while the file is written. If it raises, the step is not accepted and the
-        exception propagates.
+        exception propagates. `traceparent` is stored with the entry, but is not part of its content: a request that is
+        repeated under another trace is the same.
 
         Raises:
             StepConflict: `run_id` names another run; `step` was accepted with other content; `step` would leave a gap;
@@ -66,7 +68,7 @@ class Journal(JournalState):
             OSError: the write failed; nothing was accepted.
         """
         self._check_run(run_id)
-        file = TrainingFile(payload, check)
+        file = TrainingFile(payload, check, {TRACEPARENT_HEADER: traceparent} if traceparent else None)
         try:
             return self._accept(file, step, sender)
         finally:
@@ -98,8 +100,7 @@ class Journal(JournalState):
             return self._known(step, file.digest, last)
         if step is not None and step > last + 1:
             raise StepConflict(
-                f"step: {step}, but the last step of run {self.run_id!r} is {last}; send step {last + 1} first"
-                f"{self._rewound(step)}"
+                f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}; send step {last + 1} first{self._rewound(step)}"
             )
         self._refuse_during_rewind()
         return None
@@ -128,7 +129,7 @@ class Journal(JournalState):
             refuse_superseded(sender, self.owners(), self.run_id)
             last = self.last_step()
             if step is not None and step > last + 1:
-                raise StepConflict(f"step: {step}, but the last step of run {self.run_id!r} is {last}")
+                raise StepConflict(f"step: {step}, {STEP_AHEAD} {self.run_id!r} is {last}")
             pending = None if step is None else self._pending_save(step, wanted)
             content = {} if wanted is None else {"keep_steps": wanted}
             return pending or self._append("save", last if step is None else step, content=content)

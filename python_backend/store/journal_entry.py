@@ -104,13 +104,13 @@ def read_training_file(path: Path) -> tuple[TrainPayload, str]:
     return payload, digest
 
 
-def digest_in(path: Path) -> str | None:
-    """Return the digest in a training file's metadata; None if its header is damaged.
+def metadata_in(path: Path, name: str) -> str | None:
+    """Return a value of a training file's metadata; None if there is none or the header is damaged.
 
     Raises FileNotFoundError if the file is missing.
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get(DIGEST)
+            return (file.metadata() or {}).get(name)
     except SafetensorError:
         return None

@@ -24,8 +24,14 @@ BESIDE = ThreadPoolExecutor(3, "journal-file")  # hashing and checks; the writin
 class TrainingFile:
     """The safetensors file of one payload, with `digest` in its metadata."""
 
-    def __init__(self, payload: TrainPayload, check: Callable[[], None] = lambda: None) -> None:
-        """Start hashing and `check`, which raises if the content is invalid, in background threads."""
+    def __init__(
+        self, payload: TrainPayload, check: Callable[[], None] = lambda: None, more: Mapping[str, str] | None = None
+    ) -> None:
+        """Start hashing and `check`, which raises if the content is invalid, in background threads.
+
+        `more`: further metadata, not part of the digest.
+        """
+        self._more = more or {}
         self._arrays = {name: np.ascontiguousarray(array) for name, array in payload.arrays().items()}
         # The largest array takes longest to hash, so it starts first.
         largest_first = sorted(self._arrays.items(), key=lambda item: -item[1].nbytes)
@@ -48,12 +54,15 @@ class TrainingFile:
 
     def parts(self) -> list[bytes | memoryview]:
         """Return the header with a placeholder digest, followed by the arrays' buffers."""
-        return [header(self._arrays, {DIGEST: UNKNOWN_DIGEST}), *(array.data for array in self._arrays.values())]
+        return [
+            header(self._arrays, {DIGEST: UNKNOWN_DIGEST, **self._more}),
+            *(array.data for array in self._arrays.values()),
+        ]
 
     def header(self) -> bytes:
         """Return the final header, which is as long as the placeholder in `parts`. Re-raises the check's exception."""
         self.check()
-        return header(self._arrays, {DIGEST: self.digest})
+        return header(self._arrays, {DIGEST: self.digest, **self._more})
 
 
 def header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:

@@ -10,14 +10,16 @@ from pathlib import Path
 from python_backend.store.durable import read_json
 from python_backend.store.heartbeat import Heartbeat, read_heartbeat
 from python_backend.store.journal_entry import (
+    DIGEST,
     RESULT_SUFFIX,
     DamagedEntry,
     Entry,
     Result,
-    digest_in,
     entries_in,
+    metadata_in,
     read_training_file,
 )
+from python_backend.wire.contract import TRACEPARENT_HEADER
 from python_backend.wire.training_payload import TrainPayload
 
 DAMAGED = "damaged"  # stands in for a digest that cannot be read
@@ -99,6 +101,10 @@ class JournalState:
         known = self._known_entries()  # rewinds count, too: the results of the steps before them may have been removed
         return max([0, *(entry.step if entry.kind == "train" else entry.target for entry in known)])
 
+    def traceparent(self, entry: Entry) -> str | None:
+        """Return the trace context that a training entry's request had; None if it had none or the file is damaged."""
+        return metadata_in(self._entries / entry.name, TRACEPARENT_HEADER)
+
     def heartbeat(self) -> Heartbeat | None:
         """Return the sidecar's newest heartbeat."""
         return read_heartbeat(self.root)
@@ -123,7 +129,7 @@ class JournalState:
         data = read_json(self._result_path(entry))
         if data is None:
             try:
-                return digest_in(self._entries / entry.name) or DAMAGED
+                return metadata_in(self._entries / entry.name, DIGEST) or DAMAGED
             except FileNotFoundError:  # finished and removed meanwhile
                 data = read_json(self._result_path(entry))
         return None if data is None else data["digest"] or DAMAGED

@@ -95,6 +95,7 @@ REWARD_ERROR = "reward_error"  # BYTES [B, 1], of one function
 TRAINING_KEY_HEADER = "x-triton-training-key"
 SENDER_HEADER = "x-triton-sender"
 """Identifies the client as `<session>/<n>`; n is the number of rewinds it has requested (see store/ownership.py)."""
+TRACEPARENT_HEADER = "traceparent"  # W3C trace context; also the name in the metadata of a journal entry
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -102,7 +103,7 @@ class ContractError(RlhfError, ValueError):
     """A request violates the contract; the message names the field and the value."""
 
 
-STEP_AHEAD = "but the last step of run"  # the actor recognises the error of a rewind to an unknown step by this text
+STEP_AHEAD = "but the last step of run"  # the actor recognises the error of a step that the journal does not know yet
 
 
 class StepConflict(ContractError):

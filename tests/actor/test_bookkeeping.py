@@ -30,6 +30,7 @@ from python_backend.config import ActorSection, PolicySection, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import STEP_AHEAD
+from tests.support.prompts import one_prompt
 from tests.support.settings import nested
 
 
@@ -88,9 +89,10 @@ def books(folder: Path, server: Server, reference_folder: Path = Path("start"), 
         {"run": {"dir": folder}, "actor": nested(ActorSection, settings), "reference": reference}
     )
     state = RunState(
-        TinyPolicy(), RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None, horizon=1)
-    )  # type: ignore[arg-type]
-    return Bookkeeper(config, state, server, num_prompts=1, has_critic=True)  # type: ignore[arg-type]
+        TinyPolicy(), RewardShaper(config.actor.rewards, max_new_tokens=9), KLControl(0.1, target=None, horizon=1),
+        one_prompt(),
+    )  # type: ignore[arg-type]  # fmt: skip
+    return Bookkeeper(config, state, server, has_critic=True)  # type: ignore[arg-type]
 
 
 async def checkpoints(book: Bookkeeper, *steps: int) -> None:
@@ -254,19 +256,6 @@ def test_another_served_reference_is_refused(tmp_path: Path, server: Server, mon
     assert server.rewound == []
     for folder in ("one", "elsewhere"):
         assert run(books(tmp_path, server, reference_folder=tmp_path / folder, **served).resume()) == 2
-
-
-def test_prompts_go_on_where_they_were_under_another_rollout_size(tmp_path: Path, server: Server):
-    first = books(tmp_path, server, rollout_size=8, minibatch_size=8, responses_per_prompt=2)
-    assert [first.prompts_taken(step) for step in range(4)] == [0, 4, 8, 12]
-    run(checkpoints(first, 2))
-    second = books(tmp_path, server, rollout_size=64, responses_per_prompt=2)
-    run(second.resume())
-    assert [second.prompts_taken(step) for step in (2, 3)] == [8, 40]
-    run(checkpoints(second, 3))
-    third = books(tmp_path, server, rollout_size=8, minibatch_size=8, responses_per_prompt=8)
-    run(third.resume())
-    assert [third.prompts_taken(step) for step in (3, 4, 5)] == [40, 41, 42]
 
 
 async def ends(book: Bookkeeper) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from live_system import Checkpoints
 
-from actor.run.lock import ActorRuns, only_actor
+from actor.run.lock import LOCK_FILE, ActorRuns, in_progress, only_actor, only_run
 
 HOLD = "import sys\nfrom pathlib import Path\nfrom actor.run.lock import only_actor\n"
 HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
@@ -43,3 +45,28 @@ def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Chec
 def test_folders_have_actors_of_their_own(tmp_path: Path):
     with only_actor(tmp_path / "one"), only_actor(tmp_path / "other"):
         pass
+
+
+def test_a_run_is_in_progress_while_it_or_its_actor_holds_a_lock(tmp_path: Path):
+    assert not in_progress(tmp_path / "none")
+    with only_run(tmp_path):
+        assert in_progress(tmp_path)
+        with pytest.raises(ActorRuns, match="another `tools run` is running in"), only_run(tmp_path):
+            pass
+        with only_actor(tmp_path):
+            pass
+    assert not in_progress(tmp_path), "the lock files stay"
+    with only_actor(tmp_path):
+        assert in_progress(tmp_path)
+    assert not in_progress(tmp_path)
+
+
+def test_whoever_looks_does_not_keep_an_actor_from_its_lock(tmp_path: Path):
+    """`in_progress` holds a shared lock for a moment."""
+    with only_actor(tmp_path):
+        pass
+    with (tmp_path / LOCK_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        with only_actor(tmp_path):
+            pass

@@ -12,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
-from test_prompts import Chat, bytewise
+from test_prompts import Chat
 
-from actor.data.prompts import PromptError, read_prompts
+from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt
+from tests.support.prompts import bytewise
 
 ROWS: list[dict[str, Any]] = [
     {"text": "ab", "prompt_id": "x", "answer": {"value": 3, "unit": None}, "tags": ["a", "b"], "weight": 0.5},
@@ -72,11 +73,11 @@ def content(prompts: list[Prompt]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_tables_hold_what_jsonl_holds(tmp_path: Path, write: Any):
-    expected = content(read_prompts(jsonl(tmp_path, ROWS), bytewise, max_tokens=100))
+    expected = content(read_prompts(jsonl(tmp_path, ROWS), PromptReader(bytewise, 100)))
     assert [prompt[0] for prompt in expected] == ["x", "y", "z"]
     path = write(tmp_path, ROWS)
-    assert content(read_prompts(path, bytewise, max_tokens=100)) == expected
-    assert content(read_prompts(path, bytewise, max_tokens=100, limit=1)) == expected[:1]
+    assert content(read_prompts(path, PromptReader(bytewise, 100))) == expected
+    assert content(read_prompts(path, PromptReader(bytewise, 100), limit=1)) == expected[:1]
 
 
 @pytest.mark.parametrize("write", [jsonl, *WRITERS])
@@ -87,7 +88,7 @@ def test_chats(tmp_path: Path, write: Any, column: str):
         [{"role": "user", "content": "hi"}],
         [{"role": "system", "content": "be", "name": "n"}, {"role": "user", "content": "!"}],
     ]
-    found = read_prompts(write(tmp_path, [{column: chat, "n": 1} for chat in chats]), Chat(), max_tokens=100)
+    found = read_prompts(write(tmp_path, [{column: chat, "n": 1} for chat in chats]), PromptReader(Chat(), 100))
     assert [prompt.text for prompt in found] == ["<u>hi<a>", "<s>be<u>!<a>"]
     assert [prompt.metadata for prompt in found] == [{"messages": chat, "n": 1} for chat in chats]
 
@@ -99,7 +100,7 @@ def test_the_first_of_text_messages_and_prompt_that_a_row_has_counts(tmp_path: P
         {"text": None, "prompt": "q"},
         {"messages": [{"role": "user", "content": "m"}], "prompt": "p"},
     ]
-    found = read_prompts(jsonl(tmp_path, rows), Chat(), max_tokens=100)
+    found = read_prompts(jsonl(tmp_path, rows), PromptReader(Chat(), 100))
     assert [prompt.text for prompt in found] == ["p", "t", "q", "<u>m<a>"]
     assert [prompt.metadata for prompt in found[:3]] == [{"completion": "c"}, {"prompt": "p"}, {}]
 
@@ -124,7 +125,7 @@ def test_errors_name_file_row_and_field(tmp_path: Path, write: Any, change: dict
         rows = [{**row, field: None} for row in rows]
     path = write(tmp_path, [*rows[:2], {**rows[2], **change}])
     with pytest.raises(PromptError, match=re.escape(f"{path}, row 3: {message}")):
-        read_prompts(path, bytewise, max_tokens=5)
+        read_prompts(path, PromptReader(bytewise, 5))
 
 
 def test_folders_and_files_that_are_something_else(tmp_path: Path):
@@ -144,12 +145,12 @@ def test_folders_and_files_that_are_something_else(tmp_path: Path):
         (tmp_path / "none.parquet", f"cannot read the prompts {tmp_path / 'none.parquet'}: "),
     ):
         with pytest.raises(PromptError, match=re.escape(message)):
-            read_prompts(path, bytewise, max_tokens=100)
+            read_prompts(path, PromptReader(bytewise, 100))
 
 
 def test_without_pyarrow_jsonl_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines, table = jsonl(tmp_path, ROWS), parquet_file(tmp_path, ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert len(read_prompts(lines, bytewise, max_tokens=100)) == 3
+    assert len(read_prompts(lines, PromptReader(bytewise, 100))) == 3
     with pytest.raises(PromptError, match="install pyarrow, or convert them to JSONL"):
-        read_prompts(table, bytewise, max_tokens=100)
+        read_prompts(table, PromptReader(bytewise, 100))

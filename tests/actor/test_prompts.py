@@ -1,4 +1,4 @@
-"""`actor.data.prompts` and the JSONL files around it: every line is a prompt, every seed an order, nothing is lost."""
+"""`actor.data.prompts` and the JSONL files around it: every line is a prompt, nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actor.data.prompts import PromptError, read_prompts, take
+from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt
 from actor.run.metrics import MetricsLog, Timers
 from python_backend.store.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
+from tests.support.prompts import bytewise
 
 ODD = "line\u2028separator, next\x85line, form\x0cfeed, file\x1cseparator"
-
-
-def bytewise(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-    assert not add_special_tokens
-    return {"input_ids": list(text.encode())}
 
 
 def write(tmp_path: Path, *lines: Any) -> Path:
@@ -31,8 +27,8 @@ def write(tmp_path: Path, *lines: Any) -> Path:
     return path
 
 
-def read(path: Path, **limits: Any) -> list[Prompt]:
-    return read_prompts(path, bytewise, **{"max_tokens": 100, **limits})
+def read(path: Path, limit: int | None = None, **limits: Any) -> list[Prompt]:
+    return read_prompts(path, PromptReader(bytewise, **{"max_tokens": 100, **limits}), limit=limit)
 
 
 def test_lines_become_prompts(tmp_path: Path):
@@ -95,7 +91,7 @@ class Chat:
 def test_messages_are_rendered_and_travel_on(tmp_path: Path):
     messages = [{"role": "user", "content": "hi"}]
     path = write(tmp_path, {"messages": messages, "topic": "x"}, {"text": "as it is", "messages": messages})
-    one, other = read_prompts(path, Chat(), max_tokens=100)
+    one, other = read_prompts(path, PromptReader(Chat(), 100))
     assert (one.text, one.tokens.tolist()) == ("<u>hi<a>", list(b"<u>hi<a>"))
     assert one.metadata == {"messages": messages, "topic": "x"}
     assert other.text == "as it is"
@@ -115,7 +111,7 @@ def test_messages_are_rendered_and_travel_on(tmp_path: Path):
 )
 def test_messages_that_cannot_be_rendered(tmp_path: Path, tokenizer: Any, messages: Any, message: str):
     with pytest.raises(PromptError, match=re.escape(message)):
-        read_prompts(write(tmp_path, {"messages": messages}), tokenizer, max_tokens=100)
+        read_prompts(write(tmp_path, {"messages": messages}), PromptReader(tokenizer, 100))
 
 
 def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -134,31 +130,6 @@ def test_unreadable_files_are_named(tmp_path: Path):
     for path in (tmp_path / "none.jsonl", tmp_path, tmp_path / "latin.jsonl"):
         with pytest.raises(PromptError, match=re.escape(f"cannot read the prompts {path}")):
             read(path)
-
-
-PROMPTS = [Prompt(str(i), str(i), np.array([i])) for i in range(7)]
-
-
-def ids(start: int, count: int, seed: int = 0) -> list[str]:
-    return [prompt.prompt_id for prompt in take(PROMPTS, start=start, count=count, seed=seed)]
-
-
-def test_each_epoch_takes_every_prompt_once_in_its_own_order():
-    epochs = [ids(7 * epoch, 7) for epoch in range(4)]
-    assert all(sorted(epoch) == sorted(ids(0, 7)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-def test_steps_of_any_size_read_one_sequence():
-    whole = ids(0, 30)
-    for size in (1, 4, 7, 11):
-        assert [i for start in range(0, 30, size) for i in ids(start, min(size, 30 - start))] == whole
-    assert ids(13, 3) == whole[13:16]  # a resumed run goes on where it was
-
-
-def test_the_seed_decides_the_order():
-    assert ids(0, 20, seed=1) == ids(0, 20, seed=1)
-    assert ids(0, 20, seed=1) != ids(0, 20, seed=2)
 
 
 # ---- metrics.jsonl and samples.jsonl ----

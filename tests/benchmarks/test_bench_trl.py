@@ -126,7 +126,7 @@ def test_both_environments_have_the_same_torch_and_transformers() -> None:
 
 
 def test_smollm2_needs_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trl", "--out", str(tmp_path), "--models", "135m"]) == 1
+    assert main(["trl", "--out", str(tmp_path), "--models", "135m"]) == 2
     assert "--smollm2 DIR" in capsys.readouterr().err
 
 

@@ -92,6 +92,31 @@ def test_its_yaml_is_a_run_whose_paths_the_manifests_know(overlay: str, tmp_path
 
 
 @layout
+def test_prometheus_reaches_what_is_annotated(overlay: str, tmp_path: Path) -> None:
+    (text,) = [manifest["data"]["run.yaml"] for manifest in manifests(overlay) if manifest["kind"] == "ConfigMap"]
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_config(tmp_path / "run.yaml")
+    ports = {"rlhf-actor": config.monitoring.actor_port, "rlhf-trainer": config.monitoring.trainer_port}
+    if overlay == "single":  # all of it is inside one pod, on loopback
+        assert set(ports.values()) == {None}
+        return
+    assert config.monitoring.host == config.server.host == "0.0.0.0"
+    allowed = {
+        port["port"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] == "NetworkPolicy"
+        for rule in manifest["spec"].get("ingress", [])
+        if any("namespaceSelector" in source for source in rule["from"])
+        for port in rule["ports"]
+    }
+    for name, port in {**ports, "rlhf-server": config.server.metrics_port}.items():
+        pod = pods(overlay)[name]
+        assert pod["metadata"]["annotations"] == {"prometheus.io/scrape": "true", "prometheus.io/port": str(port)}
+        assert port in [port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]]
+        assert port in allowed
+
+
+@layout
 def test_every_name_that_is_used_exists(overlay: str) -> None:
     found = manifests(overlay)
     names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in found}

@@ -30,7 +30,7 @@ SPAN = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Not ours, and not installed everywhere.
-OTHER_PROGRAMS = ("docker", "apt", "tritonserver", "kubectl", "sbatch", "echo")
+OTHER_PROGRAMS = ("docker", "apt", "tritonserver", "kubectl", "sbatch", "echo", "prometheus")
 MODULES = {
     "pytest": None, "torch.distributed.run": None, "actor": "actor/__main__.py", "trainer": "trainer/__main__.py",
     "tools.server.drain": "tools/server/drain.py",

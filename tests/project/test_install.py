@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tools" / "install.sh"
-NOWHERE = {"pytriton", "matplotlib", "vaderSentiment", "pytest", "benchmarks", "chaos"}  # in no image
-TRAINING = {"peft", "tensorboard", "pyarrow"}
+NOWHERE = {"pytriton", "vaderSentiment", "pytest", "benchmarks", "chaos"}  # in no image
+TRAINING = {"peft", "tensorboard", "pyarrow", "matplotlib"}
 STAGES = {
     "serving,operating": ("import tools.serve, tools.render_configs, tools.server.healthcheck", NOWHERE | TRAINING),
-    "training": ("import tools.run, trainer.sidecar, actor.loop, peft, pyarrow, tensorboard", NOWHERE),
+    "training": ("import tools.run, trainer.sidecar, actor.loop, matplotlib, peft, pyarrow, tensorboard", NOWHERE),
 }
 
 
@@ -36,6 +36,10 @@ def test_script_installs_what_each_image_needs(tmp_path: Path) -> None:
         code = f"{imports}; import importlib.util as u; print([n for n in {sorted(absent)} if u.find_spec(n)])"
         ran = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stderr
+        for arguments, expected in ((["serve", "--help"], 0), (["chaos", "--help"], 2)):  # it is in no image
+            script = [str(python.with_name("rlhf-triton")), *arguments]
+            ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert ran.returncode == expected, ran.stderr
 
 
 def test_script_needs_an_extra() -> None:

@@ -47,7 +47,8 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("reward: {standardization: {meen: 1}}", "did you mean reward.standardization.mean?"),
         (
             "zzz: 1",
-            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, gateway, demo",
+            "unknown key zzz; known: run, server, reward, rewards, critic, reference, trainer, actor, gateway, "
+            "monitoring, demo",
         ),
         ("1: 2", "1: Keys should be strings"),
         ("actor: {steps: 0}", "actor.steps: Input should be greater than or equal to 1 (got 0)"),
@@ -97,7 +98,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: 3", "actor is a section, not a value (got 3); its keys are ranks, steps,"),
         (
             "actor: {prompts: a.jsonl}",
-            "actor.prompts is a section, not a value (got 'a.jsonl'); its keys are path, max_tokens, too_long",
+            "actor.prompts is a section, not a value (got 'a.jsonl'); its keys are path, files, max_tokens, too_long",
         ),
         ("critic: {device: gpu}", "critic.device: String should match"),
         ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),

@@ -39,6 +39,22 @@ def test_safetensors_reads_what_was_written(lengths: tuple[int, ...], tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["entry"]
 
 
+def test_the_trace_of_a_request_is_not_part_of_its_content(tmp_path: Path):
+    journal, content, trace = Journal(tmp_path, "run"), payload(5, 3), f"00-{'a' * 32}-{'b' * 16}-01"
+    entry = journal.accept_training(content, run_id="run", step=1, traceparent=trace)
+    accepted = (tmp_path / "run" / "entries" / entry.name).read_bytes()
+    for other in (None, trace.replace("a", "c")):  # repeats of the request
+        assert journal.accept_training(content, run_id="run", step=1, traceparent=other) == entry
+    assert (tmp_path / "run" / "entries" / entry.name).read_bytes() == accepted
+    assert journal.traceparent(entry) == trace
+    assert journal.load(entry)[1] == content.digest()
+    untraced = journal.accept_training(content, run_id="run", step=2)
+    assert journal.traceparent(untraced) is None
+    assert journal.load(untraced)[1] == content.digest()
+    (tmp_path / "run" / "entries" / entry.name).write_bytes(b"")
+    assert journal.traceparent(entry) is None
+
+
 def test_the_late_header_is_as_long_as_the_first_part():
     file = TrainingFile(payload(5, 3))
     first = file.parts()[0]

@@ -16,7 +16,7 @@ from live_system import make_tokenizer
 from tiny_checkpoints import POSITIONS, VOCAB, save_tiny
 from transformers import AutoModel, Gemma3TextConfig
 
-from actor.data.prompts import PromptError, read_prompts
+from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
@@ -329,5 +329,5 @@ def test_a_prompt_of_tokens_beyond_the_embeddings_is_refused(tmp_path: Path):
     with pytest.raises(
         PromptError, match=rf"prompts\.jsonl:2: token {size} \('<tool>'\) is outside the policy's {size} embedd"
     ):
-        read_prompts(tmp_path / "prompts.jsonl", tokenizer, max_tokens=20, vocab_size=size)
-    assert len(read_prompts(tmp_path / "prompts.jsonl", tokenizer, max_tokens=20, vocab_size=size + 1)) == 2
+        read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size))
+    assert len(read_prompts(tmp_path / "prompts.jsonl", PromptReader(tokenizer, 20, vocab_size=size + 1))) == 2

@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from python_backend.store.jsonl import read_jsonl
 from python_backend.wire.contract import CRITIC_TRAIN
+from tools.report.page import write_report
 
 # Reference section 7; entropy and clamped ratio are named as this project names them where they differ.
 CHARTED = [
@@ -80,6 +81,17 @@ def test_a_short_run_ends_well(finished: FinishedRun) -> None:
         assert np.isfinite(summary[name]), name
     trained = [line["step"] for line in finished.run.critic_metrics() if "loss_mean" in line]
     assert trained[:3] == [1, 2, 3]
+
+
+def test_the_report_of_an_actor_that_tools_run_did_not_start(finished: FinishedRun, tmp_path: Path) -> None:
+    """It has neither settings.json nor summary.json."""
+    folder = finished.run.config.run.dir
+    assert not (folder / "summary.json").exists()
+    page = write_report(folder, tmp_path / "page.html").read_text()
+    assert "<p>After 3 steps, on " in page
+    assert "On the same held-out rollouts critic version 3 explains" in page
+    assert "<h2>Settings</h2>" not in page
+    assert "The run stopped" not in page
 
 
 def test_a_short_run_writes_what_people_chart(finished: FinishedRun) -> None:
@@ -248,7 +260,7 @@ def test_a_process_that_dies_stops_the_run_and_is_named(
     wait_for(lambda: last_line in log.read_text(), timeout_s=60)  # it comes after the step's answer
     family = psutil.Process(process.pid).children(recursive=True)
     children(process)[role].send_signal(signal.SIGKILL)
-    assert process.wait(120) == 1
+    assert process.wait(120) == 2
     output = (tmp_path / "output").read_text()
     print(output[-2500:])
     name = {"actor": "the actor", "sidecar": "the critic sidecar"}[role]

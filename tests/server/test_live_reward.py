@@ -146,7 +146,7 @@ def test_poison_is_refused_and_the_old_version_serves(
         "negated": (lambda tensors: tensors["score.weight"].neg_(), "not published: its accuracy 0.0000 is below"),
     }
     for name, (change, message) in poison.items():
-        assert publish(run, changed(run, tmp_path / name, change), gate) == 1
+        assert publish(run, changed(run, tmp_path / name, change), gate) == 2
         told = capsys.readouterr()
         print(told.out, told.err)
         assert message in told.err

@@ -85,10 +85,10 @@ def test_rollback_to_a_damaged_version_is_refused(rig: Rig, tmp_path: Path, caps
     rig.train(1, 2)
     path = rig.store.folder(1) / WEIGHTS_FILE
     path.unlink()
-    assert main(["rollback", *config_of(rig, tmp_path), "--to", "1"]) == 1
+    assert main(["rollback", *config_of(rig, tmp_path), "--to", "1"]) == 2
     assert "version 1: cannot read model.safetensors" in capsys.readouterr().err
     assert rig.store.current() == 2
-    assert main(["rollback", *config_of(rig, tmp_path), "--to", "77"]) == 1
+    assert main(["rollback", *config_of(rig, tmp_path), "--to", "77"]) == 2
     assert "version 77 is not in the weights store" in capsys.readouterr().err
 
 
@@ -96,14 +96,14 @@ def test_rollback_without_an_instance_moves_current_and_says_so(rig: Rig, tmp_pa
     rig.train(1, 2)
     rig.stop()
     rig.instances.pop().close()
-    assert main(["rollback", *config_of(rig, tmp_path), "--to", "1"]) == 1
+    assert main(["rollback", *config_of(rig, tmp_path), "--to", "1"]) == 2
     assert "CURRENT is now 3, but no serving instance is alive" in capsys.readouterr().err
     assert rig.store.current() == 3
 
 
 def test_an_empty_store_is_told(tmp_path: Path, capsys: Output):
     (tmp_path / "run.yaml").write_text(f"run: {{dir: {tmp_path}/nothing}}")
-    assert main(["list", "--config", str(tmp_path / "run.yaml")]) == 1
+    assert main(["list", "--config", str(tmp_path / "run.yaml")]) == 2
     assert re.search("error: the weights store .* is empty", capsys.readouterr().err)
 
 

@@ -10,6 +10,8 @@ from types import TracebackType
 
 from aiohttp import web
 
+from python_backend.wire.contract import STEP_AHEAD
+
 DEAD = "Failed to process the request(s) for model 'critic_0_0', message: Stub process 'critic_0_0' is not healthy."
 OUTPUTS = [
     {"name": "rewards", "datatype": "FP32", "shape": [1, 1], "data": [0.5]},
@@ -25,8 +27,8 @@ class FakeTriton:
     """A fake server on a free port of loopback, which it keeps over restarts; an async context manager.
 
     A behaviour answers a request with `ok`, `busy` (503), `dead` (the error of a dead model process), `wrong` (400),
-    `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or `wait` (answer once `go` is
-    set).
+    `early` (400, a step whose predecessor is missing), `failed` (500), `unloaded` (404), `drop` (break the connection),
+    `hang` (no answer), or `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
@@ -99,6 +101,7 @@ class FakeTriton:
             await asyncio.sleep(0.001)
         errors = {
             "busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing"),
+            "early": (400, f"step: 2, {STEP_AHEAD} 'r' is 0; send step 1 first"),
             "failed": (500, "the gradients are not finite"),
             "unloaded": (404, "Request for unknown model: 'critic' has no available versions"),
         }  # fmt: skip

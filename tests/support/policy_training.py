@@ -15,6 +15,7 @@ from actor.policy.checkpoint import RunState, check_checkpoint_of, restore
 from actor.policy.policy import Policy
 from actor.policy.update import PolicyUpdate
 from python_backend.config import ActorSection, RewardsSection
+from tests.support.prompts import one_prompt
 from tests.support.settings import actor_section
 
 
@@ -50,7 +51,8 @@ def train(policy: Policy, rollout: Rollout) -> None:
 
 def states(policy: Policy) -> RunState:
     """Return the state of a run that trains `policy`."""
-    return RunState(policy, RewardShaper(RewardsSection(), max_new_tokens=8), KLControl(0.1, target=None, horizon=1))
+    kl = KLControl(0.1, target=None, horizon=1)
+    return RunState(policy, RewardShaper(RewardsSection(), max_new_tokens=8), kl, one_prompt())
 
 
 def load_checkpoint(root: Path, step: int, run: RunState) -> dict[str, Any]:

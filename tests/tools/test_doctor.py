@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
-from live_system import Checkpoints, System, make_run
+from live_system import Checkpoints, System, make_run, wait_for
 from small_disk import SmallDisk, small_disk
 from test_triton_home import OTHER, PYTHON, copy_of
 
+from python_backend.wire.contract import CRITIC_SAVE
 from tools.doctor import command, machine
 from tools.doctor.finding import Finding, Level, run_checks
 from tools.server.triton_home import find_tritonserver
@@ -23,11 +26,16 @@ from tools.server.triton_home import find_tritonserver
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def doctor(*arguments: str, packages: Path | None = None) -> tuple[int, str]:
-    """Run the command in a process of its own; `packages` comes before the installed ones. Return exit code, output."""
+def doctor(
+    *arguments: str, packages: Path | None = None, python: Sequence[str] = (), before: Callable[[], None] | None = None
+) -> tuple[int, str]:
+    """Run the command in a process of its own; `packages` comes before the installed ones. Return exit code, output.
+
+    `python`: options of the interpreter; `before` runs in the process first.
+    """
     path = os.pathsep.join(map(str, [*([packages] if packages else []), ROOT]))
     done = subprocess.run(
-        [sys.executable, "-m", "tools", "doctor", *arguments],
+        [sys.executable, *python, "-m", "tools", "doctor", *arguments], preexec_fn=before,
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert done.stderr == ""
@@ -84,6 +92,22 @@ def test_a_wheel_of_another_version_is_named(tmp_path: Path) -> None:
     assert problems(found) == [
         "warning  nvidia-pytriton  0.5.1, tested with 0.7.0: pip install 'nvidia-pytriton==0.7.0' if anything fails"
     ]
+
+
+def test_packages_that_are_not_installed_are_named() -> None:
+    """`-S`: a Python without the packages of its environment."""
+    code, found = doctor(python=["-S"])
+    assert code == 1
+    for name in machine.PACKAGES:
+        assert f"FAILED   {name:<16} not installed: pip install '{name}==" in found
+    assert "FAILED   tritonserver     no tritonserver found" in found
+    assert "\nok       clock" in found
+
+
+def test_few_open_files_are_named() -> None:
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))  # noqa: E731
+    code, found = doctor(before=few)
+    assert (code, problems(found)) == (0, ["warning  open files       at most 256 per process: ulimit -n 1024"])
 
 
 def test_a_package_that_breaks_on_import_does_not_keep_the_others_from_being_checked(tmp_path: Path) -> None:
@@ -158,6 +182,37 @@ def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_pa
     assert code == 1
     assert [line.split()[1] for line in problems(found)] == ["configuration"]
     assert "\nok       disk" in found
+
+
+def test_a_gpu_that_is_not_there_and_a_repository_that_cannot_be_rendered(config: Path) -> None:
+    code, found = doctor("--config", str(config), "critic.device=cuda:98", "server.training_key_env=NOT_SET")
+    assert code == 1
+    device, rendering = problems(found)
+    assert device.startswith("FAILED   devices          critic.device: cuda:98 needs 99 GPUs; torch, built for ")
+    assert rendering.startswith("FAILED   rendering        server.training_key_env names NOT_SET")
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE  # until tritonserver reaps it
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_model_whose_process_died_is_named_with_its_log(live: System) -> None:
+    with live.without_probes():  # the supervisor would load it again
+        (stub,) = [
+            process
+            for process in psutil.Process(live.server.process.pid).children(recursive=True)
+            if not has_ended(process) and f"{os.sep}{CRITIC_SAVE}{os.sep}" in " ".join(process.cmdline())
+        ]
+        stub.kill()
+        wait_for(lambda: has_ended(stub))
+        found = findings(str(live.run.path))
+        broken = [each for each in found.values() if each.level is Level.FAILED]
+        assert [each.name for each in broken] == [CRITIC_SAVE]
+        assert str(live.run.config.run.logs_dir / "tritonserver.log") in broken[0].text
+    wait_for(lambda: findings(str(live.run.path))[CRITIC_SAVE].level is Level.OK, live.server)
 
 
 def test_the_models_of_a_running_server_answer(live: System) -> None:

@@ -92,14 +92,14 @@ def test_a_body_is_a_critic_and_no_reward(tmp_path: Path, capsys: pytest.Capture
     save_tiny(tmp_path, "qwen2", "body")
     assert main(["--critic", str(tmp_path)]) == 0
     assert "the value head starts at 0" in capsys.readouterr().out
-    assert main(["--reward", str(tmp_path)]) == 1
+    assert main(["--reward", str(tmp_path)]) == 2
     assert "is not a trained reward model" in capsys.readouterr().err
 
 
 def test_pickled_weights_are_refused_unopened(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save_tiny(tmp_path, "llama", "reward")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    assert main(["--reward", str(tmp_path)]) == 1
+    assert main(["--reward", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "only pickled weights (pytorch_model.bin)" in error
     assert "never opened here" in error
@@ -111,7 +111,7 @@ def test_weights_that_are_not_finite_are_found_by_trying(tmp_path: Path, capsys:
     tensors = load_file(file)
     tensors["score.weight"][0, 3] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    assert main(["--reward", str(tmp_path)]) == 1
+    assert main(["--reward", str(tmp_path)]) == 2
     assert "its weights are damaged" in capsys.readouterr().err
     assert main(["--reward", str(tmp_path), "--no-load"]) == 0
     assert "loads;" not in capsys.readouterr().out

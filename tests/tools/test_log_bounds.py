@@ -73,6 +73,16 @@ def test_what_a_child_warns_of_is_read_once(tmp_path: Path):
     assert child.new_messages() == ["cut"]
 
 
+def test_what_a_child_warns_of_in_json_is_read_too(tmp_path: Path):
+    (tmp_path / "quiet.py").touch()
+    child = Child("quiet", ["quiet"], tmp_path / "quiet.log", {"PYTHONPATH": str(tmp_path)})
+    child.process.wait(PATIENCE_S)
+    line = '{"level": "%s", "message": "%s"}\n'
+    texts = [("INFO", "step 1"), ("WARNING", "5 teach nothing"), ("INFO", "resuming from 3"), ("ERROR", "no disk")]
+    child.log_path.write_text("".join(line % text for text in texts) + '{"no": "line"}\n[1]\n')
+    assert child.new_messages() == ["5 teach nothing", "resuming from 3", "no disk"]
+
+
 def test_a_childs_log_stays_within_its_bound(chatter: Child):
     previous = chatter.log_path.with_suffix(".previous.log")
     for _ in range(2):

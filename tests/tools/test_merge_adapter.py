@@ -68,7 +68,7 @@ def test_an_adapter_of_a_trained_reward_model_keeps_its_head(tmp_path: Path) -> 
 
 def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(*parts: str) -> None:
-        assert merge(tmp_path) == 1
+        assert merge(tmp_path) == 2
         said = capsys.readouterr().err
         assert all(part in said for part in parts), said
         assert not (tmp_path / "merged").exists()
@@ -78,7 +78,7 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
     save_tiny(base, "qwen2", "language", vocab_size=VOCAB)
     save_adapter(adapter, base, "qwen2", task_type=None)
     refused("has no trained head", 'modules_to_save=["score"]')
-    assert main(["--reward", str(adapter)]) == 1
+    assert main(["--reward", str(adapter)]) == 2
     assert "--merge NEW_FOLDER" in capsys.readouterr().err
     save_adapter(adapter, base, "qwen2")
     weights = load_file(adapter / "adapter_model.safetensors")
@@ -91,7 +91,7 @@ def test_adapters_that_cannot_be_merged(tmp_path: Path, capsys: pytest.CaptureFi
     base.rename(tmp_path / "moved")
     refused("which is no folder here: give it with --base PATH")
     (tmp_path / "merged").mkdir()
-    assert merge(tmp_path) == 1
+    assert merge(tmp_path) == 2
     assert "already exists" in capsys.readouterr().err
     for wrong in (["--merge", "x"], ["--reward", "x", "--base", "y"]):
         with pytest.raises(SystemExit, match="2"):

@@ -23,7 +23,7 @@ from tools.report.curves import (
     panels,
     svg,
 )
-from tools.report.data import Gain, formatted, load_run, phase_seconds, series
+from tools.report.data import Gain, UnreadableRun, formatted, load_run, phase_seconds, series
 from tools.report.page import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
 from tools.report.summary import SUMMARY_KEYS, Pair, write_summary
 
@@ -272,8 +272,8 @@ def test_curves_are_wide_enough_for_a_readme(full_run: Path, tmp_path: Path):
     assert 800 <= height <= 1200
 
 
-def test_a_missing_summary_is_named(full_run: Path, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"summary\.json"):
+def test_a_folder_without_a_run_is_named(tmp_path: Path):
+    with pytest.raises(UnreadableRun, match=f"{tmp_path} is no run"):
         write_report(tmp_path)
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,9 +20,7 @@ import pytest
 from tiny_models import regions, server_processes, write_repository, write_scoring_model
 from tiny_serve import serve, wait_for, write_run
 
-from python_backend.config import RunConfig
 from python_backend.store.durable import read_json
-from tools.serve import demo_preparation
 from tools.server.health import get_page
 from trainer.control_plane import ControlPlane
 
@@ -202,7 +199,7 @@ def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path)
     write_scoring_model(run_dir / "model_repository", "critic", on_load="raise ValueError('3 labels')")
     process = serve(run_dir)
     _, err = process.communicate()
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert err.startswith("error: critic could not be loaded: ValueError: 3 labels (model.py line 10);")
     assert len(err.splitlines()) == 1
     assert server_processes(process.pid) == []
@@ -212,45 +209,5 @@ def test_serve_exits_with_one_sentence_when_a_model_does_not_load(run_dir: Path)
 def test_serve_exits_with_one_sentence_when_the_configuration_is_wrong(run_dir: Path) -> None:
     process = serve(run_dir, "server.port=8000")
     _, err = process.communicate()
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert "unknown key server.port" in err
-
-
-def test_commands_answer_at_once_and_know_their_names() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "tools"]
-    shown = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    assert all(name in shown.stdout for name in ("serve", "render", "run", "prepare"))
-    assert not {"torch", "numpy", "grpc", "pydantic"} & {
-        line.split("|")[-1].strip() for line in shown.stderr.splitlines()
-    }
-    wrong = subprocess.run([*command[:1], "-m", "tools", "srve"], capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stderr) == (2, "error: unknown command 'srve'; did you mean serve?\n")
-
-
-def test_the_demo_is_prepared_where_its_seed_says() -> None:
-    assert demo_preparation(RunConfig()) == ([], [])
-    config = RunConfig.model_validate({"demo": {"cache_dir": "cache", "quick": True}, "run": {"seed": 3}})
-    arguments, overrides = demo_preparation(config)
-    assert arguments[:3] == ["tools.demo.prepare", "--recipe", "sentences"]
-    assert arguments[3:] == ["--out", "cache/seed-3-quick", "--seed", "3", "--quick"]
-    assert "critic.checkpoint=cache/seed-3-quick/critic" in overrides
-
-
-def test_the_pretrained_models_of_a_chat_demo_serve_every_seed() -> None:
-    config = RunConfig.model_validate({"demo": {"recipe": "chat", "cache_dir": "cache"}, "run": {"seed": 3}})
-    arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo.prepare", "--recipe", "chat", "--out", "cache/chat-seed-3", "--seed", "3"]
-    assert {"actor.policy.checkpoint=cache/pretrained/policy", "reward.checkpoint=cache/chat-seed-3/reward"} <= set(
-        overrides
-    )
-
-
-def test_the_reasoning_tasks_are_prepared_once_for_all_seeds() -> None:
-    config = RunConfig.model_validate({"demo": {"recipe": "reasoning", "cache_dir": "cache"}, "run": {"seed": 3}})
-    arguments, overrides = demo_preparation(config)
-    assert arguments == ["tools.demo.prepare", "--recipe", "reasoning", "--out", "cache/reasoning"]
-    assert overrides == [
-        "actor.policy.checkpoint=cache/reasoning/policy",
-        "actor.prompts.path=cache/reasoning/prompts.jsonl",
-        "actor.validation.prompts=cache/reasoning/validation.jsonl",
-    ]

@@ -61,6 +61,8 @@ def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
     folders.logs_dir.mkdir()
     log = "10:00:00 WARNING the first\n10:00:01 ERROR the second\n10:00:02 INFO step 8\n"
     (folders.logs_dir / "actor.log").write_text(log)
+    json_log = '{"level": "ERROR", "message": "no disk"}\n{"level": "INFO", "message": "step 7"}\n'
+    (folders.logs_dir / "sidecar.log").write_text(json_log)
     (folders.dir / "metrics.jsonl").write_text('{"step": 8, "train_rollouts/rewards": 0.5}\n{"step": 9, "tra')
     lines = lines_of(run.path, capsys)
     assert lines[2] == "actor     step 8 of 3 ended 0 s ago: reward 0.5"
@@ -68,7 +70,10 @@ def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
         "sidecar   publishing at step 7, heartbeat 5 min ago; 0 of the journal's entries pending"
     )
     assert lines[3].endswith("; blocked: No space left on device")
-    assert lines[-1] == "problem   actor.log: 10:00:01 ERROR the second"
+    assert lines[-2:] == [
+        "problem   actor.log: 10:00:01 ERROR the second",
+        "problem   sidecar.log: ERROR no disk",
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])  # SIGINT is ignored in a background job

@@ -195,7 +195,7 @@ def test_unusual_line_ends_inside_texts_do_not_split_lines(tmp_path: Path):
 
 def test_a_step_done_again_counts_once(tmp_path: Path):
     write_lines(tmp_path / "metrics.jsonl", [{"step": 1, "x": 0}, {"step": 2, "x": 1}, {"step": 2, "x": 2}])
-    assert read_steps(tmp_path) == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
+    assert read_steps(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 0}, {"step": 2, "x": 2}]
 
 
 def test_responses_without_their_leading_space_are_not_fused_with_the_prompt(run_dir: Path):

@@ -18,6 +18,7 @@ from sidecar_rig import PATIENCE_S, Rig
 from small_disk import SmallDisk, small_disk
 
 import trainer.patience
+from python_backend.config import RunConfig
 from python_backend.store.durable import disk_errors, refusal, replace_file
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.store.weights import WeightsStore
@@ -133,7 +134,8 @@ def test_a_probe_names_the_refusal_and_leaves_nothing(disk: SmallDisk):
 
 def test_a_metrics_line_is_written_whole_or_dropped(disk: SmallDisk, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = disk.folder / "critic_metrics.jsonl"
-    progress = SidecarProgress(Journal(tmp_path / "journal", "run"), path, epoch=1, stop=threading.Event())
+    config = RunConfig.model_validate({"run": {"dir": disk.folder}})
+    progress = SidecarProgress(config, Journal(tmp_path / "journal", "run"), epoch=1, stop=threading.Event())
     progress.log_reload(1, Reload(1, "triton"), "save")
     with path.open("ab") as file:  # what is left of its page is too small for the next line
         padding = 4096 - path.stat().st_size - 20

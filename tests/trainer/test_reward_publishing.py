@@ -153,7 +153,7 @@ POISON: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 def test_a_poisoned_version_is_refused(run: Run, capsys: Output, kind: str):
     change, message = POISON[kind]
     before = run.config.reward.checkpoint
-    assert run.tool("publish", str(changed(run, change))) == 1
+    assert run.tool("publish", str(changed(run, change))) == 2
     told = capsys.readouterr()
     print(told.out, told.err)
     assert message.replace("\\", "") in told.err
@@ -169,7 +169,7 @@ def test_without_a_gate_only_the_weights_are_checked(run: Run, capsys: Output):
 
 def test_a_version_that_an_instance_refuses_is_rolled_back(run: Run, capsys: Output):
     run.instance.refuses.add(1)
-    assert run.tool("publish", str(changed(run, better))) == 1
+    assert run.tool("publish", str(changed(run, better))) == 2
     assert "version 1 was refused by reward_model_0" in capsys.readouterr().err
     assert (run.store.current(), run.instance.served) == (0, [0])
     assert run.tool("publish", str(changed(run, better))) == 0
@@ -190,7 +190,7 @@ def test_the_checks_of_a_version_do_not_count_as_waiting_for_the_instances(monke
 def test_another_tokenizer_is_refused(run: Run, tmp_path: Path, capsys: Output):
     theirs = make_tokenizer(TEXTS + OTHER_TEXTS, vocab_size=200)
     other = make_checkpoint(tmp_path / "other", "reward", theirs, seed=4)
-    assert run.tool("publish", str(other)) == 1
+    assert run.tool("publish", str(other)) == 2
     assert "has another tokenizer than reward.checkpoint" in capsys.readouterr().err
     assert run.store.versions() == [0]
 
@@ -198,13 +198,13 @@ def test_another_tokenizer_is_refused(run: Run, tmp_path: Path, capsys: Output):
 def test_only_the_sidecar_publishes_the_critic(run: Run, capsys: Output):
     shutil.copytree(run.store.root, run.config.run.weights_dir)
     run.tool("list")
-    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere"]) == 1
+    assert main(["publish", "--config", str(run.folder / "run.yaml"), "somewhere"]) == 2
     assert "give --model reward" in capsys.readouterr().err
 
 
 def test_a_reward_model_that_is_not_live_has_no_versions(run: Run, tmp_path: Path, capsys: Output):
     for action, *arguments in (["publish", "somewhere"], ["list"]):
-        assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 1
+        assert run.tool(action, *arguments, f"run.dir={tmp_path / 'other'}", store=False, gate=None) == 2
         assert "reward.store is false, so the reward model has no versions; set it to true" in capsys.readouterr().err
 
 
@@ -224,7 +224,7 @@ BAD_PAIRS = {
 def test_a_bad_line_of_the_gate_is_named(run: Run, tmp_path: Path, capsys: Output, line: str):
     (tmp_path / "bad.jsonl").write_text(line + "\n")
     gate = {"pairs": str(tmp_path / "bad.jsonl")}
-    assert run.tool("publish", str(run.config.reward.checkpoint), gate=gate) == 1
+    assert run.tool("publish", str(run.config.reward.checkpoint), gate=gate) == 2
     told = capsys.readouterr().err
     print(told)
     assert BAD_PAIRS[line] in told

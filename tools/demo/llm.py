@@ -99,7 +99,7 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
 
 def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRecipe, seed: int, log: Log) -> list[str]:
     """Return pieces of replies to `number` prompts; a prompt is repeated only after all others have been used."""
-    from actor.data.prompts import read_prompts
+    from actor.data.prompts import PromptReader, read_prompts
     from actor.policy.policy import Policy
     from python_backend.config import GenerationSection, OptimizerSection, PolicySection, PromptsSection
 
@@ -110,7 +110,7 @@ def _sample(policy_folder: Path, prompts_file: Path, number: int, recipe: LlmRec
     longest = PromptsSection().max_tokens
     settings = PolicySection(checkpoint=policy_folder, lora_rank=1)
     policy = Policy(settings, generation, OptimizerSection(), max_prompt_tokens=longest)
-    known = read_prompts(prompts_file, policy.tokenizer, max_tokens=longest)
+    known = read_prompts(prompts_file, PromptReader(policy.tokenizer, longest))
     epochs = range(0, number, len(known))
     prompts = [prompt for epoch in epochs for prompt in random.Random(seed + epoch).sample(known, len(known))][:number]
     texts, start = [], time.monotonic()

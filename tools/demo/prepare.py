@@ -16,8 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from python_backend.config.command_line import report
-from python_backend.errors import RlhfError
+from python_backend.errors import REPORTED
 from python_backend.store.jsonl import write_jsonl
+from tools.arguments import parse_or_complete
 from tools.demo.corpus import Corpus, corpus_fingerprint, load_corpus
 from tools.demo.gold import gold_scorer
 from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
@@ -175,17 +176,17 @@ def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare a recipe and print its figures; return 0, or 1 after an error (printed to stderr)."""
-    parser = argparse.ArgumentParser(prog="python -m tools prepare", description="Prepare checkpoints and prompts.")
+    """Prepare a recipe and print its figures; return 0, or 2 after an error (printed to stderr)."""
+    parser = argparse.ArgumentParser(description="Prepare checkpoints and prompts.")
     parser.add_argument("--recipe", choices=("sentences", "chat", "reasoning"), default="sentences")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoints and prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
-    arguments = parser.parse_args(argv)
+    arguments = parse_or_complete(parser, argv)
     try:
         built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)
-    except RlhfError as error:
-        return report(error, 1)
+    except REPORTED as error:
+        return report(error)
     print(json.dumps(built.figures, indent=2))
     return 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tools.arguments import parse_or_complete
 from tools.doctor import machine
 from tools.doctor.finding import Check, Finding, Level, run_checks
 
@@ -18,12 +19,11 @@ from tools.doctor.finding import Check, Finding, Level, run_checks
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings; return 0, or 1 if one of them keeps a run from working."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools doctor",
         description="Check what a run needs, before it starts or while it runs; exit code 1 if something is missing.",
     )
     parser.add_argument("--config", type=Path, help="YAML file of the run; without it, only the machine is checked")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override of a key in the YAML file")
-    arguments = parser.parse_args(argv)
+    arguments = parse_or_complete(parser, argv)
     counts = dict.fromkeys(Level, 0)
     for finding in findings(arguments.config, arguments.overrides):
         counts[finding.level] += 1
@@ -63,7 +63,13 @@ def _load(path: Path, overrides: Sequence[str], into: list[Any]) -> Iterable[Fin
 
 def _of(config: Any) -> list[tuple[str, Check]]:
     checks = _checks_of_runs()
-    named = {"files": checks.files, "rendering": checks.rendering, "ports": checks.ports, "server": checks.server}
+    named = {
+        "files": checks.files,
+        "devices": checks.devices,
+        "rendering": checks.rendering,
+        "ports": checks.ports,
+        "server": checks.server,
+    }
     return [(name, functools.partial(check, config)) for name, check in named.items()]
 
 

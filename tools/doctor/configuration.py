@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,30 @@ def files(config: RunConfig) -> Iterator[Finding]:
             yield failed("files", line)
     else:
         yield Finding("files", "checkpoints, prompts and reward functions are there")
+
+
+def devices(config: RunConfig) -> Iterator[Finding]:
+    """Check that torch can use the GPUs that the configuration names."""
+    served = config.served_sections.items()
+    named = {f"{key}.device": (section.device, section.tensor_parallel) for key, section in served}
+    if config.serves_critic:
+        named["trainer.device"] = (config.trainer.device, 1)
+    if config.has_actor:
+        named["actor.policy.device"] = (config.actor.policy.device, 1)
+    gpus = {key: (device, count) for key, (device, count) in named.items() if device != "cpu"}
+    if not gpus:
+        return
+    torch = importlib.import_module("torch")
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA (install another torch)"
+    for key, (device, count) in gpus.items():
+        needed = int(device.partition(":")[2] or 0) + count
+        if needed > usable:
+            yield failed(
+                "devices",
+                f"{key}: {device} needs {needed} GPUs; torch, built for {cuda}, can use "
+                f"{usable}: update the driver if nvidia-smi shows a lower CUDA version, or set it to cpu",
+            )
 
 
 def rendering(config: RunConfig) -> Iterator[Finding]:

@@ -12,25 +12,27 @@ from actor.scoring.client import TritonClient
 from python_backend.config import ConfigError, GatewaySection, RunConfig, load_config
 from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.errors import REPORTED
+from python_backend.monitoring.log_lines import is_json, say
+from tools.arguments import parse_or_complete
 
 KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM, then return 0; return 1 if the gateway cannot start."""
-    parser = run_parser("python -m tools gateway", "Serve rewards to other trainers over HTTP.")
-    arguments = parser.parse_args(argv)
-    log_to_stderr()
+    """Serve until SIGINT or SIGTERM, then return 0; return 2 if the gateway cannot start."""
+    parser = run_parser("Serve rewards to other trainers over HTTP.")
+    arguments = parse_or_complete(parser, argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
+        log_to_stderr("gateway", config.run)
         check_key(config.gateway)
         asyncio.run(serve(config))
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn"):
             raise
-        return report(RuntimeError(f"the gateway needs {error.name}: pip install '.[gateway]'"), 1)
-    except (*REPORTED, OSError) as error:
-        return report(error, 1)
+        return report(RuntimeError(f"the gateway needs {error.name}: pip install '.[gateway]'"))
+    except REPORTED as error:
+        return report(error)
     return 0
 
 
@@ -54,9 +56,11 @@ async def serve(config: RunConfig) -> None:
 
     settings = config.gateway
     client = TritonClient(config.server.http_url, config.actor.client)
+    log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(client, settings, check_key(settings)), settings.host, settings.port, log_level="warning",
+            log_config=log_config,
             ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_keep_alive=KEEP_ALIVE_S,
         )
     )  # fmt: skip
@@ -66,7 +70,7 @@ async def serve(config: RunConfig) -> None:
     bound.listen(server.config.backlog)  # so that clients can connect as soon as the line is printed
     servers = ", ".join(config.actor.client.servers) or config.server.http_url
     scheme, port = "https" if settings.tls_certificate else "http", bound.getsockname()[1]
-    print(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}", flush=True)
+    say(f"gateway: {scheme}://{settings.host}:{port}, rewards from {servers}")
     await server.serve([bound])
 
 

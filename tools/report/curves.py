@@ -32,16 +32,17 @@ def panels(run: RunRecord) -> list[tuple[str, str]]:
 
 def drawn(run: RunRecord) -> list[Draw]:
     """Return the pictures that this run has data for, in the report's order."""
+    levels = "ev_v0" in run.summary
     recorded: dict[Draw, bool] = {
         draw_reward: _has(run.steps, "train_rollouts/rewards"),
         draw_gold: run.gold,
-        draw_kl: _has(run.steps, "train_rollouts/init_policy_kl_per_sequence"),
-        draw_explained_variance: _has(run.steps, "train_rollouts/explained_variance"),
-        draw_step_time: _has(run.steps, "timers/step_time"),
+        draw_kl: _has(run.steps, "train_rollouts/init_policy_kl_per_sequence", least=2),
+        draw_explained_variance: _has(run.steps, "train_rollouts/explained_variance", least=1 if levels else 2),
+        draw_step_time: _has(run.steps, "timers/step_time", least=2),
         draw_versions: bool(run.critic),
         draw_reload_ms: _has(run.critic, "reload_ms"),
-        draw_distinct: _has(run.steps, DISTINCT),
-        draw_ended: _has(run.steps, ENDED),
+        draw_distinct: _has(run.steps, DISTINCT, least=2),
+        draw_ended: _has(run.steps, ENDED, least=2),
     }
     return [draw for draw, is_there in recorded.items() if is_there]
 
@@ -73,12 +74,15 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     x, y = series(run.steps, "train_rollouts/rewards")
     window = max(1, len(y) // 10)
     smooth = [statistics.fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
-    axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **_markers(x))
+    axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **markers(x))
     if window > 1:
         axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
     if with_kl[0] and with_kl != (x, y):
         axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
+    held_out = series(run.validations, "reward")
+    if held_out[0]:
+        axes.plot(*held_out, color=ORANGE, lw=1.2, marker="D", ms=5, label="held-out prompts")
     _mark_versions(axes, run)
     kl = run.summary.get("kl_final")
     _finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
@@ -127,7 +131,7 @@ def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
     style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": "training batch, served version"}
     y = _plot(axes, run, "train_rollouts/explained_variance", **style)
     _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
-    _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary['weights_version']}, held-out")
+    _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary.get('weights_version')}, held-out")
     finite = [v for v in (*y, run.summary.get("ev_v0"), run.summary.get("ev_last")) if v is not None]
     # A fresh critic can be arbitrarily bad; below -1 the curve would flatten everything else.
     axes.set_ylim(max(-1.0, min((0.0, *finite)) - 0.08), 1.0)
@@ -214,11 +218,12 @@ def _thinned(x: Sequence[int]) -> str:
 def _plot(axes: Axes, run: RunRecord, key: str, **style: Any) -> list[float]:
     """Draw a metric over the steps; return its values."""
     x, y = series(run.steps, key)
-    axes.plot(x, y, **style, **_markers(x))
+    axes.plot(x, y, **style, **markers(x))
     return y
 
 
-def _markers(x: Sequence[float]) -> dict[str, Any]:
+def markers(x: Sequence[float]) -> dict[str, Any]:
+    """Return the style of the points of a line; only few points are marked."""
     return {"marker": "o", "ms": 3} if len(x) <= 40 else {}
 
 
@@ -227,8 +232,9 @@ def _level(axes: Axes, value: float | None, colour: str, label: str) -> None:
         axes.axhline(value, color=colour, lw=1.4, ls=(0, (5, 3)), label=f"{label}: {formatted(value, '.2f')}")
 
 
-def _has(rows: Sequence[dict[str, Any]], key: str) -> bool:
-    return any(number(row.get(key)) is not None for row in rows)
+def _has(rows: Sequence[dict[str, Any]], key: str, *, least: int = 1) -> bool:
+    """Return whether at least that many rows have a number: one point is no curve."""
+    return sum(number(row.get(key)) is not None for row in rows) >= least
 
 
 def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
@@ -241,20 +247,25 @@ def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
 
 
 def svg(draw: Draw, run: RunRecord) -> str:
-    """Return one picture as SVG text; the same run gives the same bytes."""
+    """Return one picture of a run as SVG text; the same run gives the same bytes."""
+    return as_svg(lambda axes: draw(axes, run))
+
+
+def as_svg(draw: Callable[[Axes], None]) -> str:
+    """Return what `draw` draws as SVG text."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.2, 3.5), layout="constrained")
-        draw(figure.subplots(), run)
+        draw(figure.subplots())
         out = StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     return out.getvalue()
 
 
 CAPTIONS: dict[Draw, str] = {
-    draw_reward: "The mean reward per batch, and the reward after the KL penalty if there is one.",
+    draw_reward: "The mean reward per batch.",
     draw_gold: "The gold score, which PPO never saw, on held-out prompts, with 95 % intervals.",
     draw_kl: "How far the policy has moved from the initial policy.",
     draw_explained_variance: "How much of the returns' variance the critic explains.",

@@ -1,6 +1,5 @@
-"""Reads a finished run for the report: summary, steps, critic updates, held-out texts and their gains."""
+"""Reads a run, at any time, for the report: summary, steps, critic updates, held-out texts and their gains."""
 
-import json
 import math
 import statistics
 from collections import deque
@@ -11,12 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from actor.run.lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
+from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import each_line
 from tools.demo.gold import paired_ci95
-from tools.report.summary import Pair, gold_gains, has_samples, read_pairs
+from tools.report.summary import Pair, current_summary, gold_gains, has_samples, read_pairs
 
 SETTINGS_FILE = "settings.json"
+RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
 MOST_TEXTS = 8  # shown from the beginning of a run, and as many from its end
@@ -31,6 +34,10 @@ PHASES = {
     "timers/train_time": "policy update",
     "other": "other",
 }
+
+
+class UnreadableRun(RlhfError):
+    """A folder is missing, is no run, or has a damaged file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +66,14 @@ class RunRecord:
 
     name: str
     summary: dict[str, Any]
-    settings: dict[str, Any]  # {`section.key`: value}; empty for runs from before 2026-11-22
+    settings: dict[str, Any]  # {`section.key`: value}; empty if `tools run` did not start the run
     steps: list[dict[str, Any]]  # every n-th step of a long run
     critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
     pairs: list[Pair]
+    validations: list[dict[str, Any]]  # every n-th line; empty if the run does not validate
     texts: list[RolloutText]  # from training rollouts, if the run has no pairs
+    is_finished: bool  # the actor has done its last step and validation
+    in_progress: bool
 
     @property
     def gold(self) -> bool:
@@ -83,24 +93,51 @@ class RunRecord:
 
 
 def load_run(run_dir: Path) -> RunRecord:
-    """Return the data in a run's folder. Raises FileNotFoundError if a file other than samples.jsonl is missing."""
-    run_dir = Path(run_dir).resolve()
-    path = run_dir / "summary.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: the report needs the run's summary")
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    pairs = read_pairs(run_dir) if has_samples(run_dir) else []
-    if "ppo_steps" in summary:  # the key's name before 2026-11-22
-        summary = {"steps": summary.pop("ppo_steps"), **summary}
+    """Return the data that a run's folder has now: finished, in progress or crashed. Raises UnreadableRun."""
+    if not run_dir.is_dir():
+        raise UnreadableRun(
+            f"{run_dir} is {'not a folder' if run_dir.exists() else 'missing'}: name the folder of a run"
+        )
+    if not any((run_dir / name).is_file() for name in RUN_FILES):
+        raise UnreadableRun(f"{run_dir} is no run: it has neither {SETTINGS_FILE} nor metrics.jsonl")
+    try:
+        return _load(run_dir.resolve())
+    except ValueError as error:  # from a file that is not what the run wrote
+        raise UnreadableRun(f"the run in {run_dir} cannot be read: {error}") from error
+
+
+def _load(run_dir: Path) -> RunRecord:
+    summary, is_finished = current_summary(run_dir)
+    pairs = read_pairs(run_dir) if is_finished and has_samples(run_dir) else []
     return RunRecord(
         name=run_dir.name,
         summary=summary,
-        settings=flattened(read_json(run_dir / SETTINGS_FILE) or {}),
-        steps=read_steps(run_dir),
+        settings=read_settings(run_dir / SETTINGS_FILE),
+        steps=read_steps(run_dir / "metrics.jsonl"),
         critic=read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=pairs,
+        validations=read_steps(run_dir / "validations.jsonl"),
         texts=[] if pairs else read_texts(run_dir),
+        is_finished=is_finished,
+        in_progress=in_progress(run_dir),
     )
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return settings.json as {`section.key`: value}, without the sections that the run does not use."""
+    try:
+        sections = read_json(path) or {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    try:
+        config = RunConfig.model_validate(sections)
+    except (ValueError, RlhfError):  # written by a version with other keys
+        return flattened(sections)
+    used = {
+        "reward": config.uses_reward_model, "critic": config.serves_critic, "trainer": config.serves_critic,
+        "reference": config.actor.kl.uses_reference,
+    }  # fmt: skip
+    return flattened({name: section for name, section in sections.items() if used.get(name, True)})
 
 
 def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -111,10 +148,10 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_steps(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl by ascending step, thinned; for a step repeated after a resume, the last row."""
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file by ascending step, thinned; for a step repeated after a resume, the last row."""
     chosen = Thinned()
-    for row in each_line(run_dir / "metrics.jsonl", required=True):
+    for row in each_line(path):
         while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
             chosen.rows.pop()
         chosen.add(row)
@@ -132,7 +169,7 @@ def read_texts(run_dir: Path) -> list[RolloutText]:
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of critic_metrics.jsonl by time; updates and each kind of reload are thinned separately."""
     chosen: dict[str | None, Thinned] = {}
-    for row in each_line(run_dir / "critic_metrics.jsonl", required=True):
+    for row in each_line(run_dir / "critic_metrics.jsonl"):
         chosen.setdefault(row.get("reload"), Thinned()).add(row)
     return sorted((row for kind in chosen.values() for row in kind.rows), key=lambda row: row["time"])
 

@@ -1,4 +1,4 @@
-"""Writes report.html: a run's results as numbers, pictures and sample texts, in one self-contained file."""
+"""Writes a run's page: its results as numbers, pictures and sample texts, in one self-contained file."""
 
 import re
 import statistics
@@ -11,6 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from python_backend.config import RunConfig
+from python_backend.errors import RlhfError
+from python_backend.store.durable import replace_file
 from tools.report.curves import panels, write_curves
 from tools.report.data import (
     ALL_WORDS,
@@ -32,36 +34,79 @@ NUM_WORDS = 15
 NUM_TEXTS = 24
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write report.html into the folder of a finished run; return its path.
+class PageNotWritten(RlhfError):
+    """The page's file cannot be written."""
 
-    Gold scores and held-out texts are optional. Raises FileNotFoundError, which names the file, if another is missing.
+
+def write_report(run_dir: Path, out: Path | None = None, *, refresh_s: float | None = None) -> Path:
+    """Write the page of a run, with what its folder has now, and return the page's path.
+
+    Args:
+        out: path of the page; None for report.html in the run's folder.
+        refresh_s: seconds after which a browser loads the page again; None for a page that does not change any more.
+
+    Raises:
+        UnreadableRun: the folder is no run, or has a damaged file.
+        PageNotWritten: `out` cannot be written.
     """
     run = load_run(run_dir)
     words = word_gains(run.pairs) if run.gold else []
-    environment = Environment(
-        loader=PackageLoader("tools"), undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": formatted, "shown": _shown}
-    page = environment.get_template("report.html.j2").render(
+    page = render(
+        "report.html.j2",
         run=run,
+        refresh_s=refresh_s,
+        state=state(run),
         s=run.summary,
         reward=reward_gain(run),
         verdicts=[verdict(what, gain) for what, gain in _results(run)],
-        training=None if run.pairs else _training_rewards(run),
-        panels=[(caption, b64encode(svg.encode()).decode()) for caption, svg in panels(run)],
+        training=None if run.pairs else ends(run, "train_rollouts/rewards"),
+        training_kl=None if "kl_final" in run.summary else ends(run, "train_rollouts/init_policy_kl_per_sequence"),
+        panels=panels(run),
         words=_words(run, words),
         groups=pick_texts(run.pairs, run.gold),
         highlight=highlight,
         marked=word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0]),
         most_texts=MOST_TEXTS,
         sentences=SUMMARY_KEYS,
-        settings=_changed_settings(run.settings),
+        settings=changed_settings(run.settings),
         settings_file=SETTINGS_FILE,
     )
-    path = Path(run_dir) / "report.html"
-    path.write_text(page, encoding="utf-8")
+    path = out or Path(run_dir) / "report.html"
+    write_page(path, page)
     return path
+
+
+def render(template: str, **values: Any) -> str:
+    """Return the page that one of tools/templates makes of these values."""
+    environment = Environment(
+        loader=PackageLoader("tools"), undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "number": formatted,
+        "shown": shown,
+        "setting": setting,
+        "base64": lambda text: b64encode(text.encode()).decode(),
+    }
+    return environment.get_template(template).render(**values)
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page, atomically replacing an earlier one. Raises PageNotWritten."""
+    try:
+        replace_file(path, page.encode(), durable=False)
+    except OSError as error:
+        raise PageNotWritten(f"{path} cannot be written: {error.strerror}") from error
+
+
+def state(run: RunRecord) -> str | None:
+    """Return a sentence on how far a run is that has not finished; None for a finished run."""
+    if run.is_finished:
+        return None
+    steps, total = run.summary["steps"], run.settings.get("actor.steps")
+    done = f"step {steps}{f' of {total}' if total else ''}" if steps else "no step"
+    return (
+        f"In progress: {done} has ended." if run.in_progress else f"The run stopped before its end: {done} has ended."
+    )
 
 
 def pick_texts(pairs: Sequence[Pair], gold: bool) -> list[tuple[str, list[tuple[Pair, float]]]]:
@@ -119,13 +164,13 @@ def _results(run: RunRecord) -> list[tuple[str, Gain]]:
     return results + ([("The reward", reward)] if reward else [])
 
 
-def _training_rewards(run: RunRecord) -> dict[str, Any] | None:
-    """Return the mean rewards of the first and of the last tenth of the steps; None for a run of one step."""
-    _, rewards = series(run.steps, "train_rollouts/rewards")
-    count = max(1, len(rewards) // 10)
-    if len(rewards) < 2 * count:
+def ends(run: RunRecord, key: str) -> dict[str, Any] | None:
+    """Return the means of a metric over the first and the last tenth of the steps; None with fewer than two steps."""
+    _, values = series(run.steps, key)
+    count = max(1, len(values) // 10)
+    if len(values) < 2 * count:
         return None
-    first, last = statistics.fmean(rewards[:count]), statistics.fmean(rewards[-count:])
+    first, last = statistics.fmean(values[:count]), statistics.fmean(values[-count:])
     return {"first": first, "last": last, "part": "tenth of the steps" if count > 1 else "step"}
 
 
@@ -150,18 +195,22 @@ def _change(pair: Pair, gold: bool) -> float | None:
     return None if sides[0] is None or sides[1] is None else sides[1] - sides[0]
 
 
-def _changed_settings(settings: dict[str, Any]) -> list[tuple[str, Any]]:
+def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that differ from their defaults, except ports."""
     defaults = flattened(RunConfig().model_dump(mode="json"))
-    changed = ((key, value) for key, value in settings.items() if value != defaults.get(key))
-    return [(key, value) for key, value in changed if not key.endswith("_port")]
+    changed = {key: value for key, value in settings.items() if value != defaults.get(key)}
+    return {key: value for key, value in changed.items() if not key.endswith("_port")}
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "–"
+def setting(value: Any) -> str:
+    """Return a setting as text for a table, in full: a learning rate may be 1e-06."""
+    return "none" if value is None else f"{value}"
+
+
+def shown(value: Any) -> str:
+    """Return a figure as text for a table."""
     if isinstance(value, list):
-        return f"[{', '.join(_shown(item) for item in value)}]"
+        return f"[{', '.join(shown(item) for item in value)}]"
     if isinstance(value, float):
         return formatted(value, ",.3f" if abs(value) < 100 else ",.0f")
     return f"{value}"

@@ -1,4 +1,4 @@
-"""Writes summary.json of a finished run, and reads the held-out texts from before and after training as pairs.
+"""Writes summary.json of a finished run, sums up one that has none, and reads the held-out texts as pairs.
 
 With `gold`, also adds the gold score of each text to samples.jsonl.
 """
@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from python_backend.store.durable import replace_file
+from python_backend.store.durable import read_json, replace_file
 from python_backend.store.jsonl import each_line, write_jsonl
 from tools.demo.gold import gold_scorer, paired_ci95, words_that_gained
 
@@ -93,25 +93,36 @@ def write_summary(
         ValueError: a file is damaged, or a text has no partner.
     """
     run_dir = Path(run_dir)
-    actor = _actor_summary(run_dir / "actor_summary.json")
-    figures = dict(actor)
-    # `reward_before` shows that the run validated; only a run that did not validate may lack samples.jsonl.
-    if gold or "reward_before" in actor or has_samples(run_dir):
-        if gold:
-            _add_gold(run_dir / "samples.jsonl")
-        pairs = read_pairs(run_dir)
-        figures |= _text_figures(pairs) | (_gold_figures(pairs) if gold else {})
-    if "critic_updates" in actor:
-        figures |= _reload_figures(each_line(run_dir / "critic_metrics.jsonl", required=True))
-    figures |= {
-        "server_failures": server_failures,
-        "peak_rss_mb": peak_rss_mb,
-        "seconds_total": seconds_total,
-    }
-    summary = {key: figures[key] for key in SUMMARY_KEYS if _is_known(figures.get(key))}
+    summary = _known(
+        {
+            **_actor_figures(run_dir, gold=gold),
+            "server_failures": server_failures,
+            "peak_rss_mb": peak_rss_mb,
+            "seconds_total": seconds_total,
+        }
+    )
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     replace_file(run_dir / "summary.json", text.encode(), durable=False)
     return summary
+
+
+def current_summary(run_dir: Path) -> tuple[dict[str, Any], bool]:
+    """Return the summary of a run at any time, and whether its actor has finished.
+
+    The summary is that of summary.json if it was written after the last step. Otherwise it has those SUMMARY_KEYS that
+    the actor's own summary or the metrics of the steps provide.
+    """
+    figures = _step_figures(run_dir)
+    written = read_json(run_dir / "summary.json") or {}
+    if "ppo_steps" in written:  # the key's name before 2026-11-22
+        written = {"steps": written.pop("ppo_steps"), **written}
+    if written.get("steps") == figures["steps"]:
+        return written, True
+    actor = read_json(run_dir / "actor_summary.json") or {}
+    finished = actor.get("steps") == figures["steps"]
+    if finished:
+        figures = _actor_figures(run_dir, gold=False)
+    return _known(figures), finished
 
 
 def has_samples(run_dir: Path) -> bool:
@@ -180,6 +191,43 @@ def _pair(before: dict[str, Any], after: dict[str, Any], glue: str) -> Pair:
     )
 
 
+def _actor_figures(run_dir: Path, *, gold: bool) -> dict[str, Any]:
+    """Return the figures of a run whose actor has finished; with `gold`, also add the gold scores to samples.jsonl."""
+    figures = _actor_summary(run_dir / "actor_summary.json")
+    # `reward_before` shows that the run validated; only a run that did not validate may lack samples.jsonl.
+    if gold or "reward_before" in figures or has_samples(run_dir):
+        if gold:
+            _add_gold(run_dir / "samples.jsonl")
+        pairs = read_pairs(run_dir)
+        figures |= _text_figures(pairs) | (_gold_figures(pairs) if gold else {})
+    if "critic_updates" in figures:
+        figures |= _reload_figures(each_line(run_dir / "critic_metrics.jsonl", required=True))
+    return figures
+
+
+def _step_figures(run_dir: Path) -> dict[str, Any]:
+    """Return the figures of the steps so far, from metrics.jsonl and critic_metrics.jsonl."""
+    last: dict[str, Any] = {}
+    num_rows, seconds, masked = 0, 0.0, 0
+    for row in each_line(run_dir / "metrics.jsonl"):
+        last, num_rows = row, num_rows + 1
+        seconds += row.get("timers/step_time", 0.0)
+        masked += int(row.get("train_rollouts/masked_samples", 0))
+    if not last:
+        return {"steps": 0}
+    figures = {
+        "steps": last["step"],
+        "failed_requests": int(last.get("client/failed_requests", 0)),
+        "masked_samples": masked,
+        "seconds_per_step": seconds / num_rows,
+    }
+    if "train_rollouts/weights_version" in last:
+        figures["critic_updates"] = last["step"]
+        figures["failed_critic_updates"] = int(last.get("client/failed_critic_updates", 0))
+        figures |= _reload_figures(each_line(run_dir / "critic_metrics.jsonl"))
+    return figures
+
+
 def _actor_summary(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the actor writes it when its last step is done")
@@ -243,6 +291,11 @@ def _reload_figures(critic: Iterable[dict[str, Any]]) -> dict[str, Any]:
         figures[f"reloads_{kind}"] = len(milliseconds[kind])
         figures[p50] = statistics.median(times) if times else None
     return figures
+
+
+def _known(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the SUMMARY_KEYS, in order, that have a value other than None, NaN and infinity."""
+    return {key: figures[key] for key in SUMMARY_KEYS if _is_known(figures.get(key))}
 
 
 def _is_known(value: Any) -> bool:

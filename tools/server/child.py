@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from python_backend.errors import RlhfError
+from python_backend.monitoring.log_lines import parsed
 from python_backend.stop_signal import how_ended
 from tools.server.log import LOG_LIMIT_BYTES, set_aside_if_large, tail
 
@@ -24,7 +25,8 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent process is gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-_MESSAGE = re.compile(r"^[\d:]{8} (?:(?:WARNING|ERROR) |INFO (?=resuming ))(.*)", re.MULTILINE)
+_TEXT_LINE = re.compile(r"[\d:]{8} ([A-Z]+) (.*)")
+_RELAYED = ("WARNING", "ERROR", "CRITICAL")
 
 
 def start_bound(
@@ -47,10 +49,13 @@ class ChildDied(RlhfError):
 
 
 class Child:
-    """A Python module that runs in its own process."""
+    """A Python module, or another program, that runs in its own process."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str]) -> None:
-        """Start `python -m <arguments>`."""
+    def __init__(
+        self, name: str, arguments: Sequence[str], log_path: Path, env: Mapping[str, str], *,
+        command: Sequence[str] = (sys.executable, "-u", "-m"),
+    ) -> None:  # fmt: skip
+        """Start `<command> <arguments>`, by default `python -m <arguments>`."""
         self.name = name
         self.log_path = log_path
         self._stopping = False
@@ -58,7 +63,7 @@ class Child:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
         with log_path.open("ab") as log:  # append mode: `bound_log` truncates the file while the child writes
-            self.process = start_bound([sys.executable, "-u", "-m", *arguments], log, {**os.environ, **env})
+            self.process = start_bound([*command, *arguments], log, {**os.environ, **env})
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
@@ -76,13 +81,18 @@ class Child:
             log.seek(self._reported_bytes)
             text, end, _ = log.read().rpartition(b"\n")
         self._reported_bytes += len(text) + len(end)
-        return _MESSAGE.findall(text.decode(errors="replace"))
+        lines = map(_level_and_message, text.decode(errors="replace").splitlines())
+        return [message for level, message in lines if level in _RELAYED or message.startswith("resuming ")]
 
     def raise_if_failed(self) -> None:
         """Raise ChildDied if the process ended with an exit code other than 0."""
         code = self.poll()
         if code not in (None, 0):
-            raise ChildDied(self.obituary())
+            raise self.death()
+
+    def death(self) -> ChildDied:
+        """Return the error of a process that has ended."""
+        return ChildDied(self.obituary())
 
     def obituary(self) -> str:
         """Return how the process ended, with the last lines of its log."""
@@ -104,3 +114,8 @@ class Child:
         if self.poll() is None:
             self.process.kill()
         return self.process.wait()
+
+
+def _level_and_message(line: str) -> tuple[str, str]:
+    found = _TEXT_LINE.match(line)
+    return (found[1], found[2]) if found else parsed(line) or ("", "")

@@ -31,6 +31,7 @@ from trainer.control_plane import ControlPlane, ControlPlaneError
 KILL_AFTER_S = 10.0
 FAULTS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV)
 POLL_INTERVAL_S = 0.1
+UNTRACED = 1_000_000_000  # of as many requests without a trace context, Triton traces one; those with one, always
 
 
 class TritonServer:
@@ -46,9 +47,11 @@ class TritonServer:
         backends: Path,
         control_key: str,
         log: Callable[[str], None] = print,
+        trace_endpoint: str | None = None,
     ) -> None:
         """`backends`: folder from `lay_out_backends`; `log` gets progress and the readable lines of the server's log.
 
+        `trace_endpoint`: base URL of the collector that receives the server's spans of traced requests.
         `control_key` protects the endpoints that can run code in the server; loading a model requires it.
         """
         self.home = home
@@ -58,6 +61,7 @@ class TritonServer:
         self._backends = backends
         self._control_key = control_key
         self._log = log
+        self._trace_endpoint = trace_endpoint
         self._regions = Regions()
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
@@ -249,6 +253,7 @@ class TritonServer:
             f"--metrics-port={section.metrics_port}",
             *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(self.home, BODY_LIMIT) else []),
             *closing_arguments(self._control_key),
+            *(tracing_arguments(self._trace_endpoint) if self._trace_endpoint else ()),
         ]
 
     def _raise_if_failed(self) -> None:
@@ -280,3 +285,15 @@ def _hide_argument(pid: int, secret: str) -> None:
             arguments = memory.read(end - start)
             memory.seek(start)
             memory.write(arguments.replace(secret.encode(), b"*" * len(secret.encode())))
+
+
+def tracing_arguments(endpoint: str) -> list[str]:
+    """Return the arguments with which the server sends spans of the requests that carry a trace context."""
+    settings = (
+        "mode=opentelemetry",
+        "level=TIMESTAMPS",
+        f"rate={UNTRACED}",
+        f"opentelemetry,url={endpoint.rstrip('/')}/v1/traces",
+        "opentelemetry,resource=service.name=tritonserver",
+    )
+    return [f"--trace-config={setting}" for setting in settings]

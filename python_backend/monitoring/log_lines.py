@@ -1,0 +1,89 @@
+"""Log lines as JSON: one object a line, with the run, the step and the weights version that it belongs to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from datetime import datetime, timezone
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+_position: dict[str, int | None] = {"step": None, "version": None}
+_PREFIXES = {"error: ": logging.ERROR, "warning: ": logging.WARNING}
+
+
+def now_at(*, step: int | None = None, version: int | None = None) -> None:
+    """Set the step and the critic's weights version of this process's further lines; None leaves one as it is.
+
+    A process has one position, not one per thread or task: all of them work on the same step, or for the next one.
+    """
+    known = {"step": step, "version": version}
+    _position.update({name: value for name, value in known.items() if value is not None})
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a JSON object on one line; `extra={"step": ..., "version": ...}` overrides `now_at`."""
+
+    def __init__(self, process: str, run: str, rank: int = 0) -> None:
+        """`process`: actor, sidecar, server or gateway; `run`: the run's identity."""
+        super().__init__()
+        self._origin: dict[str, Any] = {"process": process, "run": run, **({"rank": rank} if rank else {})}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, in ASCII, so that it survives any encoding of stderr."""
+        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        line = {
+            "time": moment.isoformat(timespec="milliseconds"), "level": record.levelname, **self._origin,
+            "step": getattr(record, "step", _position["step"]),
+            "version": getattr(record, "version", _position["version"]),
+            "logger": record.name, "message": record.getMessage(),
+        }  # fmt: skip
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_json(process: str, run: str, *, rank: int = 0, level: int = logging.INFO) -> None:
+    """Log to stderr as JSON, including warnings and uncaught exceptions."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter(process, run, rank))
+    logging.basicConfig(level=level, handlers=[handler])
+    logging.captureWarnings(True)
+
+    def uncaught(*exception: Any) -> None:
+        logger.critical("uncaught exception", exc_info=exception)
+
+    sys.excepthook = uncaught
+    threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+
+    def ignored(args: Any) -> None:  # an exception in __del__, which Python only prints
+        exception = (args.exc_type, args.exc_value, args.exc_traceback)
+        logger.error("exception ignored in %r", args.object, exc_info=exception)
+
+    sys.unraisablehook = ignored
+
+
+def is_json() -> bool:
+    """Return whether this process logs JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print `text` to `file`, stdout by default; where lines are JSON, log it at the level that its prefix names."""
+    if not is_json():
+        print(text, file=file, flush=True)
+        return
+    message = text.removeprefix("  | ")  # a line of the server's log
+    prefix = next(filter(message.startswith, _PREFIXES), "")
+    logger.log(_PREFIXES.get(prefix, logging.INFO), "%s", message.removeprefix(prefix))
+
+
+def parsed(line: str) -> tuple[str, str] | None:
+    """Return the level and the message of a line that `JsonFormatter` wrote; None for any other line."""
+    try:
+        fields = json.loads(line)
+        return str(fields["level"]), str(fields["message"])
+    except (ValueError, TypeError, LookupError):
+        return None

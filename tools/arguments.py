@@ -1,0 +1,73 @@
+"""Parses a command's arguments; when a shell asks for completions (argcomplete), answers it instead."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SHELL_ASKS = "_ARGCOMPLETE"  # set by the shell's completion function: 1 + the number of words before the program's name
+OVERRIDES = "overrides"
+
+
+def parse_or_complete(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the parsed `argv`, by default that of the process; or answer the shell and end the process."""
+    if SHELL_ASKS in os.environ:
+        import argcomplete  # only here, since no command needs it
+
+        argcomplete.autocomplete(parser, default_completer=_values)  # type: ignore[arg-type]  # any callable will do
+    return parser.parse_args(argv)
+
+
+def command_to_complete(commands: Mapping[str, tuple[str, str]]) -> str:
+    """Return the command whose arguments the shell asks for, and make it the program to complete.
+
+    If the shell asks for the name of a command, answer it and end the process.
+
+    Args:
+        commands: a command's name -> (module, one line about it).
+    """
+    import argcomplete
+
+    position = int(os.environ[SHELL_ASKS])
+    _, _, _, words, _ = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    if len(words) > position and words[position] in commands:
+        os.environ[SHELL_ASKS] = str(position + 1)
+        return words[position]
+    parser = argparse.ArgumentParser()
+    names = parser.add_subparsers()
+    for name, (_, what) in commands.items():
+        names.add_parser(name, help=what)
+    argcomplete.autocomplete(parser)
+    raise AssertionError("argcomplete ends the process")
+
+
+def _values(prefix: str, action: argparse.Action, **_: Any) -> Iterable[str]:
+    """Return what an argument without choices may begin with: keys for overrides, files for paths, else nothing."""
+    from argcomplete.completers import FilesCompleter
+
+    if action.dest == OVERRIDES:
+        return _keys(prefix)
+    if action.type is not Path:
+        return []
+    return FilesCompleter(("yaml", "yml") if action.dest == "config" else ())(prefix)
+
+
+def _keys(prefix: str) -> Iterable[str]:
+    """Return the configuration keys that begin with `prefix`; none for "", so that the options stay readable."""
+    if not prefix or "=" in prefix:
+        return []
+    from python_backend.config import RunConfig
+
+    schema = RunConfig.model_json_schema()
+    return [f"{key}=" for key in _leaves(schema, schema["$defs"], "") if key.startswith(prefix)]
+
+
+def _leaves(section: Mapping[str, Any], definitions: Mapping[str, Any], path: str) -> Iterable[str]:
+    for name, field in section.get("properties", {}).items():
+        kinds = [field, *field.get("anyOf", [])]
+        sections = [definitions[kind["$ref"].rpartition("/")[2]] for kind in kinds if "$ref" in kind]
+        inner = [key for found in sections for key in _leaves(found, definitions, f"{path}{name}.")]
+        yield from inner or [f"{path}{name}"]

@@ -1,0 +1,106 @@
+"""`python -m tools report`: the page of a run, or of several side by side, also while they are in progress."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from actor.run.lock import in_progress
+from python_backend.config.command_line import interrupt_on_signals, report
+from python_backend.errors import REPORTED
+from tools.arguments import parse_or_complete
+from tools.report.comparison import write_comparison
+from tools.report.page import write_report
+
+READ_FILES = ("metrics.jsonl", "critic_metrics.jsonl", "validations.jsonl", "summary.json", "actor_summary.json")
+
+
+class ReportPage:
+    """The page of one run or several, which can be written again and again."""
+
+    def __init__(self, run_dirs: Sequence[Path], out: Path | None = None) -> None:
+        self._run_dirs = list({run_dir.resolve(): run_dir for run_dir in run_dirs}.values())
+        # Beside the runs, it would be among the folders that `runs/*` names.
+        self.path = out or self._run_dirs[0] / ("report.html" if len(self._run_dirs) == 1 else "comparison.html")
+        self._written: list[tuple[int, int] | None] = []
+        self._refreshes = False
+
+    def write(self, *, every_s: float | None = None) -> None:
+        """Write the page; with `every_s`, a browser reloads it as long as a run is in progress.
+
+        Raises UnreadableRun, PageNotWritten.
+        """
+        refresh_s = every_s if self._in_progress() else None
+        self._written = self._state_of_files()
+        if len(self._run_dirs) == 1:
+            write_report(self._run_dirs[0], self.path, refresh_s=refresh_s)
+        else:
+            write_comparison(self._run_dirs, self.path, refresh_s=refresh_s)
+
+        self._refreshes = refresh_s is not None
+
+    def follow(self, every_s: float) -> None:
+        """Rewrite the page every `every_s` seconds, if there is anything new, until no run is in progress."""
+        try:
+            while self._in_progress():
+                time.sleep(every_s)
+                if self._state_of_files() != self._written:
+                    self.write(every_s=every_s)
+        finally:
+            if self._refreshes:
+                self.write()
+
+    def _in_progress(self) -> bool:
+        return any(in_progress(run_dir) for run_dir in self._run_dirs)
+
+    def _state_of_files(self) -> list[tuple[int, int] | None]:
+        paths = [run_dir / name for run_dir in self._run_dirs for name in READ_FILES]
+        states = [path.stat() if path.is_file() else None for path in paths]
+        return [(state.st_size, state.st_mtime_ns) if state else None for state in states]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; return 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(description="Write the page of a run, or one that compares several runs.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run (run.dir)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE",
+        help="the page; default: report.html, or comparison.html, in the (first) run's folder",
+    )  # fmt: skip
+    parser.add_argument("--follow", action="store_true", help="rewrite the page until the runs end, or until Ctrl-C")
+    parser.add_argument("--every", type=_seconds, default=5.0, metavar="SECONDS", help="with --follow; default: 5")
+    arguments = parse_or_complete(parser, argv)
+    if arguments.follow:
+        interrupt_on_signals()
+    try:
+        page = ReportPage(arguments.run_dirs, arguments.out)
+        page.write(every_s=arguments.every if arguments.follow else None)
+        print(f"report: {page.path}", flush=True)
+        if arguments.follow:
+            page.follow(arguments.every)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        return report(RuntimeError("the report needs matplotlib: pip install '.[training]'"))
+    except REPORTED as error:
+        return report(error)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,129 @@
+"""The vLLM server that `tools run` starts for `actor.generation.engine: vllm`, and restarts when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from python_backend.checkpoints.positions import max_positions
+from python_backend.config import ConfigError, RunConfig
+from tools.server.child import Child
+from tools.server.health import get_page
+
+HOST = "127.0.0.1"
+STOP_S = 20.0
+LONGEST_PAUSE_S = 60.0
+STEADY_S = 60.0  # a server that ran for less time is restarted after a pause
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights; the server is bound to loopback
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": "",  # its packages are in an environment of their own
+}  # fmt: skip
+
+
+def starts_vllm(config: RunConfig) -> bool:
+    """Return whether the run needs a vLLM server that `tools run` must start."""
+    generation = config.actor.generation
+    return generation.engine == "vllm" and not generation.vllm.servers
+
+
+def check_vllm(config: RunConfig) -> None:
+    """Check what can be checked before the server is started. Raises ConfigError."""
+    actor = config.actor
+    command = actor.generation.vllm.command
+    if shutil.which(command) is None:
+        raise ConfigError(
+            f"actor.generation.vllm.command: {command} is not an executable; install vLLM in an environment of its own "
+            "(docs/vllm.md) and give the path of its bin/vllm, or name running servers in actor.generation.vllm.servers"
+        )
+    limit = max_positions(json.loads((actor.policy.checkpoint / "config.json").read_text()))
+    if limit is not None and _longest(config) > limit:
+        raise ConfigError(
+            f"actor.prompts.max_tokens ({actor.prompts.max_tokens}) + actor.generation.max_new_tokens "
+            f"({actor.generation.max_new_tokens}) is above {limit}, the positions of {actor.policy.checkpoint}; "
+            "lower them"
+        )
+
+
+class VllmServer:
+    """One `vllm serve` on a free port of loopback. Call `look` regularly, and `stop` at the end."""
+
+    def __init__(self, config: RunConfig, *, log: Callable[[str], None]) -> None:
+        self.url = f"{HOST}:{_free_port()}"
+        self._arguments = vllm_arguments(config, self.url)
+        self._command = str(shutil.which(config.actor.generation.vllm.command))
+        devices = config.actor.generation.vllm.cuda_devices
+        self._environment = {**ENVIRONMENT, **({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})}
+        self._log_path, self._log = config.run.logs_dir / "vllm.log", log
+        self._short_lives, self._start_at = 0, 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._child.process.pid
+
+    def await_ready(self, while_waiting: Callable[[], None]) -> None:
+        """Wait until the server has loaded the model. Raises ChildDied if it ends instead."""
+        while get_page(self.url, "/health") != "OK":
+            while_waiting()
+            if self._child.poll() is not None:
+                raise self._child.death()
+
+    def look(self) -> None:
+        """Restart the server if it has died, at once or after a pause; bound its log."""
+        if self._child.poll() is None:
+            self._child.bound_log()
+            return
+        now = time.monotonic()
+        if not self._start_at:
+            self._short_lives = self._short_lives + 1 if now - self._started < STEADY_S else 0
+            pause_s = min(LONGEST_PAUSE_S, 2.0**self._short_lives) if self._short_lives else 0.0
+            self._start_at = now + pause_s
+            self._log(f"{self._child.obituary().splitlines()[0]}\nrestarting vLLM")
+            self._kill_group()
+        elif now >= self._start_at:
+            self._start()
+
+    def stop(self) -> None:
+        """Stop the server and its processes."""
+        self._child.stop(signal.SIGTERM, STOP_S)
+        self._kill_group()
+
+    def _start(self) -> None:
+        self._started, self._start_at = time.monotonic(), 0.0
+        self._child = Child("vLLM server", self._arguments, self._log_path, self._environment, command=[self._command])
+
+    def _kill_group(self) -> None:
+        """Kill the server's processes, which survive it if it is killed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def vllm_arguments(config: RunConfig, url: str) -> list[str]:
+    """Return the arguments of `vllm` that serve the policy of a run at `url`."""
+    policy, vllm = config.actor.policy, config.actor.generation.vllm
+    host, _, port = url.rpartition(":")
+    adapters = ["--enable-lora", "--max-lora-rank", str(max(8, policy.lora_rank))] if policy.lora_rank else []
+    return [
+        "serve", str(Path(policy.checkpoint).absolute()), "--host", host, "--port", port, "--dtype", policy.precision,
+        "--max-model-len", str(_longest(config)), "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
+        *adapters, *vllm.arguments,
+    ]  # fmt: skip
+
+
+def _longest(config: RunConfig) -> int:
+    return config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
+
+
+def _free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind((HOST, 0))
+        return int(bound.getsockname()[1])
