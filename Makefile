@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all test-trl test-judge test-vllm check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -33,6 +33,10 @@ test-trl: $(INSTALLED)
 # Installs what `transformers serve` needs, and SmolLM2 (JUDGE_MODEL=FOLDER: another model), into runs/.
 test-judge: $(INSTALLED)
 	JUDGE_ENVIRONMENT=runs/judge-environment $(BIN)/python -m pytest -q tests/server/test_judge_run.py
+
+# Needs prometheus and promtool on the PATH (Debian: `apt install prometheus`): alerts and dashboard on real runs.
+test-monitoring: $(INSTALLED)
+	RLHF_PROMETHEUS=$$(dirname "$$(command -v prometheus)") $(BIN)/python -m pytest -q tests/deploy/test_alert_rules.py tests/deploy/test_alerts_live.py tests/deploy/test_monitoring_live.py
 
 # Installs the CPU build of vLLM, which needs Python 3.11 or newer and other packages than ours, into runs/.
 test-vllm: $(INSTALLED)

@@ -38,6 +38,7 @@ class PPORun(RunParts):
             await self.leave()
             raise stopped_early(error, self.done) from None
         finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
+            self.policy.close()
             await self.rollouts.cancel()
             await self.critic.cancel()
             await cancelled(self.books.saves)

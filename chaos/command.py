@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import random
 import signal
 import sys
@@ -47,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--kills", type=_count, default=50, metavar="N", help="default: 50, about ten minutes")
     length.add_argument(
-        "--minutes", type=float, metavar="N", help="instead: a soak test of the whole loop; takes --out and --seed only"
+        "--minutes",
+        type=_minutes,
+        metavar="N",
+        help="instead: a soak test of the whole loop; takes --out and --seed only",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
     parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
     args = parse_or_complete(parser, argv)
-    if args.minutes and (args.config or args.actor_rounds or args.hung or args.ranks > 1):
+    if args.minutes is not None and (args.config or args.actor_rounds or args.hung or args.ranks > 1):
         parser.error("--minutes takes no other arguments than --out and --seed")
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: _enough(enough, number, frame))
     try:
-        if args.minutes:
+        if args.minutes is not None:
             from chaos.soak.command import run_soak  # torch: slow to import
 
             verdicts = run_soak(args.out, args.minutes, args.seed, log=_say, enough=enough)
@@ -212,6 +216,13 @@ def _write(
         "verdicts": [{"promise": v.promise, "checked": v.checked, "violations": v.violations} for v in verdicts],
     }  # fmt: skip
     (out / "result.json").write_text(json.dumps(result, indent=1))
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}, must be above 0")
+    return value
 
 
 def _count(text: str) -> int:

@@ -104,6 +104,7 @@ class Run:
 
     def _start_vllm(self) -> None:
         self._display.phase("starting vLLM")
+        check_vllm(self.config)  # again, for a demo, whose files did not exist before
         self._vllm = VllmServer(self.config, log=self._display.log)
         self._vllm.await_ready(self._look)
         self._override(f"actor.generation.vllm.servers=[{self._vllm.url}]")
@@ -251,8 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.demo is None:  # a demo's files do not exist yet
             check_files(config, server=True, actor=True)
             check_prompts(config)
-        if starts_vllm(config):
-            check_vllm(config)
+            if starts_vllm(config):
+                check_vllm(config)
         if args.fresh:
             set_aside(config.run.dir)
     except REPORTED as error:

@@ -15,8 +15,8 @@ import torch
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.monitoring.log_lines import now_at
-from python_backend.monitoring.tracing import span
+from python_backend.monitoring.log_lines import set_log_position
+from python_backend.monitoring.tracing import is_tracing, span
 from python_backend.store.journal import Journal
 from python_backend.store.journal_entry import DamagedEntry, Entry
 from python_backend.store.weights import WeightsStore
@@ -62,8 +62,8 @@ class CriticState:
         """
         report, digest, error = None, None, None
         self._progress.step = entry.step
-        now_at(step=entry.step)
-        self.traceparent = self._journal.traceparent(entry)
+        set_log_position(step=entry.step)
+        self.traceparent = self._journal.traceparent(entry) if is_tracing() else None
         try:
             with self._progress.working(f"reading step {entry.step}"):
                 payload, digest = self._journal.load(entry)
@@ -99,7 +99,7 @@ class CriticState:
             self.update = self._load(self._store.folder(0))
             state = self._load_newest(at_most)
         self.step = state.step if state else 0
-        now_at(step=self.step)
+        set_log_position(step=self.step)
         self.traceparent = None
         return state
 

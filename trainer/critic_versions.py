@@ -6,7 +6,7 @@ import logging
 import threading
 
 from python_backend.config import TrainerSection
-from python_backend.monitoring.log_lines import now_at
+from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import span
 from python_backend.store.weights import WeightsStore
 from trainer.control_plane import ControlPlaneError
@@ -28,7 +28,7 @@ class CriticVersions:
         self._settings, self._critic, self.publisher = settings, critic, publisher
         self._store, self._progress = store, progress
         self._reload: threading.Thread | None = None
-        now_at(version=self.current())
+        set_log_position(version=self.current())
 
     def current(self) -> int:
         """Return the version that CURRENT names."""
@@ -98,7 +98,7 @@ class CriticVersions:
                 reload = self._progress.persist(f"publishing step {step}", attempt)
         except VersionRejected as trouble:  # the caller gets the error; the old version keeps serving
             return None, str(trouble)
-        now_at(version=reload.version)
+        set_log_position(version=reload.version)
         return reload, None
 
     def _reload_through_triton(self, step: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from python_backend.config import RunConfig
-from python_backend.monitoring.exporter import Exported, Exporter, Values
+from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
 from python_backend.store.heartbeat import Heartbeat
 from python_backend.store.journal import Journal
 from python_backend.store.jsonl import append_jsonl
@@ -30,21 +30,21 @@ STOP_PATIENCE_S = 20.0  # how long to keep waiting for a server after a stop was
 
 PREFIX = "rlhf_trainer_"
 METRICS = (
-    Exported("step", "Last critic update that was trained or failed."),
-    Exported("weights_version", "Version of the critic that CURRENT names."),
-    Exported("loss", "Mean loss of the last update."),
-    Exported("grad_norm", "Mean norm of the gradient of the last update, before clipping."),
-    Exported("learning_rate", "Learning rate of the last update."),
-    Exported("update_seconds", "Duration of the last update."),
-    Exported("publish_seconds", "Time to put the last version into service: write, verify, reload.", label="phase"),
-    Exported("updates", "Critic updates that were trained.", "counter"),
-    Exported("failed_updates", "Critic updates that failed, or whose version was rejected.", "counter"),
-    Exported("skipped_optimizer_steps", "Optimizer steps whose gradient was not finite.", "counter"),
-    Exported("rejected_versions", "Versions that verification or an instance rejected.", "counter"),
-    Exported("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
-    Exported("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
-    Exported("journal_pending_entries", "Accepted requests that have no result yet."),
-    Exported("journal_last_step", "Last training step that the journal accepted."),
+    MetricSpec("step", "Last critic update that was trained or failed."),
+    MetricSpec("weights_version", "Version of the critic that CURRENT names."),
+    MetricSpec("loss", "Mean loss of the last update."),
+    MetricSpec("grad_norm", "Mean norm of the gradient of the last update, before clipping."),
+    MetricSpec("learning_rate", "Learning rate of the last update."),
+    MetricSpec("update_seconds", "Duration of the last update."),
+    MetricSpec("publish_seconds", "Time to put the last version into service: write, verify, reload.", label="phase"),
+    MetricSpec("updates", "Critic updates that were trained.", "counter"),
+    MetricSpec("failed_updates", "Critic updates that failed, or whose version was rejected.", "counter"),
+    MetricSpec("skipped_optimizer_steps", "Optimizer steps whose gradient was not finite.", "counter"),
+    MetricSpec("rejected_versions", "Versions that verification or an instance rejected.", "counter"),
+    MetricSpec("heartbeat_timestamp_seconds", "When the sidecar last made progress or was idle."),
+    MetricSpec("blocked", "1 while a disk error blocks the sidecar, otherwise 0."),
+    MetricSpec("journal_pending_entries", "Accepted requests that have no result yet."),
+    MetricSpec("journal_last_step", "Last training step that the journal accepted."),
 )
 
 

@@ -25,6 +25,7 @@ CHUNK_BYTES = 16 * 2**20  # read at once by the pass that finds the lines of JSO
 CACHED_BYTES = 2**30  # decoded row groups of a Parquet file
 FINGERPRINT_BYTES = 64 * 1024
 ARROW_FILE_MAGIC = b"ARROW1"  # distinguishes the Arrow file format from streams, which have no magic bytes
+TABLES = (".parquet", ".arrow")
 JSON_TYPES = (str, int, float, bool, type(None))
 
 
@@ -61,13 +62,35 @@ def open_rows(path: Path) -> RowFile:
     Raises:
         PromptError: the file is unreadable or not in the format of its suffix.
     """
-    return TableRows(path) if path.is_dir() or path.suffix in (".parquet", ".arrow") else JsonLines(path)
+    return TableRows(path) if path.is_dir() or path.suffix in TABLES else JsonLines(path)
 
 
 def read_rows(path: Path) -> Iterator[PromptRow]:
-    """Yield the rows of `path` in order. Raises PromptError like `open_rows` and `RowFile.row`."""
-    rows = open_rows(path)
-    return (rows.row(index) for index in range(len(rows)))
+    """Yield the rows of `path` in order, without a pass over the whole file. Raises PromptError as `RowFile.row`."""
+    if path.is_dir() or path.suffix in TABLES:
+        rows = TableRows(path)
+        return (rows.row(index) for index in range(len(rows)))
+    return _json_rows(path)
+
+
+def _json_rows(path: Path) -> Iterator[PromptRow]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _json_row(path, number, line)
+    except OSError as error:
+        raise PromptError(f"cannot read the prompts {path}: {error}") from error
+
+
+def _json_row(path: Path, number: int, line: bytes) -> PromptRow:
+    where = f"{path}:{number}"
+    try:
+        return PromptRow(number, where, json.loads(line.decode("utf-8")))
+    except json.JSONDecodeError as error:
+        raise PromptError(f"{where}: not JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"cannot read the prompts {where}: {error}") from error
 
 
 def fingerprint(path: Path) -> str:
@@ -110,13 +133,11 @@ class JsonLines:
 
     def row(self, index: int) -> PromptRow:
         line = int(self._lines[index])
-        where = f"{self.path}:{line + 1}"
         try:
-            return PromptRow(line + 1, where, json.loads(self._line(line).decode("utf-8")))
-        except json.JSONDecodeError as error:
-            raise PromptError(f"{where}: not JSON: {error}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise PromptError(f"cannot read the prompts {where}: {error}") from error
+            content = self._line(line)
+        except OSError as error:
+            raise PromptError(f"cannot read the prompts {self.path}:{line + 1}: {error}") from error
+        return _json_row(self.path, line + 1, content)
 
     def _line(self, line: int) -> bytes:
         begin, end = self._bounds[line : line + 2].tolist()

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Positions:
-    """How far a run has come in its prompts."""
+    """Position of a run in its prompt files."""
 
     prompts: int = 0  # used so far, from all files
     rows: Mapping[str, int] = field(default_factory=dict)  # path -> position
@@ -63,7 +63,7 @@ class ShuffledFile:
                 logger.warning(
                     "%s: %d tokens, more than actor.prompts.max_tokens (%d); %d such prompts of this file were %s "
                     "since the start", row.where, prompt.tokens.size, self._reader.max_tokens, self._num_long,
-                    self._reader.done_to_long,
+                    self._reader.long_prompt_action,
                 )  # fmt: skip
         return self._reader.fitted(prompt)
 

@@ -64,7 +64,7 @@ class PromptReader:
         return prompt
 
     @property
-    def done_to_long(self) -> str:
+    def long_prompt_action(self) -> str:
         """What happens to long prompts, for the log."""
         return "skipped" if self.too_long == "skip" else "truncated to their last tokens"
 
@@ -88,7 +88,7 @@ def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) 
     if long:
         logger.warning(
             "%s: %d prompts of more than %d tokens were %s: rows %s", path, len(long), reader.max_tokens,
-            reader.done_to_long, ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
+            reader.long_prompt_action, ", ".join(long[:5]) + (", …" if len(long) > 5 else ""),
         )  # fmt: skip
     if not prompts:
         raise PromptError(f"{path} has no prompts" + (f" of at most {reader.max_tokens} tokens" if long else ""))

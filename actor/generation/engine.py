@@ -26,8 +26,8 @@ NEAR = 0.01  # total variation distance: at most one token in a hundred would be
 class Generation:
     """Generates responses with the sampling settings of one configuration."""
 
-    is_ours = True
-    """Whether the log-probs of its responses come from the actor's own forward passes."""
+    has_policy_logprobs = True
+    """Whether the log-probs of its responses are the policy's, and not those of another engine."""
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: GenerationSection, *, eos_ids: list[int], pad_id: int,
@@ -42,7 +42,7 @@ class Generation:
         self._decodes: bool | None = None  # whether slot-based decoding supports the model; checked in the first `run`
 
     def renew(self) -> None:
-        """Sample from the model's present weights from now on; `Policy.renew_sampler` has just changed them."""
+        """Start sampling from the model's current weights; called by `Policy.renew_sampler`."""
 
     def close(self) -> None:
         """Make a `run` in another thread raise CancelledError, if it waits for a server."""

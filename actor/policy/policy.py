@@ -187,7 +187,7 @@ class Policy:
         Slot-based decoding returns them with the responses. For the first rollout they are compared with those of a
         forward pass over whole rows; if they differ, and always in bfloat16, that pass computes them for every rollout.
         """
-        if rollout.logprobs is None or not self.generation.is_ours:
+        if rollout.logprobs is None or not self.generation.has_policy_logprobs:
             return self.logprobs(rollout)
         if self._generation_agrees is None:
             self._generation_agrees = self._agrees(rollout)

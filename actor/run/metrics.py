@@ -49,7 +49,7 @@ class Timers:
         """Add the duration of the block to phase `name`, and trace it."""
         start = time.monotonic()
         try:
-            with span(name, step=self._step):
+            with span(name, of_step=self._step):
                 yield
         finally:
             self.note(name, start, time.monotonic())

@@ -8,45 +8,45 @@ from typing import Any
 
 from actor.scoring.retry import RequestCounters
 from python_backend.config import RunConfig
-from python_backend.monitoring.exporter import Exported, Exporter, Values
+from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
 
 PREFIX = "rlhf_actor_"
-OF_A_STEP = {  # key in metrics.jsonl -> gauge
-    "tokens_per_s": Exported("tokens_per_second", "Response tokens of the last step, per second of the step."),
-    "timers/step_time": Exported("step_seconds", "Duration of the last step."),
-    "train_rollouts/rewards": Exported("reward", "Mean reward of the last step."),
-    "train_rollouts/init_policy_kl_per_sequence": Exported("kl_nats", "KL from the reference, nats per sequence."),
-    "train_rollouts/kl_coef": Exported("kl_coef", "KL coefficient."),
-    "train_rollouts/generation_length": Exported("response_tokens", "Mean length of the responses."),
-    "train_rollouts/explained_variance": Exported("explained_variance", "Explained variance of the critic's values."),
-    "train_rollouts/weights_version": Exported("weights_version", "Newest critic version that scored the last step."),
-    "train_rollouts/staleness": Exported("staleness", "Critic updates that the oldest scores of the step lack."),
-    "train_rollouts/staleness_mean": Exported("staleness_mean", "Mean number of critic updates that scores lack."),
-    "train_rollouts/policy_staleness": Exported("policy_lag", "Policy updates that the responses of the step lack."),
-    "train_optim/loss": Exported("loss", "Loss of the policy."),
-    "train_optim/grad_norm": Exported("grad_norm", "Norm of the policy's gradient, before clipping."),
-    "val_rollouts/rewards": Exported("validation_reward", "Mean reward of the last validation."),
+STEP_GAUGES = {  # key in metrics.jsonl -> gauge
+    "tokens_per_s": MetricSpec("tokens_per_second", "Response tokens of the last step, per second of the step."),
+    "timers/step_time": MetricSpec("step_seconds", "Duration of the last step."),
+    "train_rollouts/rewards": MetricSpec("reward", "Mean reward of the last step."),
+    "train_rollouts/init_policy_kl_per_sequence": MetricSpec("kl_nats", "KL from the reference, nats per sequence."),
+    "train_rollouts/kl_coef": MetricSpec("kl_coef", "KL coefficient."),
+    "train_rollouts/generation_length": MetricSpec("response_tokens", "Mean length of the responses."),
+    "train_rollouts/explained_variance": MetricSpec("explained_variance", "Explained variance of the critic's values."),
+    "train_rollouts/weights_version": MetricSpec("weights_version", "Newest critic version that scored the last step."),
+    "train_rollouts/staleness": MetricSpec("staleness", "Critic updates that the oldest scores of the step lack."),
+    "train_rollouts/staleness_mean": MetricSpec("staleness_mean", "Mean number of critic updates that scores lack."),
+    "train_rollouts/policy_staleness": MetricSpec("policy_lag", "Policy updates that the responses of the step lack."),
+    "train_optim/loss": MetricSpec("loss", "Loss of the policy."),
+    "train_optim/grad_norm": MetricSpec("grad_norm", "Norm of the policy's gradient, before clipping."),
+    "val_rollouts/rewards": MetricSpec("validation_reward", "Mean reward of the last validation."),
 }
-OTHERS = (
-    Exported("step", "Last step that ended."),
-    Exported("steps_planned", "`actor.steps`."),
-    Exported("step_timestamp_seconds", "When the last step ended, or the actor started."),
-    Exported("allowed_staleness", "The staleness that `actor.max_staleness` and `trainer.publish.every` allow."),
-    Exported("phase_seconds", "Duration of each phase of the last step; phases overlap.", label="phase"),
-    Exported("rows", "Responses.", "counter"),
-    Exported("masked_rows", "Responses without a reward, which were masked.", "counter"),
-    Exported("failed_critic_updates", "Critic updates that the server answered with an error.", "counter"),
+RUN_METRICS = (
+    MetricSpec("step", "Last step that ended."),
+    MetricSpec("steps_planned", "`actor.steps`."),
+    MetricSpec("step_timestamp_seconds", "When the last step ended, or the actor started."),
+    MetricSpec("allowed_staleness", "The staleness that `actor.max_staleness` and `trainer.publish.every` allow."),
+    MetricSpec("phase_seconds", "Duration of each phase of the last step; phases overlap.", label="phase"),
+    MetricSpec("rows", "Responses.", "counter"),
+    MetricSpec("masked_rows", "Responses without a reward, which were masked.", "counter"),
+    MetricSpec("failed_critic_updates", "Critic updates that the server answered with an error.", "counter"),
 )
-OF_THE_CLIENT = (  # fields of RequestCounters
-    Exported("requests", "Requests to the servers.", "counter"),
-    Exported("retries", "Attempts after the first.", "counter"),
-    Exported("failovers", "Retries that went to another server at once.", "counter"),
-    Exported("over_budget", "Requests that failed because the retry budget was spent.", "counter"),
-    Exported("failed_requests", "Requests that failed for good.", "counter"),
-    Exported("outages", "How often no server was healthy.", "counter"),
-    Exported("outage_seconds", "Duration of the outages that have ended.", "counter"),
+CLIENT_COUNTERS = (  # fields of RequestCounters
+    MetricSpec("requests", "Requests to the servers.", "counter"),
+    MetricSpec("retries", "Attempts after the first.", "counter"),
+    MetricSpec("failovers", "Retries that went to another server at once.", "counter"),
+    MetricSpec("over_budget", "Requests that failed because the retry budget was spent.", "counter"),
+    MetricSpec("failed_requests", "Requests that failed for good.", "counter"),
+    MetricSpec("outages", "How often no server was healthy.", "counter"),
+    MetricSpec("outage_seconds", "Duration of the outages that have ended.", "counter"),
 )
-METRICS = (*OF_A_STEP.values(), *OTHERS, *OF_THE_CLIENT)
+METRICS = (*STEP_GAUGES.values(), *RUN_METRICS, *CLIENT_COUNTERS)
 
 
 class ActorMetrics:
@@ -73,4 +73,4 @@ class ActorMetrics:
 
     def chart(self, line: Mapping[str, Any]) -> None:
         """Show the numbers of a step or a validation that have a gauge."""
-        self.exporter.show({gauge.name: line[key] for key, gauge in OF_A_STEP.items() if key in line})
+        self.exporter.show({gauge.name: line[key] for key, gauge in STEP_GAUGES.items() if key in line})

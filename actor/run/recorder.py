@@ -33,7 +33,7 @@ from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import Scorer
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.config import RunConfig
-from python_backend.monitoring.log_lines import now_at
+from python_backend.monitoring.log_lines import set_log_position
 from python_backend.monitoring.tracing import end_step
 from python_backend.store.durable import read_json, sweep, write_folder, write_json
 from python_backend.store.jsonl import append_jsonl, drop_steps_from, each_line, read_jsonl, write_jsonl
@@ -83,7 +83,7 @@ class Bookkeeper:
         """
         sweep(self._dir)
         step, state = await self._newest_usable()
-        now_at(step=step)
+        set_log_position(step=step)
         if state:
             restore(self._checkpoints / str(step), state, self._state)
             self._masked_samples = state["masked_samples"]
@@ -139,14 +139,14 @@ class Bookkeeper:
     async def _rewind_critic(self, step: int) -> None:
         if self._has_critic:
             self.weights_version = await self._client.rewind(run_id=self._run_id, step=step)
-            now_at(version=self.weights_version)
+            set_log_position(version=self.weights_version)
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
     def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
         scores = scored.scores
         if self._has_critic:
-            now_at(version=int(scores.versions.max()))
+            set_log_position(version=int(scores.versions.max()))
         self._masked_samples += int((~scores.scored).sum())
         metrics = rollout_metrics(scored, batch, kl_coef=self._state.kl.coef)
         generated = metrics["train_rollouts/generation_length"] * len(scores.scored)

@@ -16,7 +16,7 @@ from actor.run.staleness import needed_update
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
 from python_backend.config import ActorSection
-from python_backend.monitoring.log_lines import now_at
+from python_backend.monitoring.log_lines import set_log_position
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rollouts:
 
     async def take(self, step: int) -> Collected:
         """Return the rollout of `step`, starting it now if it was not started in advance."""
-        now_at(step=step)
+        set_log_position(step=step)
         if self._begun is None:
             await self.begin(step, updated=step - 1)
         assert self._begun is not None

@@ -38,7 +38,7 @@ from python_backend.wire import contract
 T = TypeVar("T")
 # By default aiohttp accepts gzip, and Triton then compresses every response: floats, which hardly shrink.
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
-ASK_AGAIN_S = 30.0  # until a training request without a response is repeated for the first time
+REPEAT_AFTER_S = 30.0  # until a training request without a response is repeated for the first time
 
 
 @dataclass(frozen=True)
@@ -285,12 +285,12 @@ class TritonClient:
                 async with self._servers.one(attempts.model, writes=turn is not None, patient=patient) as server:
                     try:
                         with self._turns.under_way(turn, server.url):
-                            again_s = ASK_AGAIN_S if turn else None
-                            answer = await server.connection.answer(ask, deadline_s, again_s=again_s)
+                            repeat_after_s = REPEAT_AFTER_S if turn else None
+                            answer = await server.connection.answer(ask, deadline_s, repeat_after_s=repeat_after_s)
                         self._servers.answered(server, attempts.model)
                         return answer
                     except Trouble as trouble:
-                        if turn and trouble.is_early and not self._turns.is_first(turn):
+                        if turn and trouble.is_out_of_order and not self._turns.is_first(turn):
                             self._servers.answered(server, attempts.model)
                             self.counters.retries += 1  # the step before it was lost: wait for its response
                             pause_s = 0.0

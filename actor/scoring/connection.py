@@ -19,7 +19,7 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.http.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from actor.scoring.retry import Kind, Trouble
+from actor.scoring.retry import HINT, Kind, Trouble
 from python_backend.config import ClientSection
 from python_backend.wire.contract import (
     BANNED_TOKEN_IDS,
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PROBE_TIMEOUT_S = 5.0
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
-HINT = "; is `python -m tools serve` running there?"
 SAME_ON_ALL_SERVERS = (
     "tokenizer_fingerprint", "num_rewards", "dtype", REWARD_COMPONENTS, REWARD_WEIGHTS, TEMPERATURE,
     BANNED_TOKEN_IDS, CHECKPOINT_FINGERPRINT, PROCESS, TEXTS_ONLY, "aggregate", "step_separator", "step_mark", "score",
@@ -77,20 +76,20 @@ class HTTPConnection:
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
 
     async def answer(
-        self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, again_s: float | None = None
+        self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
     ) -> T:
         """Return the result of `ask`. Raises Trouble if it fails or misses the deadline.
 
-        `again_s`: repeat an idempotent request without a response after this time, then after twice as long, and so on.
-        Triton never answers a request that waits in a model's process when that process is killed.
+        `repeat_after_s`: repeat an idempotent request without a response after this time, then after twice as long, and
+        so on. Triton never answers a request that waits in a model's process when that process is killed.
         """
         try:
             async with timeout(deadline_s):  # before Python 3.12, wait_for may swallow a cancellation
-                while again_s is not None:
+                while repeat_after_s is not None:
                     with contextlib.suppress(asyncio.TimeoutError):
-                        async with timeout(again_s):
+                        async with timeout(repeat_after_s):
                             return await ask(self)
-                    again_s *= 2
+                    repeat_after_s *= 2
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise trouble_of(error, deadline_s) from error
@@ -130,8 +129,11 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
 
-def trouble_of(error: Exception, deadline_s: float) -> Trouble:
-    """Classify an error: 503, a model that was unloaded or died, timeouts and connection errors are transient."""
+def trouble_of(error: Exception, deadline_s: float, *, hint: str = HINT) -> Trouble:
+    """Classify an error: 503, a model that was unloaded or died, timeouts and connection errors are transient.
+
+    `hint` ends the message if the server cannot be reached.
+    """
     if isinstance(error, InferenceServerException):
         message, status = str(error.message()), str(error.status() or "")
         kind = {"503": Kind.BUSY, "": Kind.BUSY, "500": Kind.FAILED}.get(status, Kind.WRONG)
@@ -144,4 +146,4 @@ def trouble_of(error: Exception, deadline_s: float) -> Trouble:
         return Trouble(Kind.LOST, f"did not respond within {deadline_s:g} s")
     cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
     kind = Kind.UNREACHABLE if isinstance(error, aiohttp.ClientConnectorError) else Kind.LOST
-    return Trouble(kind, "cannot be reached", cause, hint=HINT)
+    return Trouble(kind, "cannot be reached", cause, hint=hint)

@@ -15,9 +15,19 @@ from typing import Any, Generic
 
 from actor.scoring.names import ServerNames
 from actor.scoring.outage import Outage
-from actor.scoring.retry import MAX_BACKOFF_S, Attempts, Kind, RequestCounters, RequestFailed, Trouble, jittered
+from actor.scoring.retry import (
+    HINT,
+    MAX_BACKOFF_S,
+    Attempts,
+    Kind,
+    RequestCounters,
+    RequestFailed,
+    Trouble,
+    jittered,
+)
 from actor.scoring.server import C, Server, Suspension
 from python_backend.config import ClientSection
+from python_backend.errors import RlhfError
 
 logger = logging.getLogger(__name__)
 RESOLVE_EVERY_S = 10.0
@@ -27,18 +37,21 @@ class ServerPool(Generic[C]):
     """All servers that the actor may send requests to."""
 
     def __init__(
-        self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters
-    ) -> None:
+        self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters,
+        *, hint: str = HINT,
+    ) -> None:  # fmt: skip
+        """`hint` ends the message if no server is healthy for `max_outage_s`."""
         self.servers: list[Server[C]] = []
         self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
         self._looking_up = asyncio.Lock()
         self._names = ServerNames(addresses)
-        self._connect, self._settings, self._counters = connect, settings, counters
+        self._connect, self._settings, self._counters, self._hint = connect, settings, counters, hint
         self._models: set[str] = set()  # requested so far; a server is ready if all of these are
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
+        self._unusable: RlhfError | None = None  # what a probe raised; the server gets no more requests
         self._turn = 0  # counts choices
         self._writer: Server[C] | None = None
 
@@ -232,7 +245,12 @@ class ServerPool(Generic[C]):
             await self._look_up()
             if server not in self.servers:
                 break
-            server.down = await self._why_not_ready(server)
+            try:
+                server.down = await self._why_not_ready(server)
+            except RlhfError as error:  # task edge: requests that wait for a server raise it
+                server.down, self._unusable = str(error), error
+                logger.warning("%s gets no requests: %s", server.url, error)
+                break
             if server.down is None:
                 server.suspended.clear()
                 if len(self.servers) > 1:
@@ -284,10 +302,12 @@ class ServerPool(Generic[C]):
             self._reminder = self._spawn(self._outage.remind())
             asyncio.get_running_loop().call_later(longest, self._change)  # wake the waiters, to check the time
         self._outage.models.add(model)
+        if self._unusable:
+            raise self._unusable
         if self._outage.seconds >= longest:
             raise RequestFailed(
                 f"{model}: no healthy server for {self._outage.seconds:.0f} s (max_outage_s): "
-                f"{self._causes()}; is `python -m tools serve` running there?"
+                f"{self._causes()}{self._hint}"
             )
         await self._changed.wait()
 

@@ -14,6 +14,7 @@ from python_backend.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 8.0
+HINT = "; is `python -m tools serve` running there?"
 RETRY_RESERVE = 100  # size of a retry budget: enough for the hiccups of a small run, too little for a storm
 
 
@@ -86,7 +87,7 @@ class Trouble(Exception):
         self.kind, self.what, self.why, self._hint = kind, what, why, hint
 
     @property
-    def is_early(self) -> bool:
+    def is_out_of_order(self) -> bool:
         """Whether the server refuses a step because it has not received the one before it."""
         return self.kind is Kind.WRONG and STEP_AHEAD in self.why
 
@@ -170,7 +171,7 @@ class Attempts:
         return jittered(longest)
 
     def _outlasts(self, trouble: Trouble, url: str) -> bool:
-        """Return whether to repeat a request that got a 503, without cost; say so the first time."""
+        """Return whether to retry a 503 without using up a retry; log the first one."""
         if trouble.kind is not Kind.BUSY or not self._outlast_s:
             return False
         if not self._pauses:

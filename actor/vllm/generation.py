@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,26 +16,26 @@ from actor.generation.slots import Finished, Response
 from actor.policy.policy import Policy
 from actor.scoring.pool import ServerPool
 from actor.scoring.retry import RETRY_RESERVE, Attempts, RequestCounters, RetryBudget, Trouble
-from actor.vllm.connection import VllmConnection, VllmUnusable
+from actor.vllm.connection import HINT, VllmConnection, VllmUnusable
 from actor.vllm.versions import PolicyVersions
 from python_backend.config import ConfigError, RunConfig
 
 MODEL = "vLLM"  # in error messages
 VERSIONS_FOLDER = "policy_versions"
-NEVER = -100.0  # nats added to the logits of banned tokens, the least that vLLM takes
+BAN_BIAS = -100.0  # added to the logits of banned tokens; the least that vLLM takes
 
 
 class VllmGeneration(Generation):
     """Generates with the servers of `actor.generation.vllm`, which load each version of the policy's weights."""
 
-    is_ours = False
+    has_policy_logprobs = False
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
-        """Publish the policy's weights, on rank 0. Raises ConfigError if no server is configured."""
+        """Raise ConfigError if no server is configured."""
         actor = config.actor
         super().__init__(
-            policy.sampler, policy.tokenizer, actor.generation, eos_ids=policy.eos_ids, pad_id=policy.pad_id,
-            banned_ids=policy.banned_ids,
+            policy.sampler, policy.tokenizer, actor.generation, pad_id=policy.pad_id, banned_ids=policy.banned_ids,
+            eos_ids=[token for token in policy.eos_ids if token < policy.vocab_size],  # vLLM refuses others
         )  # fmt: skip
         self._vllm = actor.generation.vllm
         if not self._vllm.servers:
@@ -44,15 +45,17 @@ class VllmGeneration(Generation):
             )
         self._client, self._policy, self._is_adapter = actor.client, policy, bool(actor.policy.lora_rank)
         self._versions = PolicyVersions(config.run.dir / VERSIONS_FOLDER, are_adapters=self._is_adapter)
+        self._published: int | None = None  # optimizer step of the published weights
+        self._checked: set[str] = set()
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._is_closed = False
         self._budget = RetryBudget(self._client.retry_budget, RETRY_RESERVE)
-        self.renew()
 
     def renew(self) -> None:
-        """Publish the sampler's weights as a new version, which servers load before their next response."""
-        if self._policy.rank == 0:
+        """Publish the sampler's weights, if they are new, as a version that servers load before their next response."""
+        if self._policy.rank == 0 and self._published != self._policy.optimizer_step:
             self._versions.publish(self._write)
+            self._published = self._policy.optimizer_step
 
     def _write(self, folder: Path) -> None:
         self._policy.sampler.save_pretrained(folder)  # of LoRA, only the adapters
@@ -62,12 +65,13 @@ class VllmGeneration(Generation):
         self._is_closed = True
         if self._running is not None:
             loop, task = self._running
-            loop.call_soon_threadsafe(task.cancel)
+            with contextlib.suppress(RuntimeError):  # `run` is just ending: the loop is closed
+                loop.call_soon_threadsafe(task.cancel)
 
     def run_rows(
         self, rows: range, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool
     ) -> None:
-        """Generate the responses of `run` to the prompts with the indices `rows` only.
+        """Generate the responses of `run` to the prompts with the indices `rows` only; `renew` was called before.
 
         Raises:
             RequestFailed: the servers were unavailable for `actor.client.max_outage_s`, or refuse a request.
@@ -80,9 +84,6 @@ class VllmGeneration(Generation):
     ) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._running = asyncio.get_running_loop(), task
-        if self._is_closed:
-            raise asyncio.CancelledError
         limit = asyncio.Semaphore(self._settings.batch_size)
         pool = self._pool()
 
@@ -91,7 +92,10 @@ class VllmGeneration(Generation):
                 finished(row, await self._respond(pool, prompts[row], self._sampling(seed, row, greedy=greedy)))
 
         responses = [asyncio.create_task(respond(row)) for row in rows]
+        self._running = asyncio.get_running_loop(), task
         try:
+            if self._is_closed:
+                raise asyncio.CancelledError
             await asyncio.gather(*responses)
         finally:
             self._running = None
@@ -103,9 +107,9 @@ class VllmGeneration(Generation):
     def _pool(self) -> ServerPool[VllmConnection]:
         connect = functools.partial(
             VllmConnection, version=self._versions.current(), is_adapter=self._is_adapter,
-            limit=self._settings.batch_size, deadline_s=self._vllm.deadline_s,
+            limit=self._settings.batch_size, deadline_s=self._vllm.deadline_s, checked=self._checked,
         )  # fmt: skip
-        return ServerPool(self._vllm.servers, connect, self._client, RequestCounters())
+        return ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
     def _sampling(self, seed: int, row: int, *, greedy: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters of one row, with a seed of its own, so that a repeated request matches."""
@@ -119,7 +123,7 @@ class VllmGeneration(Generation):
         if not greedy:
             sampling |= {"top_k": s.top_k, "top_p": s.top_p}
         if self._banned_ids:
-            sampling["logit_bias"] = {str(token): NEVER for token in self._banned_ids}
+            sampling["logit_bias"] = {str(token): BAN_BIAS for token in self._banned_ids}
         if s.stop_strings:
             sampling |= {"stop": list(s.stop_strings), "include_stop_str_in_output": True}
         return sampling
@@ -127,7 +131,7 @@ class VllmGeneration(Generation):
     async def _respond(
         self, pool: ServerPool[VllmConnection], prompt: np.ndarray, sampling: Mapping[str, Any]
     ) -> Response:
-        """Return the response to one prompt, from any of the servers, however often one is lost."""
+        """Return the response to one prompt from any server, with retries and failover."""
         attempts = Attempts(MODEL, self._client, self._budget, retries=self._client.retries)
         self._budget.earn()
         while True:
@@ -142,16 +146,12 @@ class VllmGeneration(Generation):
             await asyncio.sleep(pause_s)
 
     def _response(self, choice: Mapping[str, Any]) -> Response:
-        """Return the response, which ends where the actor's own decoder would end it. Raises VllmUnusable."""
+        """Return vLLM's response. Raises VllmUnusable if it contains a banned token."""
         tokens = list(choice["token_ids"])
-        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
         if banned := sorted(set(tokens) & set(self._banned_ids)):
-            raise VllmUnusable(f"vLLM generated the tokens {banned}, although their logits are {NEVER:g} lower")
-        ends = (n for n in range(1, len(tokens) + 1) if self._ends(tokens[:n]))
-        length = next(ends, None)
-        s = self._settings  # vLLM's log-probs are those after top-k, top-p and the repetition penalty; ours before them
-        is_plain = (s.top_k, s.top_p, s.repetition_penalty) == (0, 1.0, 1.0)
-        return Response(tokens[:length], length is not None, logprobs[:length] if is_plain else None)
-
-    def _ends(self, tokens: list[int]) -> bool:
-        return tokens[-1] in self._eos_ids or (bool(self._settings.stop_strings) and self._has_stop(tokens))
+            raise VllmUnusable(f"vLLM generated the tokens {banned}, although their logits are {-BAN_BIAS:g} lower")
+        logprobs = [item["logprob"] for item in choice["logprobs"]["content"]]
+        # vLLM's log-probs are those after these settings, ours before them.
+        s = self._settings
+        is_plain = (s.top_k, s.top_p, s.repetition_penalty, s.min_new_tokens) == (0, 1.0, 1.0, 0)
+        return Response(tokens, choice["finish_reason"] == "stop", logprobs if is_plain else None)

@@ -38,7 +38,7 @@ class PolicyVersions:
         self._root.mkdir(parents=True, exist_ok=True)
         sweep(self._root)
         number = max(numbers_in(self._root), default=0) + 1
-        write_folder(self._root / str(number), write)
+        write_folder(self._root / str(number), write, durable=False)  # the next actor publishes its own
         write_json(self._root / "CURRENT", {"number": number, "name": f"{self._prefix}-{number}"})
         for old in numbers_in(self._root)[:-KEPT]:
             remove_folder(self._root / str(old))

@@ -166,7 +166,7 @@ def _check_prompts(prompts: PromptsSection, steps: int) -> None:
 
 def _check_vllm(generation: GenerationSection) -> None:
     """Reject importance weights where vLLM's log-probs are not comparable, or are not used."""
-    cap, settings = generation.vllm.importance_cap, ("top_k", "top_p", "repetition_penalty")
+    cap, settings = generation.vllm.importance_cap, ("top_k", "top_p", "repetition_penalty", "min_new_tokens")
     if cap is None:
         return
     if generation.engine != "vllm":

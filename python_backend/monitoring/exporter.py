@@ -22,20 +22,20 @@ Values = Mapping[str, float | Mapping[str, float]]  # by name; with a label, by 
 
 
 @dataclass(frozen=True)
-class Exported:
+class MetricSpec:
     """Declaration of a metric. The exporter puts its prefix before `name`, and `_total` after that of a counter."""
 
     name: str
-    text: str
+    help: str
     kind: Literal["gauge", "counter"] = "gauge"
     label: str = ""
 
 
 SHARED = (
-    Exported("log_messages", "Warnings and errors in the log.", "counter", "level"),
-    Exported("last_problem_timestamp_seconds", "When the last warning or error was logged.", label="level"),
-    Exported("disk_free_bytes", "Free space of the file system of run.dir."),
-    Exported("disk_size_bytes", "Size of the file system of run.dir."),
+    MetricSpec("log_messages", "Warnings and errors in the log.", "counter", "level"),
+    MetricSpec("last_problem_timestamp_seconds", "When the last warning or error was logged.", label="level"),
+    MetricSpec("disk_free_bytes", "Free space of the file system of run.dir."),
+    MetricSpec("disk_size_bytes", "Size of the file system of run.dir."),
 )
 
 
@@ -46,12 +46,12 @@ class Exporter:
     """
 
     def __init__(
-        self, prefix: str, metrics: Sequence[Exported], run_dir: Path, *, live: Callable[[], Values] = dict
+        self, prefix: str, metrics: Sequence[MetricSpec], run_dir: Path, *, live: Callable[[], Values] = dict
     ) -> None:
         """`live` returns further values at each scrape. After an OSError or RlhfError they are absent."""
         self.metrics = (*metrics, *SHARED)
         self._prefix, self._run_dir, self._live = prefix, run_dir, live
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage collection inside it may log an error, which is counted
         self._values: dict[str, dict[str, float]] = {}
         for metric in self.metrics:
             if metric.kind == "counter" and not metric.label:
@@ -84,7 +84,7 @@ class Exporter:
         for metric in self.metrics:
             if metric.name in found:
                 family = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[metric.kind]
-                shown = family(self._prefix + metric.name, metric.text, labels=[metric.label] if metric.label else None)
+                shown = family(self._prefix + metric.name, metric.help, labels=[metric.label] if metric.label else None)
                 for label, value in found[metric.name].items():
                     shown.add_metric([label] if metric.label else [], value)
                 yield shown
@@ -92,7 +92,7 @@ class Exporter:
     def serve(self, host: str, port: int | None) -> None:
         """Serve the metrics, and those of the process, in a thread until the process ends; not if `port` is None.
 
-        A port that is taken costs the metrics and not the run: it is logged, and the run continues.
+        If the port is in use, log a warning and serve no metrics: a run must not fail for that.
         """
         if port is None:
             return
@@ -106,7 +106,7 @@ class Exporter:
         except OSError as error:
             logger.warning("no metrics for Prometheus: %s:%d cannot be served: %s", host, port, error)
             return
-        logging.getLogger().addHandler(_LogWatch(self))
+        logging.getLogger().addHandler(_LogCounter(self))
         logger.info("metrics for Prometheus: http://%s:%d/metrics", host, server.server_port)
 
     def _all(self) -> dict[str, dict[str, float]]:
@@ -124,8 +124,8 @@ class Exporter:
         return {"disk_free_bytes": usage.free, "disk_size_bytes": usage.total}
 
 
-class _LogWatch(logging.Handler):
-    """Reports what is logged as warning or error to an exporter."""
+class _LogCounter(logging.Handler):
+    """Counts warnings and errors of the log for an exporter."""
 
     def __init__(self, exporter: Exporter) -> None:
         super().__init__(logging.WARNING)

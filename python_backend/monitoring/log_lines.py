@@ -14,8 +14,8 @@ _position: dict[str, int | None] = {"step": None, "version": None}
 _PREFIXES = {"error: ": logging.ERROR, "warning: ": logging.WARNING}
 
 
-def now_at(*, step: int | None = None, version: int | None = None) -> None:
-    """Set the step and the critic's weights version of this process's further lines; None leaves one as it is.
+def set_log_position(*, step: int | None = None, version: int | None = None) -> None:
+    """Set the step and the critic's weights version of later log lines; None leaves a value unchanged.
 
     A process has one position, not one per thread or task: all of them work on the same step, or for the next one.
     """
@@ -24,7 +24,7 @@ def now_at(*, step: int | None = None, version: int | None = None) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as a JSON object on one line; `extra={"step": ..., "version": ...}` overrides `now_at`."""
+    """Formats a record as a JSON object on one line; `extra={"step": ..., "version": ...}` overrides the position."""
 
     def __init__(self, process: str, run: str, rank: int = 0) -> None:
         """`process`: actor, sidecar, server or gateway; `run`: the run's identity."""

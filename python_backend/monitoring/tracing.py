@@ -47,21 +47,23 @@ class _Tracer:
         self._steps: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def span(self, name: str, parent: str | None, step: int | None, attributes: dict[str, Attribute]) -> Iterator[None]:
-        if step is not None:
-            attributes = {"step": step, **attributes}
-        with self._tracer.start_as_current_span(name, self._context(parent, step), attributes=attributes):
+    def span(
+        self, name: str, parent: str | None, of_step: int | None, attributes: dict[str, Attribute]
+    ) -> Iterator[None]:
+        if of_step is not None:
+            attributes = {"step": of_step, **attributes}
+        with self._tracer.start_as_current_span(name, self._context(parent, of_step), attributes=attributes):
             yield
 
-    def _context(self, parent: str | None, step: int | None) -> Any:
+    def _context(self, parent: str | None, of_step: int | None) -> Any:
         """Return the parent's context; None for the current one."""
         if parent is not None:
             return self._w3c.extract({"traceparent": parent})
-        if step is None or self.traceparent() is not None:
+        if of_step is None or self.traceparent() is not None:
             return None
-        if step not in self._steps:
-            self._steps[step] = self._tracer.start_span("step", attributes={"step": step})
-        return self._with_span(self._steps[step])
+        if of_step not in self._steps:
+            self._steps[of_step] = self._tracer.start_span("step", attributes={"step": of_step})
+        return self._with_span(self._steps[of_step])
 
     def traceparent(self) -> str | None:
         carrier: dict[str, str] = {}
@@ -118,18 +120,26 @@ def tracing(process: str, endpoint: str | None, run: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def span(name: str, *, parent: str | None = None, step: int | None = None, **attributes: Attribute) -> Iterator[None]:
+def span(
+    name: str, *, parent: str | None = None, of_step: int | None = None, **attributes: Attribute
+) -> Iterator[None]:
     """Record the block as a span.
 
     Args:
         parent: `traceparent` of the parent, which may be of another process; None: the current span.
-        step: training step, an attribute of the span; if there is no current span, the step's own one is the parent.
+        of_step: training step, which becomes the attribute `step`; without a current span, the parent is the step's own
+            span, which lasts until `end_step`.
     """
     if _tracer is None:
         yield
         return
-    with _tracer.span(name, parent, step, attributes):
+    with _tracer.span(name, parent, of_step, attributes):
         yield
+
+
+def is_tracing() -> bool:
+    """Return whether this process sends spans."""
+    return _tracer is not None
 
 
 def traceparent() -> str | None:

@@ -122,16 +122,18 @@ def staged_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = True) -> None:
     """Fill a temporary folder by calling `fill`, sync it, and rename it to `folder`, replacing an existing folder.
 
+    Without `durable` it is not synced, and may be incomplete after a crash of the machine.
     A crash between the two renames leaves the old content under a `.removed-` name.
     """
     aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
     with staged_folder(folder.parent) as staging:
         with disk_errors(folder):
             fill(staging)
-        sync_tree(staging)
+        if durable:
+            sync_tree(staging)
         if folder.exists():
             folder.rename(aside)
         staging.rename(folder)

@@ -67,7 +67,7 @@ def test_a_sidecar_that_stays_away_is_an_error():
 
 def test_a_request_whose_process_was_killed_is_sent_again(monkeypatch: pytest.MonkeyPatch):
     """Triton never answers it: a run stood still until train_deadline_s."""
-    monkeypatch.setattr(client_module, "ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(client_module, "REPEAT_AFTER_S", 0.02)
 
     async def play() -> None:
         async with FakeTriton(answers("hang", "hang")) as server, client_of(server, train_retries=0) as client:
@@ -80,7 +80,7 @@ def test_a_request_whose_process_was_killed_is_sent_again(monkeypatch: pytest.Mo
 
 def test_a_step_that_overtakes_a_lost_one_waits_for_it(monkeypatch: pytest.MonkeyPatch):
     """Step 2 reached the new process of critic_train before the repeated step 1, and its refusal ended the actor."""
-    monkeypatch.setattr(client_module, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(client_module, "REPEAT_AFTER_S", 0.2)
 
     async def play() -> None:
         async with FakeTriton(answers("hang", "early")) as server, client_of(server, train_retries=0) as client:

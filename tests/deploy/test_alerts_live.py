@@ -60,25 +60,39 @@ class Suspension:
     """Suspends the processes of the server, or only those of its models, and lets them continue."""
 
     def __init__(self, run: MonitoredRun) -> None:
-        supervisor = psutil.Process(run.system.server.process.pid)
-        # Without zombies: tritonserver does not reap a model's process that it replaced.
-        below = [p for p in supervisor.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        self.models = [process for process in below if "python_backend_stub" in process.cmdline()[0]]
-        self.all = [supervisor, *below]
-        assert self.models
+        self._supervisor = psutil.Process(run.system.server.process.pid)
 
     @contextlib.contextmanager
-    def of(self, processes: list[psutil.Process]) -> Iterator[float]:
-        """Suspend them for the block; yield when that was."""
-        began = time.time()
-        for process in processes:
-            process.suspend()
-        try:
+    def of_all(self) -> Iterator[float]:
+        """Suspend supervisor, server and models for the block; yield when that was."""
+        with suspended([self._supervisor, *self._below()]) as began:
             yield began
-        finally:
-            for process in self.all:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
+
+    @contextlib.contextmanager
+    def of_models(self) -> Iterator[float]:
+        """Suspend the models that the server has now for the block; yield when that was."""
+        models = [process for process in self._below() if "python_backend_stub" in process.cmdline()[0]]
+        assert models
+        with suspended(models) as began:
+            yield began
+
+    def _below(self) -> list[psutil.Process]:
+        # Without zombies: tritonserver does not reap a model's process that it replaced.
+        below = self._supervisor.children(recursive=True)
+        return [process for process in below if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextlib.contextmanager
+def suspended(processes: list[psutil.Process]) -> Iterator[float]:
+    began = time.time()
+    for process in processes:
+        process.suspend()
+    try:
+        yield began
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def send(run: LiveRun, limits: Limits, **changes: np.ndarray) -> None:
@@ -96,7 +110,7 @@ def test_processes_that_hang_and_die(tmp_path: Path, checkpoints: Checkpoints) -
         prometheus, live = run.prometheus, run.system.run
         prometheus.wait(lambda: (prometheus.value("rlhf_actor_step") or 0) > 2)
         server, limits = Suspension(run), load_critic(live.store.folder(0)).limits
-        with server.of(server.all) as began:
+        with server.of_all() as began:
             prometheus.wait_for_alerts(*SERVER_AWAY, since=began)
             killed = time.time()
             run.actor.process.kill()
@@ -109,13 +123,12 @@ def test_processes_that_hang_and_die(tmp_path: Path, checkpoints: Checkpoints) -
         send(live, limits, returns=returns)
         prometheus.wait_for_alerts("RlhfCriticNotFinite", since=began)
 
-        with server.of(server.models) as began:
+        with server.of_models() as began:
             send(live, limits)
             prometheus.wait_for_alerts("RlhfServerBehind", "RlhfSidecarStalled", since=began)
         prometheus.wait_for_alerts("RlhfPublishSlow", since=began)  # once it is served
 
-        server = Suspension(run)  # the sidecar may have had the models reloaded
-        with server.of(server.models) as began:
+        with server.of_models() as began:
             for _ in range(12):
                 send(live, limits)
             prometheus.wait_for_alerts("RlhfJournalBacklog", since=began)

@@ -58,7 +58,7 @@ def test_the_page_has_every_metric_and_every_alert() -> None:
     rows = dict(re.findall(r"^\| `(rlhf_(?:actor|trainer)_\w+)(?:\{\w+\})?` \| (.+) \|$", PAGE, re.MULTILINE))
     assert set(rows) == set(OURS)
     for name, metric in OURS.items():
-        assert rows[name] == metric.text, name
+        assert rows[name] == metric.help, name
         assert not metric.label or f"{name}{{{metric.label}}}" in PAGE
     assert re.findall(r"^\| `(Rlhf\w+)`", PAGE, re.MULTILINE) == [rule["alert"] for rule in rules()]
 

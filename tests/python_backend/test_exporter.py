@@ -12,13 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_server import free_port
 
-from python_backend.monitoring.exporter import Exported, Exporter, Values
+from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
 
 METRICS = (
-    Exported("step", "Last step."),
-    Exported("phase_seconds", "Phases.", label="phase"),
-    Exported("rows", "Rows.", "counter"),
-    Exported("depth", "Depth of a queue."),
+    MetricSpec("step", "Last step."),
+    MetricSpec("phase_seconds", "Phases.", label="phase"),
+    MetricSpec("rows", "Rows.", "counter"),
+    MetricSpec("depth", "Depth of a queue."),
 )
 
 

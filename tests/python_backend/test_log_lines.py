@@ -14,7 +14,7 @@ import pytest
 
 from python_backend.config.sections import RunSection
 from python_backend.monitoring import log_lines
-from python_backend.monitoring.log_lines import JsonFormatter, now_at, parsed, say
+from python_backend.monitoring.log_lines import JsonFormatter, parsed, say, set_log_position
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +46,10 @@ def test_the_fields_of_a_line() -> None:
 
 
 def test_the_position_stays_until_it_changes() -> None:
-    now_at(step=7, version=3)
-    now_at(step=8)
+    set_log_position(step=7, version=3)
+    set_log_position(step=8)
     assert (line()["step"], line()["version"]) == (8, 3)
-    now_at(version=0)
+    set_log_position(version=0)
     assert (line()["step"], line()["version"]) == (8, 0)
     other = line(step=2, version=1)  # of a task that works on another step
     assert (other["step"], other["version"]) == (2, 1)

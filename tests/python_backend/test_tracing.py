@@ -56,16 +56,20 @@ def test_a_parent_in_another_process(received: Collector) -> None:
     with tracing.tracing("sidecar", received.url, "my-run"):
         with span("other"), span("train", parent=REMOTE, step=3):
             pass
+        with span("untraced", parent=None, step=4):  # of a client that sends no context
+            pass
         with span("unsampled", parent=REMOTE[:-1] + "0"):
             assert str(traceparent())[-2:] == "00"
     train = only(received.named("train"))
     assert (train.trace, train.parent, train.attributes) == ("a" * 32, "b" * 16, {"step": 3})
     assert not received.named("unsampled")
+    assert only(received.named("untraced")).attributes == {"step": 4}
+    assert not received.named("step"), "only the actor opens the span of a step"
 
 
 def test_each_step_has_a_trace_even_if_two_overlap(received: Collector) -> None:
     async def phase(name: str, step: int) -> None:
-        with span(name, step=step):
+        with span(name, of_step=step):
             await asyncio.sleep(0)
             with span("request"):
                 await asyncio.sleep(0)
@@ -91,7 +95,7 @@ def test_each_step_has_a_trace_even_if_two_overlap(received: Collector) -> None:
 
 
 def test_a_step_that_never_ends_is_sent_at_the_end(received: Collector) -> None:
-    with tracing.tracing("actor", received.url, "my-run"), span("rollout", step=1):
+    with tracing.tracing("actor", received.url, "my-run"), span("rollout", of_step=1):
         pass
     assert only(received.named("rollout")).parent == only(received.named("step")).id
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from actor.data.rollout import Prompt
+from actor.generation.engine import Generation
 from actor.policy.policy import Policy
 from actor.vllm.generation import VllmGeneration
 from benchmarks.learning import make_checkpoints
@@ -118,31 +120,53 @@ def served(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunCo
 def test_vllm_generates_with_the_weights_of_the_policy(
     tmp_path: Path, models: Path, vllm: Path, lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Greedy responses of three versions differ, and equal those of the actor's own decoder."""
+    """Greedy responses of three versions differ, and equal those of the actor's own decoder, also where these stop."""
     data = configuration(models, tmp_path, vllm, policy={"lora_rank": lora_rank})
     with served(RunConfig.model_validate(data), monkeypatch) as config:
         policy = Policy.of(config.actor)
         own, policy.generation = policy.generation, VllmGeneration(config, policy)
         seen = []
         for _ in range(3):
+            policy.renew_sampler()
             theirs = responses(policy.generation)
             assert theirs == responses(own)
             seen.append(theirs)
             with torch.no_grad():
                 for parameter in policy.model.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1 * parameter.requires_grad)
-            policy.renew_sampler()
+            policy.optimizer_step += 1
+        policy.renew_sampler()
         assert all(seen[i] != seen[j] for i in range(3) for j in range(i))
         prompts = [Prompt(str(i), "", tokens) for i, tokens in enumerate(PROMPTS)]
         rollout, again = policy.generate(prompts, seed=5), policy.generate(prompts, seed=5)
         assert torch.equal(rollout.tokens, again.tokens)
         assert rollout.logprobs is not None
         assert float((policy.sampled_logprobs(rollout) - rollout.logprobs).abs().max()) <= MOST_GAP
+        stops_as_our_own(data, config, policy)
 
 
-def responses(generation: Any) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    generation.run(PROMPTS, lambda row, response: found.update({row: response.tokens}), seed=0, greedy=True)
+def stops_as_our_own(data: dict[str, Any], config: RunConfig, policy: Policy) -> None:
+    """Check that greedy responses end at the same stop strings, and not within `min_new_tokens`."""
+    rest = {"eos_ids": policy.eos_ids, "pad_id": policy.pad_id, "banned_ids": policy.banned_ids}
+    own = functools.partial(Generation, policy._causal(policy.sampler), policy.tokenizer, **rest)
+    whole = responses(own(config.actor.generation.model_copy(update={"engine": "slots"})))
+    words = sorted({policy.tokenizer.decode([tokens[3]]) for tokens, _ in whole.values() if len(tokens) > 4})
+    data["actor"]["generation"] |= {"stop_strings": words, "min_new_tokens": 2}
+    data["actor"]["generation"]["vllm"]["servers"] = config.actor.generation.vllm.servers
+    changed = RunConfig.model_validate(data)
+    theirs = VllmGeneration(changed, policy)
+    theirs.renew()
+    found = responses(theirs)
+    assert found == responses(own(changed.actor.generation))
+    assert any(2 < len(tokens) < len(whole[row][0]) and ended for row, (tokens, ended) in found.items())
+
+
+def responses(generation: Any) -> dict[int, tuple[list[int], bool]]:
+    """Return the tokens of each greedy response, and whether it has ended."""
+    found: dict[int, tuple[list[int], bool]] = {}
+    generation.run(
+        PROMPTS, lambda row, response: found.update({row: (response.tokens, response.ended)}), seed=0, greedy=True
+    )
     return found
 
 

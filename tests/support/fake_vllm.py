@@ -27,11 +27,15 @@ class FakeVllm:
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.missing: set[str] = set()
-        """Paths that answer 404."""
+        """Paths without a route."""
+        self.logprobs_mode = "processed_logprobs"
         self.answer: Answer = lambda request: {}
         self.drops = 0
         """Number of generation requests whose connection is broken."""
         self.is_hanging = False
+        """Generation requests get no response."""
+        self.silent: set[str] = set()
+        """Paths that never respond."""
         self._port = 0
 
     @property
@@ -72,22 +76,34 @@ class FakeVllm:
         if request.path in self.missing:
             return web.json_response({"detail": "Not Found"}, status=404)
         self.calls.append(request.path)
+        while request.path in self.silent and not self._is_stopped:
+            await asyncio.sleep(0.001)
         body = await request.json() if request.can_read_body else {}
         if request.path == "/inference/v1/generate":
             return await self._generate(request, body)
+        if "lora" in request.path:
+            return self._adapter(request.path, body)
         if request.path == "/collective_rpc":
             self.loaded.append(Path(body["kwargs"]["weights_path"]))
         elif request.path == "/update_weight_version":
             self.weights = body["new_version"]
-        elif request.path == "/v1/load_lora_adapter":
-            self.adapters.append(body["lora_name"])
-            self.loaded.append(Path(body["lora_path"]))
-            return web.Response(text="Success")
-        elif request.path == "/v1/unload_lora_adapter":
-            self.adapters.remove(body["lora_name"])
-            return web.Response(text="Success")
+        elif request.path == "/server_info":
+            return web.json_response({"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}})
         models = [{"id": "base", "parent": None}, *({"id": name, "parent": "base"} for name in self.adapters)]
         return web.json_response({"version": self.release, "weight_version": self.weights, "data": models})
+
+    def _adapter(self, path: str, body: dict[str, Any]) -> web.Response:
+        name = body["lora_name"]
+        if path == "/v1/load_lora_adapter":
+            if name in self.adapters:
+                return _error(400, f"The lora adapter '{name}' has already been loaded.")
+            self.adapters.append(name)
+            self.loaded.append(Path(body["lora_path"]))
+        else:
+            if name not in self.adapters:
+                return _error(404, f"The lora adapter '{name}' cannot be found.")
+            self.adapters.remove(name)
+        return web.Response(text="Success")
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.requests.append(body)
@@ -97,8 +113,15 @@ class FakeVllm:
             self.drops -= 1
             assert request.transport is not None
             request.transport.abort()
+        if body.get("model", "base") not in ("base", *self.adapters):
+            return _error(404, f"The model `{body['model']}` does not exist.")
         tokens = [5, 6, 7, 1]
         choice = {"token_ids": tokens, "weight_versions": [{"version": self.weights, "start": 0, "end": len(tokens)}]}
+        choice["finish_reason"] = "stop"
         choice |= self.answer(body)
         choice["logprobs"] = {"content": [{"logprob": -0.5} for _ in choice["token_ids"]]}
         return web.json_response({"choices": [choice]})
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)

@@ -20,6 +20,7 @@ from tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_argument
 
 SCRIPT = """#!{python}
 import http.server, subprocess, sys
+print("started", flush=True)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as vLLM's engine
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -68,6 +69,17 @@ def test_the_server_has_the_policy_its_dtype_and_its_lengths(tmp_path: Path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("rank", "limit"), [(4, "8"), (12, "16"), (48, "64"), (512, "512")])
+def test_vllm_takes_few_limits_of_the_rank(tmp_path: Path, rank: int, limit: str):
+    arguments = vllm_arguments(run_config(tmp_path, lora_rank=rank), "127.0.0.1:8123")
+    assert arguments[arguments.index("--max-lora-rank") + 1] == limit
+
+
+def test_a_rank_that_vllm_does_not_serve_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"actor.policy.lora_rank: 513 is above 512"):
+        check_vllm(run_config(tmp_path, lora_rank=513))
+
+
 def test_a_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path):
     events: list[str] = []
     server = VllmServer(run_config(tmp_path), log=events.append)
@@ -78,6 +90,7 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path)
         first.send_signal(signal.SIGKILL)
         until(lambda: (server.look(), server.pid != first.pid)[1])
         assert "the vLLM server was killed by SIGKILL" in events[0]
+        assert (tmp_path / "run/logs/vllm.previous.log").read_text() == "started\n", "the reason would be in it"
         psutil.wait_procs(engine, 60)
         assert not any(process.is_running() for process in engine)
         server.await_ready(lambda: time.sleep(0.02))

@@ -39,7 +39,6 @@ class ReportPage:
             write_report(self._run_dirs[0], self.path, refresh_s=refresh_s)
         else:
             write_comparison(self._run_dirs, self.path, refresh_s=refresh_s)
-
         self._refreshes = refresh_s is not None
 
     def follow(self, every_s: float) -> None:

@@ -57,7 +57,7 @@ OVERLAYS = (
     ),
     Overlay(title="KL to the initial policy (nats per sequence)", caption="Training batches.", points=_metric(KL)),
     Overlay(
-        title="Reward against KL", caption="What each run has gained at the same distance; smoothed.", is_smooth=False,
+        title="Reward against KL", caption="Reward at equal KL; smoothed.", is_smooth=False,
         points=_frontier, xlabel="KL to the initial policy (nats per sequence)",
     ),
     Overlay(

@@ -20,6 +20,7 @@ from tools.server.health import get_page
 HOST = "127.0.0.1"
 STOP_S = 20.0
 LONGEST_PAUSE_S = 60.0
+RANK_LIMITS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 STEADY_S = 60.0  # a server that ran for less time is restarted after a pause
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights; the server is bound to loopback
@@ -42,6 +43,10 @@ def check_vllm(config: RunConfig) -> None:
         raise ConfigError(
             f"actor.generation.vllm.command: {command} is not an executable; install vLLM in an environment of its own "
             "(docs/vllm.md) and give the path of its bin/vllm, or name running servers in actor.generation.vllm.servers"
+        )
+    if actor.policy.lora_rank > RANK_LIMITS[-1]:
+        raise ConfigError(
+            f"actor.policy.lora_rank: {actor.policy.lora_rank} is above {RANK_LIMITS[-1]}, the most that vLLM serves"
         )
     limit = max_positions(json.loads((actor.policy.checkpoint / "config.json").read_text()))
     if limit is not None and _longest(config) > limit:
@@ -87,9 +92,10 @@ class VllmServer:
             self._short_lives = self._short_lives + 1 if now - self._started < STEADY_S else 0
             pause_s = min(LONGEST_PAUSE_S, 2.0**self._short_lives) if self._short_lives else 0.0
             self._start_at = now + pause_s
-            self._log(f"{self._child.obituary().splitlines()[0]}\nrestarting vLLM")
+            self._log(f"{self._child.obituary()}\nrestarting vLLM")
             self._kill_group()
         elif now >= self._start_at:
+            self._log_path.replace(self._log_path.with_suffix(".previous.log"))  # has the reason of the death
             self._start()
 
     def stop(self) -> None:
@@ -111,12 +117,17 @@ def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     """Return the arguments of `vllm` that serve the policy of a run at `url`."""
     policy, vllm = config.actor.policy, config.actor.generation.vllm
     host, _, port = url.rpartition(":")
-    adapters = ["--enable-lora", "--max-lora-rank", str(max(8, policy.lora_rank))] if policy.lora_rank else []
+    adapters = ["--enable-lora", "--max-lora-rank", str(_rank_limit(policy.lora_rank))] if policy.lora_rank else []
     return [
         "serve", str(Path(policy.checkpoint).absolute()), "--host", host, "--port", port, "--dtype", policy.precision,
         "--max-model-len", str(_longest(config)), "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
         *adapters, *vllm.arguments,
     ]  # fmt: skip
+
+
+def _rank_limit(lora_rank: int) -> int:
+    """Return the smallest limit that vLLM accepts for adapters of this rank."""
+    return next(limit for limit in RANK_LIMITS if limit >= lora_rank)
 
 
 def _longest(config: RunConfig) -> int:

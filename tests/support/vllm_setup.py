@@ -1,0 +1,60 @@
+"""A policy whose responses come from fake vLLM servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_checkpoints import VOCAB, save_tiny
+
+from actor.generation.slots import Response
+from actor.policy.policy import Policy
+from actor.vllm.generation import VllmGeneration
+from benchmarks.support.workload import word_tokenizer
+from python_backend.config import RunConfig
+
+PROMPTS = [np.asarray([3, 4]), np.asarray([5]), np.asarray([6, 7, 8])]
+END = [5, 6, 7, 1]
+
+
+def save_policy(folder: Path) -> Path:
+    """Write a tiny language model with a tokenizer; return the folder."""
+    save_tiny(folder, "llama", "language", eos_token_id=1)
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCAB))]
+    word_tokenizer(words, eos="<eos>", unknown="<pad>").save_pretrained(folder)
+    return folder
+
+
+class VllmSetup:
+    """A policy in `folder` that generates with fake servers."""
+
+    def __init__(self, folder: Path, checkpoint: Path, servers: list[str], **changes: Any) -> None:
+        generation = {"engine": "vllm", "max_new_tokens": 8, "vllm": {"servers": servers, "deadline_s": 20}}
+        generation |= changes.pop("generation", {})
+        actor = {
+            "policy": {"checkpoint": str(checkpoint), **changes.pop("policy", {})}, "generation": generation,
+            "prompts": {"max_tokens": 8}, "client": {"backoff_s": 0.001, "max_outage_s": 10, **changes},
+        }  # fmt: skip
+        self.config = RunConfig.model_validate({"run": {"dir": str(folder)}, "actor": actor})
+        self.policy = Policy.of(self.config.actor)
+        self.generation = self.policy.generation = VllmGeneration(self.config, self.policy)
+        self.policy.renew_sampler()
+
+    def update(self) -> None:
+        """Make a new version of the policy, as an update does."""
+        self.policy.optimizer_step += 1
+        self.policy.renew_sampler()
+
+    def run(self, *, seed: int = 3, greedy: bool = False) -> dict[int, Response]:
+        """Generate a response to each of PROMPTS."""
+        responses: dict[int, Response] = {}
+        self.generation.run(PROMPTS, lambda row, response: responses.update({row: response}), seed=seed, greedy=greedy)
+        return responses
+
+
+def run_async(play: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `play` for at most two minutes."""
+    asyncio.run(asyncio.wait_for(play(), 120))
