@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,17 @@ def command_to_complete(commands: Mapping[str, tuple[str, str]]) -> str:
         names.add_parser(name, help=what)
     argcomplete.autocomplete(parser)
     raise AssertionError("argcomplete ends the process")
+
+
+def seconds(text: str) -> float:
+    """Return the value of an argument that is a pause. Raises ArgumentTypeError unless it is positive."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
 
 
 def _values(prefix: str, action: argparse.Action, **_: Any) -> Iterable[str]:

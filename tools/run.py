@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from actor.data.prompt_files import PromptError, read_rows, source_of
-from actor.run.lock import only_run
+from actor.run.lock import only_actor, only_run
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, report, run_parser
 from python_backend.config.required_files import check_files, has_chat_template
@@ -225,10 +225,9 @@ def tree_rss_bytes() -> int:
 
 def set_aside(run_dir: Path) -> None:
     """Rename the folder of an earlier run to `<dir>.previous`; a folder that already has this name is deleted."""
-    if run_dir.exists():
-        previous = run_dir.with_name(f"{run_dir.name}.previous")
-        shutil.rmtree(previous, ignore_errors=True)
-        run_dir.rename(previous)
+    previous = run_dir.with_name(f"{run_dir.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    run_dir.rename(previous)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -244,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device-gib", type=float, metavar="N", help="with --dry-run: plan for GPUs of N GiB")
     parser.add_argument("--host-gib", type=float, metavar="N", help="with --dry-run: plan for a host of N GiB")
     args = parse_or_complete(parser, argv)
+    if not args.dry_run and (args.device_gib is not None or args.host_gib is not None):
+        parser.error("--device-gib and --host-gib need --dry-run")
     interrupt_on_signals()
     try:
         config = load_config(args.config, args.overrides)
@@ -254,8 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_prompts(config)
             if starts_vllm(config):
                 check_vllm(config)
-        if args.fresh:
-            set_aside(config.run.dir)
+        if args.fresh and config.run.dir.exists():
+            with only_run(config.run.dir), only_actor(config.run.dir):
+                set_aside(config.run.dir)
     except REPORTED as error:
         return report(error)
     return _supervise(args.config, config, args.overrides)

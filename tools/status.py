@@ -11,15 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from actor.run.lock import in_progress
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, report
 from python_backend.config.live_models import live_models
 from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import parsed
-from python_backend.store.durable import read_json
+from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
-from tools.arguments import parse_or_complete
+from tools.arguments import parse_or_complete, seconds
+from tools.server.log import is_noise
 from tools.server.ports import is_open
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
@@ -31,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the state, once or until Ctrl-C; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(description="Show the state of a run.")
     add_run_arguments(parser).add_argument(
-        "--watch", type=float, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
+        "--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
     )
     arguments = parse_or_complete(parser, argv)
     if arguments.watch is not None:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def status(config: RunConfig) -> Iterator[str]:
     """Yield the lines of the state, read from the run's folder; only the server's port is tried."""
-    yield f"run       {config.run.identity} in {config.run.dir}"
+    yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
     yield f"server    {_server(config)}"
     if config.has_actor:
         yield f"actor     {_actor(config)}"
@@ -67,9 +69,25 @@ def status(config: RunConfig) -> Iterator[str]:
             yield f"problem   {name}.log: {problem}"
 
 
+def _state(config: RunConfig) -> str:
+    """Return whether the actor is at work, has finished, or with which step the next start begins."""
+    folder = config.run.dir
+    if in_progress(folder):
+        return "running"
+    last = (_last_line(folder / "metrics.jsonl") or {}).get("step")
+    if last is None:
+        return "not running; no step has ended"
+    if (read_json(folder / "actor_summary.json") or {}).get("steps") == last:
+        return f"finished after step {last}"
+    resumed = max(numbers_in(folder / "checkpoints" / "actor"), default=0)
+    return f"not running; the next start begins with step {resumed + 1}"
+
+
 def _server(config: RunConfig) -> str:
     written = read_json(config.server_dir / "server.json") or {}
     url = str(written.get("http", config.server.http_url))
+    if url.endswith(":0"):
+        return "has not begun"
     return f"http://{url} {'is up' if is_open(url) else 'does not answer'}"
 
 
@@ -83,7 +101,7 @@ def _actor(config: RunConfig) -> str:
         "KL": line.get("train_rollouts/init_policy_kl_per_sequence"),
         "masked": line.get("train_rollouts/masked_samples"),
         "staleness": line.get("train_rollouts/staleness_mean"),
-        "seconds": line.get("timers/step_time"),
+        "seconds a step": line.get("timers/step_time"),
     }
     numbers = ", ".join(f"{name} {value:.3g}" for name, value in known.items() if value is not None)
     return f"step {line['step']} of {config.actor.steps} ended {_ago(ago)}: {numbers}"
@@ -126,7 +144,7 @@ def _last_line(path: Path) -> dict[str, Any] | None:
 
 def _last_problem(path: Path) -> str | None:
     lines = (_shown(line) for line in reversed(_tail(path).splitlines()))
-    return next((line for line in lines if PROBLEM.search(line)), None)
+    return next((line for line in lines if PROBLEM.search(line) and not is_noise(line)), None)
 
 
 def _shown(line: str) -> str:

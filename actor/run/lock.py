@@ -19,6 +19,10 @@ class ActorRuns(RlhfError):
     """Another actor, or another `tools run`, holds the lock of the folder."""
 
 
+class UnusableFolder(RlhfError):
+    """The folder of the run cannot be created or written."""
+
+
 @contextlib.contextmanager
 def only_actor(run_dir: Path) -> Iterator[None]:
     """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises ActorRuns."""
@@ -40,14 +44,16 @@ def in_progress(run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def _only(what: str, run_dir: Path, name: str) -> Iterator[None]:
-    run_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
+            run_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(exclusive_lock(run_dir / name, patience_s=PATIENCE_S))
         except TimeoutError:
             raise ActorRuns(
                 f"another {what} is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
             ) from None
+        except OSError as error:
+            raise UnusableFolder(f"run.dir: {run_dir} cannot be used: {error.strerror}; name another folder") from error
         yield
 
 

@@ -70,6 +70,7 @@ class Bookkeeper:
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
         self._unsaved: int | None = None  # newest step whose critic_save failed
         self._masked_samples = 0
+        self._num_mostly_excluded = 0  # steps in which fewer than half of the responses contribute
         self._exported = ActorMetrics(config, client.counters, lambda: self.failed_critic_updates)
         self._log: MetricsLog
         self.version_steps: VersionSteps
@@ -169,19 +170,25 @@ class Bookkeeper:
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
         )  # fmt: skip
         _warn_of_failures(f"step {step}", scores)
-        taught = int(batch.policy_weights.any(-1).sum())
-        if 0 < taught < len(scores.scored) / 2:
-            logger.warning(
-                "step %d: %d of %d responses are excluded from the update, mostly because they did not end within "
-                "actor.generation.max_new_tokens (%d); raise it, or set actor.algorithm.mask_unfinished to false",
-                step, len(scores.scored) - taught, len(scores.scored), self._settings.generation.max_new_tokens,
-            )  # fmt: skip
-        if not taught:
-            logger.warning(
-                "step %d did not update the policy: no response ended within actor.generation.max_new_tokens (%d); "
-                "raise it, or set actor.algorithm.mask_unfinished to false",
-                step, self._settings.generation.max_new_tokens,
-            )  # fmt: skip
+        self._warn_of_excluded(step, int(batch.policy_weights.any(-1).sum()), len(scores.scored))
+
+    def _warn_of_excluded(self, step: int, taught: int, total: int) -> None:
+        """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time."""
+        if taught >= total / 2:
+            return
+        self._num_mostly_excluded += 1
+        if taught and str(self._num_mostly_excluded).strip("0") != "1":
+            return
+        what = (
+            f"{total - taught} of {total} responses are excluded from the update, mostly because they did not end"
+            if taught
+            else "the policy is not updated: no response ended"
+        )
+        logger.warning(
+            "step %d: %s within actor.generation.max_new_tokens (%d); raise it, or set "
+            "actor.algorithm.mask_unfinished to false (so far in %d steps of this start)",
+            step, what, self._settings.generation.max_new_tokens, self._num_mostly_excluded,
+        )  # fmt: skip
 
     def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
         rows, scores = scored.rollout.rows(), scored.scores

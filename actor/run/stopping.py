@@ -28,9 +28,13 @@ class Stopped(Exception):
 
 def stopped_early(error: Exception, done: int) -> Exception:
     """Return an error of the same class that also says that the run stopped after `done` steps."""
-    after = f"after step {done}, whose checkpoint is written" if done else "before the first step ended"
+    after = (
+        f"after step {done}, whose checkpoint is written; {RESUMES}"
+        if done
+        else "before the first step ended; the next start begins at step 1"
+    )
     reason = "" if isinstance(error, Stopped) else f"{error}; the run "
-    return type(error)(f"{reason}stopped {after}; {RESUMES}")
+    return type(error)(f"{reason}stopped {after}")
 
 
 class Stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -52,6 +53,8 @@ def interrupt_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGINT, sig
 
 def report(error: BaseException, code: int = 2) -> int:
     """Print the error to stderr and return the exit code; 2: the command could not do what it was started for."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    hint = "; make room, and start again" if is_full else ""
     with contextlib.suppress(OSError):  # stderr may be a log on a full disk
-        say(f"error: {error}", sys.stderr)
+        say(f"error: {error}{hint}", sys.stderr)
     return code

@@ -6,12 +6,15 @@ import fcntl
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from live_system import Checkpoints
+from live_system import Checkpoints, make_run
 
-from actor.run.lock import LOCK_FILE, ActorRuns, in_progress, only_actor, only_run
+import tools.run
+from actor.run.lock import LOCK_FILE, ActorRuns, UnusableFolder, in_progress, only_actor, only_run
 
 HOLD = "import sys\nfrom pathlib import Path\nfrom actor.run.lock import only_actor\n"
 HOLD += "with only_actor(Path(sys.argv[1])):\n    print('works', flush=True)\n    sys.stdin.read()\n"
@@ -59,6 +62,24 @@ def test_a_run_is_in_progress_while_it_or_its_actor_holds_a_lock(tmp_path: Path)
     with only_actor(tmp_path):
         assert in_progress(tmp_path)
     assert not in_progress(tmp_path)
+
+
+@pytest.mark.parametrize("lock", [only_run, only_actor])
+def test_a_run_in_progress_is_not_moved_by_fresh(
+    tmp_path: Path, checkpoints: Checkpoints, lock: Callable[[Path], Any], capsys: pytest.CaptureFixture[str]
+):
+    run = make_run(tmp_path / "run", checkpoints)
+    (run.config.run.dir / "metrics.jsonl").touch()
+    with lock(run.config.run.dir):
+        assert tools.run.main(["--fresh", "--config", str(run.path)]) == 2
+    assert f"is running in {run.config.run.dir}; stop it first" in capsys.readouterr().err
+    assert (run.config.run.dir / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UnusableFolder, match=r"run.dir: .*/file/run cannot be used: Not a directory; name another"):
+        only_run(tmp_path / "file" / "run").__enter__()
 
 
 def test_whoever_looks_does_not_keep_an_actor_from_its_lock(tmp_path: Path):

@@ -264,7 +264,7 @@ def test_a_process_that_dies_stops_the_run_and_is_named(
     output = (tmp_path / "output").read_text()
     print(output[-2500:])
     name = {"actor": "the actor", "sidecar": "the critic sidecar"}[role]
-    assert f"error: {name} was killed by SIGKILL; its log is {log}\n" in output
+    assert f"error: {name} was killed by SIGKILL, as the kernel does when memory runs out; its log is {log}\n" in output
     assert last_line in output.rpartition("ends with:\n")[2]
     assert "Traceback" not in output
     assert_nothing_is_left(process.pid, family)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -130,3 +131,15 @@ def test_a_full_disk_leaves_the_log_for_later(tmp_path: Path):
         disk.empty()
         set_aside_if_large(log, 40_000)
         assert log.stat().st_size == 0
+
+
+def test_the_end_of_a_log_of_json_is_shown_as_text(tmp_path: Path):
+    script = (
+        "import json, os, signal; print(json.dumps({'level': 'ERROR', 'message': 'no room'})); "
+        "import sys; sys.stdout.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = Child("child", ["-c", script], tmp_path / "log", {}, command=[sys.executable])
+    assert child.obituary() == (
+        f"the child was killed by SIGKILL, as the kernel does when memory runs out; its log is {tmp_path / 'log'}\n"
+        "the log ends with:\nERROR no room"
+    )

@@ -113,7 +113,7 @@ def test_runs_side_by_side(tmp_path: Path):
     rows = {key: re.findall(r"<td class=\w>([^<]*)</td>", cells) for key, cells in ROW.findall(page)}
     assert rows["actor.algorithm.name"] == ["grpo", "rloo"]
     assert rows["actor.optimizer.lr"] == ["9e-07", "1e-06"]
-    assert rows["actor.validation.prompts"] == ["", "held.jsonl"]
+    assert rows["actor.validation.prompts"] == ["–", "held.jsonl"]
     assert rows["steps"] == ["4", "2"]
     assert rows["reward in training, last tenth"] == ["0.400", "0.200"]
     assert not {"actor.steps", "run.dir", "kl_final", "ev_v0", "gold_before", "top_word"} & rows.keys()

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from live_system import Checkpoints, FinishedRun, make_run
 
+from actor.run.lock import only_actor
 from python_backend.store.heartbeat import Heartbeat, write_heartbeat
 from tools import status
+from tools.server.log import readable
 
 
 def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -26,7 +28,7 @@ def lines_of(config: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_a_run_that_has_not_begun(tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, checkpoints)
     assert lines_of(run.path, capsys) == [
-        f"run       test in {tmp_path}",
+        f"run       test in {tmp_path}: not running; no step has ended",
         f"server    http://{run.config.server.http_url} does not answer",
         "actor     no step has ended",
         "sidecar   has not begun; 0 of the journal's entries pending, last step 0",
@@ -65,6 +67,7 @@ def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
     (folders.logs_dir / "sidecar.log").write_text(json_log)
     (folders.dir / "metrics.jsonl").write_text('{"step": 8, "train_rollouts/rewards": 0.5}\n{"step": 9, "tra')
     lines = lines_of(run.path, capsys)
+    assert lines[0].endswith(": not running; the next start begins with step 1")
     assert lines[2] == "actor     step 8 of 3 ended 0 s ago: reward 0.5"
     assert lines[3].startswith(
         "sidecar   publishing at step 7, heartbeat 5 min ago; 0 of the journal's entries pending"
@@ -74,6 +77,39 @@ def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
         "problem   actor.log: 10:00:01 ERROR the second",
         "problem   sidecar.log: ERROR no disk",
     ]
+
+
+def test_whether_a_run_goes_on(tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path, checkpoints)
+
+    def state() -> str:
+        return lines_of(run.path, capsys)[0].partition(": ")[2]
+
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
+    with only_actor(tmp_path):
+        assert state() == "running"
+    (tmp_path / "checkpoints" / "actor" / "6").mkdir(parents=True)
+    assert state() == "not running; the next start begins with step 7", "it was killed"
+    (tmp_path / "actor_summary.json").write_text('{"steps": 8}')
+    assert state() == "finished after step 8"
+
+
+def test_a_collector_that_is_away_is_no_problem_of_the_run(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, checkpoints)
+    run.config.run.logs_dir.mkdir()
+    line = "[Error] File: otlp_http_exporter.cc:122 [OTLP HTTP Client] ERROR: Export 512 trace span(s) error: 1"
+    (run.config.run.logs_dir / "tritonserver.log").write_text(f"{line}\n")
+    assert not any(line.startswith("problem") for line in lines_of(run.path, capsys))
+    assert readable(line.encode()) is None, "nor is it shown in the terminal"
+
+
+@pytest.mark.parametrize("pause", ["-1", "0", "nan", "often"])
+def test_a_pause_that_is_none(pause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        status.main(["--config", "none.yaml", "--watch", pause])
+    assert f"'{pause}' is not a positive number of seconds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])  # SIGINT is ignored in a background job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from actor.run.lock import in_progress
 from python_backend.config.command_line import interrupt_on_signals, report
 from python_backend.errors import REPORTED
-from tools.arguments import parse_or_complete
+from tools.arguments import parse_or_complete, seconds
 from tools.report.comparison import write_comparison
 from tools.report.page import write_report
 
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the page; default: report.html, or comparison.html, in the (first) run's folder",
     )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="rewrite the page until the runs end, or until Ctrl-C")
-    parser.add_argument("--every", type=_seconds, default=5.0, metavar="SECONDS", help="with --follow; default: 5")
+    parser.add_argument("--every", type=seconds, default=5.0, metavar="SECONDS", help="with --follow; default: 5")
     arguments = parse_or_complete(parser, argv)
     if arguments.follow:
         interrupt_on_signals()
@@ -89,16 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         pass
     return 0
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds
 
 
 if __name__ == "__main__":

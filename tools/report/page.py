@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from python_backend.config import RunConfig
+from python_backend.config import RewardTerm, RunConfig
 from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
 from tools.report.curves import panels, write_curves
@@ -198,12 +198,23 @@ def _change(pair: Pair, gold: bool) -> float | None:
 def changed_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that differ from their defaults, except ports."""
     defaults = flattened(RunConfig().model_dump(mode="json"))
-    changed = {key: value for key, value in settings.items() if value != defaults.get(key)}
-    return {key: value for key, value in changed.items() if not key.endswith("_port")}
+    of_a_reward = {name: field.default for name, field in RewardTerm.model_fields.items()}
+    defaults["reference.checkpoint"] = settings.get("actor.policy.checkpoint")
+
+    def is_default(key: str, value: Any) -> bool:
+        section, _, name = key.rpartition(".")
+        known = of_a_reward if section.startswith("rewards.") and key not in defaults else {}
+        return bool(value == known.get(name, defaults.get(key)))
+
+    return {key: value for key, value in settings.items() if not is_default(key, value) and not key.endswith("_port")}
 
 
 def setting(value: Any) -> str:
     """Return a setting as text for a table, in full: a learning rate may be 1e-06."""
+    if isinstance(value, list):
+        return ", ".join(map(setting, value))
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {setting(item)}' for key, item in value.items() if item is not None)}}}"
     return "none" if value is None else f"{value}"
 
 

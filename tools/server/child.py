@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -96,8 +97,12 @@ class Child:
 
     def obituary(self) -> str:
         """Return how the process ended, with the last lines of its log."""
-        how = how_ended(self.process.wait())
-        return f"the {self.name} {how}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
+        code = self.process.wait()
+        why = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+        lines = (_readable(line) for line in tail(self.log_path).splitlines())
+        return "\n".join(
+            [f"the {self.name} {how_ended(code)}{why}; its log is {self.log_path}", "the log ends with:", *lines]
+        )
 
     def stop(self, signum: int, timeout_s: float, while_waiting: Callable[[], None] = lambda: None) -> int:
         """Send `signum`, kill the process if it is still running after `timeout_s`, and return its exit code."""
@@ -114,6 +119,11 @@ class Child:
         if self.poll() is None:
             self.process.kill()
         return self.process.wait()
+
+
+def _readable(line: str) -> str:
+    """Return a line of a log as text, also one that was logged as JSON."""
+    return " ".join(parsed(line) or [line])
 
 
 def _level_and_message(line: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ _NOISE = re.compile(
     r"CudaDriverHelper has not been|CUDA driver version is insufficient|no pinned memory pool"
     r"|DCGM unable to start|Failed to initialize NVML|^Signal \(\d+\) received"
     r"|^[+|]|^At:$|^  \S.*\(\d+\): |^\s*$"
+    r"|\[OTLP HTTP Client\]"  # a collector that is away; the actor and the sidecar warn of it once
 )
 _TABLE = re.compile(r"^[+|]|\|$")
 _PREFIX = {"I": "", "W": "warning: ", "E": "error: ", "F": "error: "}
@@ -77,10 +78,15 @@ def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:
         os.truncate(path, 0)
 
 
+def is_noise(line: str) -> bool:
+    """Return whether a line of the server's log needs no attention."""
+    return _NOISE.search(line) is not None
+
+
 def readable(line: bytes) -> str | None:
     """Return a line of the log in readable form; None if only the full log should contain it."""
     text = line.decode("utf-8", "backslashreplace").rstrip()
-    if _NOISE.search(text):
+    if is_noise(text):
         return None
     parts = _TRITON_LINE.match(text)
     if parts is None:
