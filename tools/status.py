@@ -21,8 +21,8 @@ from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
+from tools.server.health import is_triton
 from tools.server.log import is_noise
-from tools.server.ports import is_open
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
@@ -88,7 +88,7 @@ def _server(config: RunConfig) -> str:
     url = str(written.get("http", config.server.http_url))
     if url.endswith(":0"):
         return "has not begun"
-    return f"http://{url} {'is up' if is_open(url) else 'does not answer'}"
+    return f"http://{url} {'is up' if is_triton(url) else 'does not answer'}"
 
 
 def _actor(config: RunConfig) -> str:

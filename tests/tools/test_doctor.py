@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -105,16 +108,28 @@ def test_packages_that_are_not_installed_are_named() -> None:
 
 
 def test_few_open_files_are_named() -> None:
-    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))  # noqa: E731
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 8192))  # noqa: E731
     code, found = doctor(before=few)
-    assert (code, problems(found)) == (0, ["warning  open files       at most 256 per process: ulimit -n 1024"])
+    text = "warning  open files       at most 256 per process, 4096 are enough: ulimit -n 8192"
+    assert (code, problems(found)) == (0, [text])
 
 
-def test_a_package_that_breaks_on_import_does_not_keep_the_others_from_being_checked(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
-    code, found = doctor(packages=tmp_path)
+def test_too_few_open_files_keep_a_run_from_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
+    (found,) = machine.open_files()
+    assert found.level is Level.FAILED
+    assert found.text.endswith("raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536")
+
+
+@pytest.mark.parametrize("name", ["torch", "rich", "tensorboard"])
+def test_a_package_that_breaks_on_import_has_a_line_with_the_remedy(name: str, tmp_path: Path, config: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("raise ImportError('lib.so.13: no such file')\n")
+    code, found = doctor("--config", str(config), packages=tmp_path)
     assert code == 1
-    assert problems(found) == ["FAILED   devices          ImportError: libcudart.so.13: cannot open shared object file"]
+    broken, unchecked = problems(found)
+    assert broken.startswith(f"FAILED   {name:<16} ")
+    assert f" cannot be imported (lib.so.13: no such file): pip install --force-reinstall '{name}==" in broken
+    assert unchecked == "warning  configuration    not checked: install the packages above first"
     assert "\nok       clock" in found
 
 
@@ -145,6 +160,52 @@ def test_a_port_that_is_taken_is_named(config: Path) -> None:
         found = findings(str(config), f"server.grpc_port={port}")["ports"]
     assert found.level is Level.FAILED
     assert found.text.startswith(f"port {port} (server.grpc_port) on 127.0.0.1 cannot be used: Address already in use")
+
+
+def test_a_port_that_another_program_listens_on_is_not_the_servers(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        taken.settimeout(0.1)
+        threading.Thread(target=refuse_all, args=(taken,), daemon=True).start()
+        found = findings(str(config), f"server.http_port={port}")
+    assert found["ports"].text.startswith(f"port {port} (server.http_port) on 127.0.0.1 cannot be used")
+    assert found["server"].text == "not running"
+
+
+def refuse_all(listener: socket.socket) -> None:
+    """Close each connection, until the listener is closed."""
+    while listener.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            listener.accept()[0].close()
+
+
+def test_ports_of_prometheus(config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        one = findings(str(config), f"monitoring.actor_port={port}")["monitoring"]
+        both = findings(str(config), f"monitoring.actor_port={port}", f"monitoring.trainer_port={port}")["monitoring"]
+    assert (one.level, one.text[: len("monitoring.actor_port")]) == (Level.WARNING, "monitoring.actor_port")
+    assert f"{port} is taken, so there would be no metrics" in one.text
+    assert (both.level, both.text) == (
+        Level.FAILED, f"monitoring.trainer_port: {port} is monitoring.actor_port, too; choose another port",
+    )  # fmt: skip
+
+
+def test_a_folder_of_the_server_that_cannot_be_written(config: Path) -> None:
+    found = findings(str(config), "server.dir=/proc/none")["server.dir"]
+    assert found.level is Level.FAILED
+    assert "/proc/none cannot be written: " in found.text
+
+
+def test_a_link_to_weights_that_are_gone(config: Path, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    shutil.copytree(checkpoints.policy, tmp_path / "dangling")
+    weights = tmp_path / "dangling" / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "none")
+    found = findings(str(config), f"actor.policy.checkpoint={tmp_path / 'dangling'}")
+    assert found["files"].level is Level.FAILED
+    assert "dangling" in found["files"].text
+    assert found["disk"].level is Level.OK
 
 
 def test_a_full_disk_and_one_that_cannot_be_written(disk: SmallDisk) -> None:
@@ -188,7 +249,8 @@ def test_a_gpu_that_is_not_there_and_a_repository_that_cannot_be_rendered(config
     code, found = doctor("--config", str(config), "critic.device=cuda:98", "server.training_key_env=NOT_SET")
     assert code == 1
     device, rendering = problems(found)
-    assert device.startswith("FAILED   devices          critic.device: cuda:98 needs 99 GPUs; torch, built for ")
+    assert device.startswith("FAILED   devices          critic.device: cuda:98 needs 99 GPUs; ")
+    assert device.endswith(", or set it to cpu")
     assert rendering.startswith("FAILED   rendering        server.training_key_env names NOT_SET")
 
 

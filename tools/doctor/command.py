@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.arguments import parse_or_complete
 from tools.doctor import machine
-from tools.doctor.finding import Check, Finding, Level, run_checks
+from tools.doctor.finding import Check, Finding, Level, run_checks, warning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,10 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
     """Check the machine and, if `path` is given, the configuration and its server; yield what is found."""
-    yield from run_checks([("python", machine.python), ("packages", machine.packages), ("devices", machine.devices)])
-    yield from run_checks([("shared memory", machine.shared_memory), ("open files", machine.open_files)])
+    installed = [*run_checks([("python", machine.python), ("packages", machine.packages)])]
+    yield from installed
+    checks = {"devices": machine.devices, "shared memory": machine.shared_memory, "open files": machine.open_files}
+    yield from run_checks(checks.items())
     config: Any = None
-    if path is not None:
+    if path is not None and any(each.level is Level.FAILED for each in installed if each.name in machine.PACKAGES):
+        yield warning("configuration", "not checked: install the packages above first")
+    elif path is not None:
         loaded: list[Any] = []
         yield from run_checks([("configuration", functools.partial(_load, path, overrides, loaded))])
         config = loaded[0] if loaded else None
@@ -67,7 +71,9 @@ def _of(config: Any) -> list[tuple[str, Check]]:
         "files": checks.files,
         "devices": checks.devices,
         "rendering": checks.rendering,
+        "server.dir": checks.server_dir,
         "ports": checks.ports,
+        "monitoring": checks.monitoring,
         "server": checks.server,
     }
     return [(name, functools.partial(check, config)) for name, check in named.items()]

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from actor.run.lock import in_progress
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
-from python_backend.store.durable import read_json
-from tools.doctor.finding import Finding, failed
+from python_backend.store.durable import read_json, refusal
+from tools.doctor.finding import Finding, failed, warning
 from tools.render_configs import render_configs
 from tools.serve import demo_preparation
+from tools.server.health import is_triton
 from tools.server.model_loading import probe
 from tools.server.ports import PORT_KEYS, check_ports, is_open, with_free_ports
 from tools.server.triton_home import ServerStartError
@@ -55,15 +57,16 @@ def devices(config: RunConfig) -> Iterator[Finding]:
         return
     torch = importlib.import_module("torch")
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA (install another torch)"
+    cuda = torch.version.cuda
     for key, (device, count) in gpus.items():
         needed = int(device.partition(":")[2] or 0) + count
         if needed > usable:
-            yield failed(
-                "devices",
-                f"{key}: {device} needs {needed} GPUs; torch, built for {cuda}, can use "
-                f"{usable}: update the driver if nvidia-smi shows a lower CUDA version, or set it to cpu",
+            found = (
+                f"torch, built for CUDA {cuda}, can use {usable}: update the driver if nvidia-smi shows a lower version"
+                if cuda
+                else "this torch is built for the CPU: install one that is built for CUDA"
             )
+            yield failed("devices", f"{key}: {device} needs {needed} GPU{'s'[: needed > 1]}; {found}, or set it to cpu")
 
 
 def rendering(config: RunConfig) -> Iterator[Finding]:
@@ -88,9 +91,37 @@ def ports(config: RunConfig) -> Iterator[Finding]:
     yield Finding("ports", f"{numbers} are free" if section == config.server else "chosen when the server starts")
 
 
+def monitoring(config: RunConfig) -> Iterator[Finding]:
+    """Check that the ports of actor and sidecar for Prometheus are free, and no others of the run."""
+    section, used = config.monitoring, {getattr(config.server, key): f"server.{key}" for key in PORT_KEYS}
+    for key in ("actor_port", "trainer_port"):
+        port = getattr(section, key)
+        if not port:
+            continue
+        if port in used:
+            yield failed("monitoring", f"monitoring.{key}: {port} is {used[port]}, too; choose another port")
+        elif not in_progress(config.run.dir) and is_open(f"{section.host}:{port}"):
+            yield warning(
+                "monitoring", f"monitoring.{key}: {port} is taken, so there would be no metrics; choose another port"
+            )
+        else:
+            yield Finding("monitoring", f"monitoring.{key}: {port}")
+        used[port] = f"monitoring.{key}"
+
+
+def server_dir(config: RunConfig) -> Iterator[Finding]:
+    """Check that files can be written in `server.dir`, if it is set; `run.dir` is checked as part of the disk."""
+    folder = config.server_dir.absolute()
+    if folder.is_relative_to(config.run.dir.absolute()):
+        return
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if error := refusal(place):
+        yield failed("server.dir", f"{folder} cannot be written: {error.strerror}; set it to another folder")
+
+
 def is_running(config: RunConfig) -> bool:
-    """Return whether the run's server accepts connections."""
-    return is_open(server_urls(config)["http"])
+    """Return whether a tritonserver answers where the run's server is."""
+    return is_triton(server_urls(config)["http"])
 
 
 def server_urls(config: RunConfig) -> dict[str, str]:
@@ -110,7 +141,8 @@ def server(config: RunConfig) -> Iterator[Finding]:
             try:
                 probe(control, model, PROBE_S)
             except (ControlPlaneError, ServerStartError) as error:
-                yield failed(model, f"{error}; the log is {config.server_dir / 'logs' / 'tritonserver.log'}")
+                text = str(error).removeprefix(f"{model}: ")
+                yield failed(model, f"{text}; the log is {config.server_dir / 'logs' / 'tritonserver.log'}")
             else:
                 yield Finding(model, f"answers in {(time.monotonic() - start) * 1000:.0f} ms")
 
@@ -123,4 +155,4 @@ def disk_bytes(config: RunConfig) -> int:
 
 
 def _weights_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.exists())  # a link may dangle

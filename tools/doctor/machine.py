@@ -20,12 +20,16 @@ from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.triton_home import find_tritonserver, libpython_dir, server_environment
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # not in a wheel
-PACKAGES = ("numpy", "torch", "transformers", "safetensors", "tritonclient", "pydantic", "PyYAML", "Jinja2", "psutil")
-OPTIONAL = ("nvidia-pytriton", "peft", "fastapi")
+PACKAGES = {  # what every run needs: distribution -> module
+    "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
+    "tritonclient": "tritonclient.http", "pydantic": "pydantic", "PyYAML": "yaml", "Jinja2": "jinja2",
+    "psutil": "psutil", "rich": "rich", "matplotlib": "matplotlib", "tensorboard": "tensorboard",
+}  # fmt: skip
+OPTIONAL = ("nvidia-pytriton", "peft", "fastapi", "pyarrow", "prometheus-client")
 MIB, GIB = 1 << 20, 1 << 30
 MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB
 MIN_DISK = GIB
-ENOUGH_FILES = 4096
+MIN_FILES, ENOUGH_FILES = 256, 4096
 LARGE_SKEW_S = 5.0
 START_S = 60.0
 
@@ -41,22 +45,33 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Check that each package is installed, in a version that the project is tested with."""
+    """Check that each package is installed, in a version that the project is tested with, and can be imported."""
     tested = _tested()
     for name in (*PACKAGES, *OPTIONAL):
         versions = tested.get(name.lower(), [])
+        pinned = f"{name}=={versions[0]}" if versions else name
         try:
             installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in PACKAGES:
-                pin = f"=={versions[0]}" if versions else ""
-                yield failed(name, f"not installed: pip install '{name}{pin}'")
+                yield failed(name, f"not installed: pip install '{pinned}'")
             continue
-        if versions and installed.partition("+")[0] not in versions:
+        if broken := _import_error(PACKAGES.get(name)):
+            yield failed(name, f"{installed} cannot be imported ({broken}): pip install --force-reinstall '{pinned}'")
+        elif versions and installed.partition("+")[0] not in versions:
             told = f"{installed}, tested with {versions[0]}: pip install '{name}=={versions[0]}' if anything fails"
             yield warning(name, told)
         else:
             yield Finding(name, installed)
+
+
+def _import_error(module: str | None) -> str | None:
+    try:
+        if module is not None:
+            importlib.import_module(module)
+    except Exception as error:  # a broken package may raise anything
+        return str(error)
+    return None
 
 
 def _tested() -> dict[str, list[str]]:
@@ -69,7 +84,9 @@ def _tested() -> dict[str, list[str]]:
 
 
 def devices() -> Iterator[Finding]:
-    """Import torch and name the devices that it can use."""
+    """Name the devices that torch can use; nothing if it cannot be imported, which `packages` reports."""
+    if _import_error("torch"):
+        return
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         built = "built for CUDA " + torch.version.cuda if torch.version.cuda else "built for the CPU"
@@ -109,7 +126,11 @@ def open_files() -> Iterator[Finding]:
     """Check how many files and connections a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < ENOUGH_FILES:
-        yield warning("open files", f"at most {soft} per process: ulimit -n {min(hard, 65536) if hard > 0 else 65536}")
+        remedy = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+        if 0 < hard < ENOUGH_FILES:
+            remedy = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+        report = failed if soft < MIN_FILES else warning
+        yield report("open files", f"at most {soft} per process, {ENOUGH_FILES} are enough: {remedy}")
     else:
         yield Finding("open files", f"at most {soft if soft != resource.RLIM_INFINITY else 'any number'} per process")
 

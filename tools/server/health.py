@@ -208,6 +208,11 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
     return 0.0
 
 
+def is_triton(url: str) -> bool:
+    """Return whether a tritonserver answers at `host:port`, and not some other program."""
+    return '"name":"triton"' in get_page(url, "/v2").replace(" ", "")
+
+
 def get_page(url: str, path: str) -> str:
     """Return the response body of a GET request, or the reason phrase if it is empty; "" if there is no response."""
     host, _, port = url.rpartition(":")
@@ -215,7 +220,7 @@ def get_page(url: str, path: str) -> str:
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
-        return answer.read().decode() or answer.reason
+        return answer.read().decode(errors="replace") or answer.reason
     except (OSError, http.client.HTTPException):
         return ""
     finally:

@@ -128,7 +128,7 @@ def _binary(explicit: Path | None) -> Path:
     if on_path is None:
         raise ServerStartError(
             "no tritonserver found, neither in this Python's packages nor on PATH: "
-            "run `pip install nvidia-pytriton`, or give the path of a tritonserver with --tritonserver"
+            "run `pip install nvidia-pytriton`, or set server.tritonserver to the path of one"
         )
     return Path(on_path).resolve()
 
