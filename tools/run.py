@@ -6,7 +6,6 @@ process dies, the run stops and the error message names the process.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shlex
@@ -19,16 +18,16 @@ from pathlib import Path
 
 import psutil
 
-from actor.data.prompt_files import PromptError, read_rows, source_of
 from actor.run.lock import only_actor, only_run
-from python_backend.config import ConfigError, RunConfig, load_config
+from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, report, run_parser
-from python_backend.config.required_files import check_files, has_chat_template
+from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
 from python_backend.store.durable import numbers_in, write_json
 from python_backend.store.journal import Journal
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
+from tools.prompt_checks import check_prompts
 from tools.report.data import SETTINGS_FILE
 from tools.report.display import RunDisplay
 from tools.serve import demo_preparation, ensure_first_version, start_server
@@ -39,7 +38,6 @@ from tools.server.supervisor import Supervisor
 from tools.server.vllm import VllmServer, check_vllm, starts_vllm
 
 POLL_S = 0.25
-CHECKED_ROWS = 1000  # rows of each prompt file that are checked before the start
 ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
 SIDECAR_STOP_S = 90.0
 LIBRARY_ENV = {
@@ -274,52 +272,6 @@ def _plan(
     except PlanError as error:
         return report(error, 1)
     return 0
-
-
-def check_prompts(config: RunConfig) -> None:
-    """Check the first rows of the prompt files before anything slow starts. Raises ConfigError if one is invalid."""
-    actor = config.actor
-    paths = {**actor.prompts.paths, "actor.validation.prompts": actor.validation.prompts}
-    for key, path in paths.items():
-        try:
-            rows = itertools.islice(read_rows(path), CHECKED_ROWS) if path is not None else iter(())
-            if sum(isinstance(row.columns[source_of(row)], list) for row in rows):
-                check_templates(config, key)
-        except PromptError as error:
-            raise ConfigError(f"{key}: {error}") from error
-
-
-def check_templates(config: RunConfig, prompts: str) -> None:
-    """Check that the models that must render conversations have a chat template.
-
-    Args:
-        prompts: configuration key of a prompt file that contains conversations; for the error message.
-
-    Raises:
-        ConfigError: the policy has none, or the reward model has none and receives texts.
-    """
-    policy, reward = config.actor.policy.checkpoint, config.reward.checkpoint
-    if not has_chat_template(policy):
-        raise ConfigError(
-            f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save a "
-            "template there as chat_template.jinja, or give the prompts as plain texts"
-        )
-    marks = config.reward.process is not None and config.reward.process.mark is not None
-    by_settings = marks or config.reward.text == "pair"
-    renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
-    if renders and (by_settings or not _same_tokenizer(policy, reward)):
-        raise ConfigError(
-            f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
-            "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
-            "policy's); save the template that the reward model was trained with there as chat_template.jinja "
-            "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
-        )
-
-
-def _same_tokenizer(*folders: Path) -> bool:
-    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer  # transformers: slow to import
-
-    return len({fingerprint(load_tokenizer(folder.absolute())) for folder in folders}) == 1
 
 
 def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:

@@ -88,7 +88,7 @@ def _json_row(path: Path, number: int, line: bytes) -> PromptRow:
     try:
         return PromptRow(number, where, json.loads(line.decode("utf-8")))
     except json.JSONDecodeError as error:
-        raise PromptError(f"{where}: not JSON: {error}") from error
+        raise PromptError(f"{where}: not JSON: {error}; a JSONL file has one object a line") from error
     except UnicodeDecodeError as error:
         raise PromptError(f"cannot read the prompts {where}: {error}") from error
 

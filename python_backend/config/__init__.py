@@ -289,8 +289,12 @@ def _describe(item: Any) -> str:
     location = ".".join(str(part) for part in item["loc"])
     valid = [*_keys_of(RunConfig, ""), *_term_keys(item["loc"])]
     if item["type"] == "model_type":
-        keys = ", ".join(key.rpartition(".")[2] for key in _keys_in(location, valid))
+        keys = ", ".join(_sections(Section)[item["ctx"]["class_name"]].model_fields)
         return f"{location} is a section, not a value (got {item['input']!r}); its keys are {keys}"
+    if item["type"] == "missing":
+        return f"{location} is missing"
+    if item["type"] in ("tuple_type", "list_type"):
+        return f"{location} must be a list (got {item['input']!r})"
     if item["type"] != "extra_forbidden":
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
@@ -304,6 +308,12 @@ def _describe(item: Any) -> str:
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
     return f"unknown key {location}; {hint}"
+
+
+def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the section classes that derive from `base`, by name."""
+    below = [pair for section in base.__subclasses__() for pair in _sections(section).items()]
+    return {section.__name__: section for section in base.__subclasses__()} | dict(below)
 
 
 def _by_other_names(section: str, name: str) -> list[str]:

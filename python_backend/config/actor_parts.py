@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from python_backend.config.addresses import Address
 from python_backend.config.fields import (
@@ -62,6 +63,12 @@ class PromptFileSection(Section):
     """First step that uses the file."""
     until_step: Count | None = None
     """Last step that uses the file; default: the last of the run."""
+
+    @field_validator("path")
+    @classmethod
+    def _one_spelling(cls, value: Path) -> Path:
+        """Positions in the files are kept by path."""
+        return Path(os.path.normpath(value))
 
     def is_active(self, step: int) -> bool:
         """Return whether `step` uses the file."""

@@ -54,7 +54,7 @@ class RunSection(Section):
     @classmethod
     def _is_url(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"https?://[^\s/]\S*", value):
-            raise ValueError(f"{value!r} must be a URL such as http://localhost:4318")
+            raise ValueError("must be a URL such as http://localhost:4318")
         return value
 
     @field_validator("run_id")

@@ -56,7 +56,7 @@ def test_the_repositorys_own_files_are_valid(path: Path):
         ("actor: {optimizer: {lr: .nan}}", "actor.optimizer.lr: Input should be a finite number (got nan)"),
         ("actor: {algorithm: {clip_ratio: 1}}", "actor.algorithm.clip_ratio: Input should be less than 1 (got 1)"),
         ("actor: {optimizer: {betas: [0.9, 1.0]}}", "actor.optimizer.betas.1: Input should be less than 1 (got 1.0)"),
-        ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1: Field required"),
+        ("actor: {optimizer: {betas: [0.9]}}", "actor.optimizer.betas.1 is missing"),
         (
             "actor: {kl: {estimator: k9}}",
             "actor.kl.estimator: Input should be 'auto', 'k1', 'abs', 'k2' or 'k3' (got 'k9')",
@@ -100,6 +100,11 @@ def test_the_repositorys_own_files_are_valid(path: Path):
             "actor: {prompts: a.jsonl}",
             "actor.prompts is a section, not a value (got 'a.jsonl'); its keys are path, files, max_tokens, too_long",
         ),
+        (
+            "rewards: {share: 'my.py:share'}",
+            "rewards.share is a section, not a value (got 'my.py:share'); its keys are weight, function,",
+        ),
+        ("run: {trace_endpoint: foo}", "run.trace_endpoint: must be a URL such as http://localhost:4318 (got 'foo')"),
         ("critic: {device: gpu}", "critic.device: String should match"),
         ("critic: {preferred_batch_size: [0]}", "critic.preferred_batch_size"),
         ("run: {seed: -1}", "run.seed: Input should be greater than or equal to 0 (got -1)"),

@@ -57,14 +57,23 @@ def test_files_are_active_in_their_steps(tmp_path: Path):
             "actor.prompts.files: a occurs more than once in step 5; give disjoint steps",
         ),
         ([{"path": "a", "weight": 0}], "actor.prompts.files.0.weight: Input should be greater than 0"),
-        ([{"weight": 1}], "actor.prompts.files.0.path: Field required"),
+        ([{"weight": 1}], "actor.prompts.files.0.path is missing"),
+        (
+            [{"path": "x/a", "until_step": 5}, {"path": "x/../x/a"}],
+            "actor.prompts.files: x/a occurs more than once in step 1; give disjoint steps",
+        ),
+        (
+            ["a"],
+            "actor.prompts.files.0 is a section, not a value (got 'a'); its keys are path, weight, from_step, until_st",
+        ),
+        ({"a": 1}, "actor.prompts.files must be a list (got {'a': 1})"),
         (
             [{"path": "a", "wieght": 1}],
             "unknown key actor.prompts.files.0.wieght; did you mean actor.prompts.files.wei",
         ),
     ],
 )
-def test_files_that_do_not_fit_are_refused(tmp_path: Path, files: list[dict[str, Any]], message: str):
+def test_files_that_do_not_fit_are_refused(tmp_path: Path, files: Any, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, files)
 

@@ -239,6 +239,9 @@ def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_pa
     assert [line.split()[1:3] for line in problems(found)] == [
         ["files", "reward.checkpoint:"], ["files", "actor.prompts.path:"],
     ]  # fmt: skip
+    (tmp_path / "empty.jsonl").touch()
+    empty = findings(str(config), f"actor.prompts.path={tmp_path / 'empty.jsonl'}")["files"]
+    assert empty.text == f"actor.prompts.path: {tmp_path / 'empty.jsonl'} has no prompts"
     code, found = doctor("--config", str(config), "actor.algorithm.name=gpro")
     assert code == 1
     assert [line.split()[1] for line in problems(found)] == ["configuration"]

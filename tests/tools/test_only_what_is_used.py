@@ -32,6 +32,7 @@ from python_backend.config.sections import UNMEASURED
 from tests.support.settings import nested
 from tools import render_configs
 from tools.calibrate import calibration
+from tools.prompt_checks import check_prompts
 from tools.server.model_loading import load_order
 
 ALGORITHMS = ("ppo", "reinforce++", "rloo", "grpo")
@@ -147,6 +148,25 @@ def test_what_is_missing_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "{} has no prompts"),
+        ("\n\n", "{} has no prompts"),
+        ('{"text": "a"}\n{"text": ""}\n', "{}:2: text is empty"),
+    ],
+)
+def test_prompts_that_are_empty_are_named_before_anything_starts(
+    text: str, words: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
+    (tmp_path / "empty.jsonl").write_text(text)
+    assert tools.run.main(["--config", str(path), f"actor.prompts.path={tmp_path / 'empty.jsonl'}"]) == 2
+    said = words.format(tmp_path / "empty.jsonl")
+    assert capsys.readouterr().err == f"error: actor.prompts.path: {said}\n"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
     def missing(config: dict[str, Any], **of: bool) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -220,7 +240,7 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
     def check(reward: str, prompt: object, **settings: object) -> None:
         prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
         config = {"actor": actor, "reward": {"checkpoint": str(tmp_path / reward), **settings}}
-        tools.run.check_prompts(RunConfig.model_validate(config))
+        check_prompts(RunConfig.model_validate(config))
 
     check("other", "a text")
     conversation = [{"role": "user", "content": "Hello"}]

@@ -12,6 +12,7 @@ from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.store.durable import read_json, refusal
 from tools.doctor.finding import Finding, failed, warning
+from tools.prompt_checks import check_prompts
 from tools.render_configs import render_configs
 from tools.serve import demo_preparation
 from tools.server.health import is_triton
@@ -37,6 +38,8 @@ def files(config: RunConfig) -> Iterator[Finding]:
         return
     try:
         check_files(config, server=True, actor=config.has_actor)
+        if config.has_actor:
+            check_prompts(config)
     except ConfigError as error:
         for line in str(error).splitlines():
             yield failed("files", line)
