@@ -15,7 +15,7 @@ import psutil
 import pytest
 import reward_functions
 import yaml
-from live_system import Checkpoints, make_tokenizer
+from live_system import Checkpoints
 from tiny_checkpoints import save_tiny
 from tiny_models import regions
 
@@ -32,7 +32,6 @@ from python_backend.config.sections import UNMEASURED
 from tests.support.settings import nested
 from tools import render_configs
 from tools.calibrate import calibration
-from tools.prompt_checks import check_prompts
 from tools.server.model_loading import load_order
 
 ALGORITHMS = ("ppo", "reinforce++", "rloo", "grpo")
@@ -148,25 +147,6 @@ def test_what_is_missing_is_named_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "{} has no prompts"),
-        ("\n\n", "{} has no prompts"),
-        ('{"text": "a"}\n{"text": ""}\n', "{}:2: text is empty"),
-    ],
-)
-def test_prompts_that_are_empty_are_named_before_anything_starts(
-    text: str, words: str, tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
-    (tmp_path / "empty.jsonl").write_text(text)
-    assert tools.run.main(["--config", str(path), f"actor.prompts.path={tmp_path / 'empty.jsonl'}"]) == 2
-    said = words.format(tmp_path / "empty.jsonl")
-    assert capsys.readouterr().err == f"error: actor.prompts.path: {said}\n"
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> None:
     def missing(config: dict[str, Any], **of: bool) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -224,37 +204,6 @@ def test_a_reward_without_a_head_or_a_tokenizer_is_named(tmp_path: Path, checkpo
     for name in ("config.json", "model.safetensors"):
         shutil.copy(checkpoints.reward / name, tmp_path / name)
     assert f"reward.checkpoint: {tmp_path} has no tokenizer, so it is unknown whether" in refused(tmp_path)
-
-
-def test_conversations_need_chat_templates(tmp_path: Path) -> None:
-    """The policy's, and the reward model's where it receives texts."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
-    for name in ("policy", "same"):
-        tokenizer.save_pretrained(tmp_path / name)
-    tokenizer.add_tokens(["unheard"])
-    tokenizer.save_pretrained(tmp_path / "other")
-    prompts = tmp_path / "prompts.jsonl"
-    actor = {"policy": {"checkpoint": tmp_path / "policy"}, "prompts": {"path": prompts}}
-
-    def check(reward: str, prompt: object, **settings: object) -> None:
-        prompts.write_text(json.dumps({"text": "first"}) + "\n" + json.dumps({"prompt": prompt}) + "\n")
-        config = {"actor": actor, "reward": {"checkpoint": str(tmp_path / reward), **settings}}
-        check_prompts(RunConfig.model_validate(config))
-
-    check("other", "a text")
-    conversation = [{"role": "user", "content": "Hello"}]
-    with pytest.raises(ConfigError, match=r"actor\.policy\.checkpoint: .*policy has no chat template, but actor"):
-        check("same", conversation)
-    (tmp_path / "policy" / "chat_template.jinja").write_text("{{ messages }}")
-    check("same", conversation)
-    with pytest.raises(ConfigError, match=r"reward\.checkpoint: .*other has no chat template.*'content'"):
-        check("other", conversation)
-    for settings in ({"text": "pair"}, {"process": {"separator": ".", "mark": "!"}}):
-        with pytest.raises(ConfigError, match=r"same has no chat template.* because it receives texts"):
-            check("same", conversation, **settings)
-    (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
-    check("other", conversation)
 
 
 @pytest.mark.parametrize(
