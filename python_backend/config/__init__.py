@@ -276,13 +276,16 @@ def _unshared(data: Any) -> Any:
 
 
 def _source(path: Path, overrides: Sequence[str], location: str, text: str) -> str:
-    """Return the overrides that cause a problem, which may involve several keys; the file if no override does."""
+    """Return what causes a problem: the file, or overrides; the file with overrides if the problem is between keys."""
     keys = {override: override.partition("=")[0] for override in overrides}
     if location:
         wrong = [o for o, key in keys.items() if f"{location}.".startswith(f"{key}.") or key.startswith(f"{location}.")]
     else:  # constraints between keys have no location; their text names the keys
         wrong = [o for o, key in keys.items() if re.search(rf"{re.escape(key)}(?![\w.]\w)", text)]
-    return ", ".join(f"override {override!r}" for override in wrong) or str(path)
+    named = ", ".join(f"override {override!r}" for override in wrong)
+    if named and not location:  # the other keys may come from the file
+        return f"{path} with {named}"
+    return named or str(path)
 
 
 def _describe(item: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from python_backend.config.actor_parts import (
     GenerationSection,
     KLSection,
     PolicySection,
+    PromptFileSection,
     PromptsSection,
     RewardsSection,
     UpdateSection,
@@ -137,8 +139,10 @@ def check_actor(actor: ActorSection) -> None:
 
 
 def _check_prompts(prompts: PromptsSection, steps: int) -> None:
-    """Reject files beside `path`, files whose steps overlap under one path, and steps without an active file."""
-    files = prompts.files
+    """Reject files beside `path`, an empty list without it, and files whose steps do not fit the run."""
+    files, given = prompts.files, prompts.model_fields_set
+    if not files and "files" in given and "path" not in given:
+        raise ValueError("actor.prompts.files is empty; list a file, or set actor.prompts.path")
     if files and prompts.path != PromptsSection().path:
         raise ValueError(
             f"actor.prompts.path ({prompts.path}) and actor.prompts.files are both set; add the path to the files, or "
@@ -149,6 +153,11 @@ def _check_prompts(prompts: PromptsSection, steps: int) -> None:
             raise ValueError(
                 f"actor.prompts.files.{i}.until_step ({file.until_step}) is before its from_step ({file.from_step})"
             )
+    _check_active_files(files, steps)
+
+
+def _check_active_files(files: Sequence[PromptFileSection], steps: int) -> None:
+    """Reject steps without an active file, and steps in which a path is active more than once."""
     # A set of active files begins at step 1, where a file starts, or after one has ended.
     begins = {1, *(file.from_step for file in files), *((file.until_step or 0) + 1 for file in files)}
     for step in sorted(step for step in begins if files and step <= steps):

@@ -48,6 +48,7 @@ def test_files_are_active_in_their_steps(tmp_path: Path):
             [{"path": "a", "until_step": 3}, {"path": "b", "from_step": 5}],
             "actor.prompts.files: no file is active in step 4, but actor.steps is 10; change from_step or until_step",
         ),
+        ([], "my.yaml: actor.prompts.files is empty; list a file, or set actor.prompts.path"),
         (
             [{"path": "b"}, {"path": "a", "from_step": 3, "until_step": 2}],
             "actor.prompts.files.1.until_step (2) is before its from_step (3)",
@@ -76,6 +77,18 @@ def test_files_are_active_in_their_steps(tmp_path: Path):
 def test_files_that_do_not_fit_are_refused(tmp_path: Path, files: Any, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(tmp_path, files)
+
+
+def test_a_short_run_may_end_before_a_file_is_used(tmp_path: Path):
+    load(tmp_path, [{"path": "a"}, {"path": "b", "from_step": 500}], "actor.steps=3")
+
+
+def test_a_gap_in_the_file_is_not_blamed_on_the_override_alone(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, [{"path": "a", "until_step": 5}], "actor.steps=40")
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'my.yaml'} with override 'actor.steps=40': actor.prompts.files: no file is active in step 6"
+    )
 
 
 def test_a_path_beside_files_is_refused(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import resource
 import shutil
@@ -104,6 +105,7 @@ def test_packages_that_are_not_installed_are_named() -> None:
     for name in machine.PACKAGES:
         assert f"FAILED   {name:<16} not installed: pip install '{name}==" in found
     assert "FAILED   tritonserver     no tritonserver found" in found
+    assert "or set server.tritonserver to the path of one" in found
     assert "\nok       clock" in found
 
 
@@ -172,6 +174,13 @@ def test_a_port_that_another_program_listens_on_is_not_the_servers(config: Path)
     assert found["server"].text == "not running"
 
 
+def test_another_runs_server_is_not_this_ones(live: System, config: Path) -> None:
+    taken = live.run.config.server.http_port
+    found = findings(str(config), f"server.http_port={taken}")
+    assert found["ports"].text.startswith(f"port {taken} (server.http_port) on 127.0.0.1 cannot be used")
+    assert found["server"].text == "not running"
+
+
 def refuse_all(listener: socket.socket) -> None:
     """Close each connection, until the listener is closed."""
     while listener.fileno() >= 0:
@@ -206,6 +215,12 @@ def test_a_link_to_weights_that_are_gone(config: Path, checkpoints: Checkpoints,
     assert found["files"].level is Level.FAILED
     assert "dangling" in found["files"].text
     assert found["disk"].level is Level.OK
+    shard = "model-00001-of-00001.safetensors"
+    weights.rename(weights.with_name(shard))
+    weights.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard}}))
+    found = findings(str(config), f"actor.policy.checkpoint={weights.parent}")
+    assert found["files"].level is Level.FAILED
+    assert f"names {shard}, which is missing" in found["files"].text
 
 
 def test_a_full_disk_and_one_that_cannot_be_written(disk: SmallDisk) -> None:

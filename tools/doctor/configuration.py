@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from actor.run.lock import in_progress
+from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.store.durable import read_json, refusal
@@ -40,6 +42,7 @@ def files(config: RunConfig) -> Iterator[Finding]:
         check_files(config, server=True, actor=config.has_actor)
         if config.has_actor:
             check_prompts(config)
+            stored_dtypes(config.actor.policy.checkpoint)  # reads each file's header: one of several may be missing
     except ConfigError as error:
         for line in str(error).splitlines():
             yield failed("files", line)
@@ -107,6 +110,8 @@ def monitoring(config: RunConfig) -> Iterator[Finding]:
             yield warning(
                 "monitoring", f"monitoring.{key}: {port} is taken, so there would be no metrics; choose another port"
             )
+        elif importlib.util.find_spec("prometheus_client") is None:
+            yield warning("monitoring", f"monitoring.{key} needs prometheus-client: install it, or remove the key")
         else:
             yield Finding("monitoring", f"monitoring.{key}: {port}")
         used[port] = f"monitoring.{key}"
@@ -123,8 +128,8 @@ def server_dir(config: RunConfig) -> Iterator[Finding]:
 
 
 def is_running(config: RunConfig) -> bool:
-    """Return whether a tritonserver answers where the run's server is."""
-    return is_triton(server_urls(config)["http"])
+    """Return whether the run's own server answers: another run's, or another program, may use the configured ports."""
+    return (config.server_dir / "server.json").is_file() and is_triton(server_urls(config)["http"])
 
 
 def server_urls(config: RunConfig) -> dict[str, str]:
