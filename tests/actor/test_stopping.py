@@ -234,8 +234,11 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
         "update": (run.policy_update, "run"),
     }[phase]
     message = go_until(run, owner, name, call)
-    where = f"after step {done}, whose checkpoint is written" if done else "before the first step ended"
-    assert message == f"stopped {where}; the next start resumes from the newest checkpoint"
+    assert message == "stopped " + (
+        f"after step {done}, whose checkpoint is written; the next start resumes from the newest checkpoint"
+        if done
+        else "before the first step ended; the next start begins at step 1"
+    )
     assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
     go(make_ppo(tmp_path, checkpoints))
     assert ends(tmp_path) == whole
