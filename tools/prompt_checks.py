@@ -15,9 +15,9 @@ CHECKED_ROWS = 1000  # of each file
 
 def check_prompts(config: RunConfig) -> None:
     """Check the first rows of the prompt files before anything slow starts. Raises ConfigError if one is invalid."""
-    actor = config.actor
-    paths = {**actor.prompts.paths, "actor.validation.prompts": actor.validation.prompts}
-    for key, path in paths.items():
+    prompts, validation = config.actor.prompts, config.actor.validation
+    held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
+    for key, path in {**prompts.paths, **held_out}.items():
         try:
             contents = [] if path is None else _first_contents(path)
             if any(isinstance(content, list) for content in contents):

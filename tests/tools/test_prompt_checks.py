@@ -58,6 +58,9 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
         check_prompts(RunConfig.model_validate(config))
 
     check("other", "a text")
+    (tmp_path / "empty.jsonl").touch()
+    actor["validation"] = {"prompts": tmp_path / "empty.jsonl", "size": 0}
+    check("other", "a text")  # they would not be read
     conversation = [{"role": "user", "content": "Hello"}]
     with pytest.raises(ConfigError, match=r"actor\.policy\.checkpoint: .*policy has no chat template, but actor"):
         check("same", conversation)
