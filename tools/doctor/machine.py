@@ -22,6 +22,7 @@ from tools.server.triton_home import find_tritonserver, libpython_dir, server_en
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # not in a wheel
 PACKAGES = {  # what every run needs: distribution -> module
     "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
     "tritonclient": "tritonclient.http", "pydantic": "pydantic", "PyYAML": "yaml", "Jinja2": "jinja2",
     "psutil": "psutil", "rich": "rich", "matplotlib": "matplotlib", "tensorboard": "tensorboard",
 }  # fmt: skip
