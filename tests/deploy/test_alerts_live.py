@@ -6,6 +6,7 @@ Rules without their `for`, with windows of seconds, and with limits that a tiny 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,34 +66,44 @@ class Suspension:
     @contextlib.contextmanager
     def of_all(self) -> Iterator[float]:
         """Suspend supervisor, server and models for the block; yield when that was."""
-        with suspended([self._supervisor, *self._below()]) as began:
+        began, processes = time.time(), [self._supervisor, *self._below()]
+        for process in processes:
+            process.suspend()
+        try:
             yield began
+        finally:
+            for process in processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     @contextlib.contextmanager
     def of_models(self) -> Iterator[float]:
-        """Suspend the models that the server has now for the block; yield when that was."""
-        models = [process for process in self._below() if "python_backend_stub" in process.cmdline()[0]]
-        assert models
-        with suspended(models) as began:
+        """Suspend the models for the block, also those that replace them; yield when that was."""
+        began, over, stopped = time.time(), threading.Event(), dict[int, psutil.Process]()
+
+        def suspend_all() -> None:
+            while not over.wait(0.05):
+                with contextlib.suppress(psutil.Error):  # one has ended: looked for again
+                    for process in self._below():
+                        if process.pid not in stopped and "python_backend_stub" in process.cmdline()[0]:
+                            process.suspend()
+                            stopped[process.pid] = process
+
+        thread = threading.Thread(target=suspend_all)
+        thread.start()
+        try:
             yield began
+        finally:
+            over.set()
+            thread.join()
+            for process in stopped.values():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
 
     def _below(self) -> list[psutil.Process]:
         # Without zombies: tritonserver does not reap a model's process that it replaced.
         below = self._supervisor.children(recursive=True)
         return [process for process in below if process.status() != psutil.STATUS_ZOMBIE]
-
-
-@contextlib.contextmanager
-def suspended(processes: list[psutil.Process]) -> Iterator[float]:
-    began = time.time()
-    for process in processes:
-        process.suspend()
-    try:
-        yield began
-    finally:
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
 
 
 def send(run: LiveRun, limits: Limits, **changes: np.ndarray) -> None:

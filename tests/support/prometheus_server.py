@@ -46,7 +46,7 @@ def quick(rules: Sequence[Mapping[str, Any]], thresholds: Mapping[str, str]) -> 
     """
     found = []
     for rule in rules:
-        expression = re.sub(r"\[\d+m\]", "[10s]", rule["expr"]).replace("offset 1m", "offset 10s")
+        expression = re.sub(r"\[\d+m\]", "[10s]", rule["expr"]).replace("offset 1m", "offset 2s")
         for old, new in thresholds.items():
             expression = expression.replace(old, new)
         found.append({**rule, "expr": expression, "for": "0s"})
