@@ -37,6 +37,7 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from python_backend.store.control_key import GRPC_HEADER, HEADER, control_key
 
+pytestmark = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operating.md"
 BEGIN, END = "<!-- written by tests/server/test_keys_live.py -->\n\n", "\n<!-- end of the table of keys -->\n"
 WRITE = "RLHF_WRITE_KEYS"

@@ -158,6 +158,7 @@ def test_exit_code_0_and_1_of_a_check(program: Path, tmp_path: Path) -> None:
     assert (done.returncode, "not up to date" in done.stdout) == (1, True)
 
 
+@pytest.mark.slow
 def test_exit_code_1_of_what_is_checked(program: Path, tmp_path: Path, checkpoints: Checkpoints) -> None:
     made = make_run(tmp_path, checkpoints)
     initialise_stores(made.config)

@@ -123,6 +123,7 @@ def test_too_few_open_files_keep_a_run_from_working(monkeypatch: pytest.MonkeyPa
     assert found.text.endswith("raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "rich", "tensorboard"])
 def test_a_package_that_breaks_on_import_has_a_line_with_the_remedy(name: str, tmp_path: Path, config: Path) -> None:
     (tmp_path / f"{name}.py").write_text("raise ImportError('lib.so.13: no such file')\n")
@@ -174,6 +175,7 @@ def test_a_port_that_another_program_listens_on_is_not_the_servers(config: Path)
     assert found["server"].text == "not running"
 
 
+@pytest.mark.slow
 def test_another_runs_server_is_not_this_ones(live: System, config: Path) -> None:
     taken = live.run.config.server.http_port
     found = findings(str(config), f"server.http_port={taken}")
@@ -247,6 +249,7 @@ def test_a_clock_that_is_ahead_of_the_disks(tmp_path: Path, monkeypatch: pytest.
     assert "+60 s against the clock of" in list(machine.disk(tmp_path, 0))[1].text
 
 
+@pytest.mark.slow
 def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_path: Path) -> None:
     overrides = [f"reward.checkpoint={tmp_path / 'none'}", f"actor.prompts.path={tmp_path / 'no.jsonl'}"]
     code, found = doctor("--config", str(config), *overrides)
@@ -263,6 +266,7 @@ def test_what_is_missing_of_a_configuration_has_a_line_each(config: Path, tmp_pa
     assert "\nok       disk" in found
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_not_there_and_a_repository_that_cannot_be_rendered(config: Path) -> None:
     code, found = doctor("--config", str(config), "critic.device=cuda:98", "server.training_key_env=NOT_SET")
     assert code == 1
