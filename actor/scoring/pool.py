@@ -51,7 +51,6 @@ class ServerPool(Generic[C]):
         self._changed = asyncio.Event()
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
-        self._unusable: RlhfError | None = None  # what a probe raised; the server gets no more requests
         self._turn = 0  # counts choices
         self._writer: Server[C] | None = None
 
@@ -248,7 +247,7 @@ class ServerPool(Generic[C]):
             try:
                 server.down = await self._why_not_ready(server)
             except RlhfError as error:  # task edge: requests that wait for a server raise it
-                server.down, self._unusable = str(error), error
+                server.down, server.unusable = str(error), error
                 logger.warning("%s gets no requests: %s", server.url, error)
                 break
             if server.down is None:
@@ -302,8 +301,9 @@ class ServerPool(Generic[C]):
             self._reminder = self._spawn(self._outage.remind())
             asyncio.get_running_loop().call_later(longest, self._change)  # wake the waiters, to check the time
         self._outage.models.add(model)
-        if self._unusable:
-            raise self._unusable
+        unusable = [server.unusable for server in self.servers if server.unusable]
+        if unusable and len(unusable) == len(self.servers):  # else wait for the others
+            raise unusable[0]
         if self._outage.seconds >= longest:
             raise RequestFailed(
                 f"{model}: no healthy server for {self._outage.seconds:.0f} s (max_outage_s): "

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from python_backend.errors import RlhfError
+
 
 class Connection(Protocol):
     """Interface of a connection to one server."""
@@ -45,6 +47,7 @@ class Server(Generic[C]):
     last_turns: dict[str, int] = field(default_factory=dict)  # by model: when this server was last chosen
     losses: int = 0  # times that it was lost or not ready since its last response
     down: str | None = None  # why the server is set aside; None: it receives requests
+    unusable: RlhfError | None = None  # what a probe raised: the server gets no more requests
     suspended: dict[str, Suspension] = field(default_factory=dict)  # by model
     probe: asyncio.Task[str | None] | None = None
 

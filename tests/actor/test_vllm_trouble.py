@@ -143,6 +143,30 @@ def test_a_server_that_comes_back_unusable_is_an_error(
     run_async(play)
 
 
+def test_a_usable_server_is_waited_for_beside_an_unusable_one(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+):
+    async def play() -> None:
+        async with FakeVllm() as good, FakeVllm() as bad:
+            here = VllmSetup(tmp_path, checkpoint, [good.url, bad.url])
+            good.is_hanging = bad.is_hanging = True
+            running = asyncio.create_task(asyncio.to_thread(here.run))
+            while len(good.requests) + len(bad.requests) < len(PROMPTS):
+                await asyncio.sleep(0.001)
+            await asyncio.gather(good.stop(), bad.stop())
+            while "no healthy server" not in caplog.text:
+                await asyncio.sleep(0.001)
+            bad.missing = {"/pause", "/weight_info"}
+            await bad.start()
+            while "start it with VLLM_SERVER_DEV_MODE=1" not in caplog.text:
+                await asyncio.sleep(0.001)
+            good.is_hanging = False
+            await good.start()
+            assert len(await running) == len(PROMPTS)
+
+    run_async(play)
+
+
 def test_a_run_that_is_closed_while_it_loads_resumes_the_server(tmp_path: Path, checkpoint: Path):
     async def play() -> None:
         async with FakeVllm() as server:
