@@ -30,7 +30,7 @@ def draw(path: Path, samples: Sequence[UsageSample], kills: Sequence[Mapping[str
         files.set(title="open files of each process, without sockets", ylabel="files", ylim=(0, None))
         memory.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
         disk.plot(
-            minutes, [s.disk_mb for s in samples], color=COLOURS[0], lw=1.2, label="versions, entries, checkpoints"
+            minutes, [s.disk_mb for s in samples], color=COLOURS[0], lw=1.2, label="versions, journal, checkpoints"
         )
         disk.plot(minutes, [s.shared_memory_mb for s in samples], color=COLOURS[3], lw=1.2, label="/dev/shm")
         disk.set(title="disk and shared memory", ylabel="MB", ylim=(0, None), xlabel="minutes")
