@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run the loop to its end and return the exit code."""
-    args = run_parser("Train the policy.", prog="python -m actor").parse_args(argv)
+    args = run_parser("Train the policy.", prog="python -m actor").parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
         log_to_stderr("actor", config.run)

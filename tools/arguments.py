@@ -14,12 +14,20 @@ OVERRIDES = "overrides"
 
 
 def parse_or_complete(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the parsed `argv`, by default that of the process; or answer the shell and end the process."""
+    """Return the parsed `argv`, by default that of the process; or answer the shell and end the process.
+
+    Overrides may stand on both sides of options.
+    """
     if SHELL_ASKS in os.environ:
         import argcomplete  # only here, since no command needs it
 
         argcomplete.autocomplete(parser, default_completer=_values)  # type: ignore[arg-type]  # any callable will do
-    return parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)  # `parse_intermixed_args` does not support commands of commands
+    if rest and (OVERRIDES not in arguments or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def command_to_complete(commands: Mapping[str, tuple[str, str]]) -> str:

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--init-only", action="store_true", help="make version 0 of the weights of critic and reward model and exit"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
         log_to_stderr("sidecar", config.run)

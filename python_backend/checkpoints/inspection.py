@@ -45,6 +45,7 @@ TOKENIZERS = {
 NUM_PIECES, PIECE_BYTES = 256, 4096  # pieces of each weights file that `fingerprint_weights` hashes
 
 HeadKind = Literal["sequence", "token", "value"]
+LOCAL_FOLDERS = {"checkpoints", "models", "runs", ".."}  # first parts of relative paths that are no ids of the Hub
 
 
 class CheckpointError(RlhfError, ValueError):
@@ -141,6 +142,7 @@ def check_checkpoint(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} does not exist or is not a folder; give the folder of a Hugging Face checkpoint"
+            f"{_download(folder)}"
         )
     if (folder / ADAPTER_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
         raise CheckpointError(
@@ -159,6 +161,13 @@ def check_checkpoint(folder: Path) -> None:
             else "it contains no weights"
         )
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: {why}")
+
+
+def _download(path: Path) -> str:
+    """Return how to download a path that reads like an id of the Hugging Face Hub; "" for any other."""
+    if len(path.parts) != 2 or path.is_absolute() or path.parent.exists() or path.parts[0] in LOCAL_FOLDERS:
+        return ""
+    return f". If it is a model on the Hub: `hf download {path} --local-dir models/{path.name}`, then give that folder"
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:

@@ -32,6 +32,7 @@ from python_backend.config.deterministic import with_fixed_values
 from python_backend.config.gateway import GatewaySection
 from python_backend.config.monitoring import MonitoringSection
 from python_backend.config.optimizer import CriticOptimizerSection, OptimizerSection, check_optimizer
+from python_backend.config.other_names import key_of
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm, Terms, check_terms, function_terms
 from python_backend.config.sections import (
     CriticSection,
@@ -78,25 +79,6 @@ __all__ = [
     "ValidationSection",
     "load_config",
 ]
-
-
-OTHER_NAMES = {  # section -> {name of a key in TRL and other trainers: ours}, for the hint at an unknown key
-    "actor": {
-        "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.grad_clip", "beta": "kl.coef",
-        "num_generations": "algorithm.responses_per_prompt", "epsilon": "algorithm.clip_ratio",
-        "max_completion_length": "generation.max_new_tokens", "max_prompt_length": "prompts.max_tokens",
-        "num_iterations": "update.epochs", "mini_batch_size": "update.minibatch_size", "batch_size": "rollout_size",
-        "model": "policy.checkpoint", "dataset": "prompts.path", "train_dataset": "prompts.path",
-        "eval_dataset": "validation.prompts", "eval_steps": "validation.every", "save_steps": "checkpoint_every",
-        "save_total_limit": "keep_checkpoints", "bf16": "policy.precision", "num_ppo_epochs": "update.epochs",
-        "epsilon_high": "algorithm.clip_ratio_high", "delta": "algorithm.dual_clip", "loss_type": "algorithm.loss_mean",
-        "cliprange": "algorithm.clip_ratio", "mask_truncated_completions": "algorithm.mask_unfinished",
-        "response_length": "generation.max_new_tokens",
-    },
-    "trainer": {
-        "learning_rate": "optimizer.lr", "max_grad_norm": "optimizer.grad_clip", "batch_size": "global_batch_size",
-    },
-}  # fmt: skip
 
 
 class ConfigError(RlhfError, ValueError):
@@ -302,12 +284,15 @@ def _describe(item: Any) -> str:
         reason = item["msg"].removeprefix("Value error, ")
         return f"{location}: {reason} (got {item['input']!r})" if location else reason
     section, _, name = location.rpartition(".")
+    elsewhere = key_of(section.partition(".")[0], name)
+    if elsewhere == "":
+        return f"unknown key {location}; other trainers have it, but there is no such setting here"
     near = (
-        difflib.get_close_matches(location, _keys_in(section, valid), n=1, cutoff=0.9)
-        or _by_other_names(section.partition(".")[0], name)
+        _similar(section, name, valid)
+        or ([elsewhere] if elsewhere else [])
         or _with_last_part(section, name, valid)
-        or difflib.get_close_matches(location, [key for key in valid if not location.startswith(key)], n=1, cutoff=0.5)
         or _with_last_part("", name, valid)
+        or difflib.get_close_matches(location, [key for key in valid if not location.startswith(key)], n=1, cutoff=0.5)
     )
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(_keys_in(section, valid))}"
     return f"unknown key {location}; {hint}"
@@ -319,10 +304,10 @@ def _sections(base: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {section.__name__: section for section in base.__subclasses__()} | dict(below)
 
 
-def _by_other_names(section: str, name: str) -> list[str]:
-    """Return the key of `section` that other trainers call `name` or similarly, as a list; [] if there is none."""
-    near = difflib.get_close_matches(name, OTHER_NAMES.get(section, {}), n=1, cutoff=0.85)
-    return [f"{section}.{OTHER_NAMES[section][near[0]]}"] if near else []
+def _similar(section: str, name: str, valid: list[str]) -> list[str]:
+    """Return the key in `section` whose last part is nearly `name`, as a list; [] if there is none."""
+    keys = {key.rpartition(".")[2]: key for key in _keys_in(section, valid)}
+    return [keys[near] for near in difflib.get_close_matches(name, keys, n=1, cutoff=0.82)]
 
 
 def _with_last_part(section: str, name: str, valid: list[str]) -> list[str]:

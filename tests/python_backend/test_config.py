@@ -322,3 +322,37 @@ def test_a_package_that_is_not_installed_is_named_before_the_start(
     ]
     with pytest.raises(ConfigError, match=re.escape(message.partition(":")[2])):
         check_files(load(tmp_path, "", *actors), actor=True)
+
+
+def names_elsewhere() -> dict[str, set[str]]:
+    """Return {setting of another trainer: our keys for it} as docs/coming-from.md has them; no keys: none here."""
+    named: dict[str, set[str]] = {}
+    for line in (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8").splitlines():
+        left, _, right = line.strip("| ").partition(" | ")
+        keys = set(re.findall(r"(?:run|server|rewards?|critic|trainer|actor)\.[\w.<>]+\w", right))
+        for setting in re.findall(r"`(?:--|\.)?([\w.]+)[`: ]", left):
+            if keys or right.startswith("none"):
+                named.setdefault(setting.rpartition(".")[2], set()).update(keys)
+    values = {
+        "reinforce",
+        "rloo",
+        "reinforce_baseline",
+        "group_norm",
+        "dr_grpo",
+        "bnpo",
+    }  # of settings, in the same column
+    return {name: keys for name, keys in named.items() if name.islower() and name not in values}
+
+
+@pytest.mark.parametrize("level", ["{%s: 1}", "actor: {%s: 1}", "actor: {algorithm: {%s: 1}}", "run: {%s: 1}"])
+def test_names_of_other_trainers_get_the_right_hint(tmp_path: Path, level: str):
+    named, wrong = names_elsewhere(), {}
+    assert len(named) > 120
+    for name, keys in named.items():
+        try:
+            load(tmp_path, level % name)
+        except ConfigError as error:
+            hints = {f"did you mean {key}?" for key in keys} or {"no such setting here"}
+            if "unknown key" in str(error) and not any(hint in str(error) for hint in hints):
+                wrong[name] = str(error)
+    assert wrong == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pkgutil
 import re
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 from live_system import Checkpoints, make_run
 
+from python_backend.config.command_line import add_run_arguments
 from tools.__main__ import COMMANDS
+from tools.arguments import parse_or_complete
 from trainer.publish import initialise_stores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,6 +185,17 @@ def test_exit_code_2_of_wrong_arguments(arguments: list[str], program: Path) -> 
     done = run(program, *arguments)
     assert done.returncode == 2
     assert "usage: rlhf-triton" in done.stdout + done.stderr or "error: unknown" in done.stderr
+
+
+def test_overrides_stand_on_both_sides_of_options() -> None:
+    whole, commands = argparse.ArgumentParser(), argparse.ArgumentParser()
+    add_run_arguments(whole)
+    add_run_arguments(commands.add_subparsers().add_parser("list"))
+    for parser, first in ((whole, []), (commands, ["list"])):
+        for words in ("a=1 --config x.yaml b=2", "--config x.yaml a=1 b=2", "a=1 b=2 --config x.yaml"):
+            assert parse_or_complete(parser, [*first, *words.split()]).overrides == ["a=1", "b=2"]
+        with pytest.raises(SystemExit):
+            parse_or_complete(parser, [*first, "--config", "x.yaml", "a=1", "--unknown"])
 
 
 def test_every_command_has_an_error() -> None:

@@ -163,6 +163,8 @@ def test_a_missing_folder_is_one_sentence_with_the_way_out(tmp_path: Path) -> No
         "critic.checkpoint: checkpoints/critic does not exist or is not a folder; give the folder of a Hugging Face "
         f"checkpoint{start}, or choose an actor.algorithm.name without a critic: grpo, rloo or reinforce++",
     ]
+    hub = missing({"reward": {"checkpoint": "org/some-model"}}, server=True)
+    assert "`hf download org/some-model --local-dir models/some-model`, then give that folder" in hub.splitlines()[0]
     no_critic = {"algorithm_name": "reinforce++"}
     functions = {"verdict": {"function": "rewards/math.py:verify"}, "other": {"function": "package.module:name"}}
     assert missing({"actor": no_critic, "rewards": functions}, server=True).splitlines() == [

@@ -1,0 +1,102 @@
+"""What TRL, OpenRLHF and NeMo-Aligner call our keys, for the hint at an unknown key (table: docs/coming-from.md)."""
+
+from __future__ import annotations
+
+import difflib
+
+_NAMES = {  # our key, "" for none -> its names elsewhere
+    "run.dir": "output_dir save_path explicit_log_dir",
+    "run.seed": "seed",
+    "server.host": "ip",
+    "server.http_port": "port",
+    "reward.checkpoint": "reward_model reward_pretrain rm_model_file",
+    "reward.standardization": "normalize_reward reward_standardization",
+    "reward.pooling": "use_avg_pool",
+    "rewards.<name>.function": "reward_funcs remote_rm_url",
+    "rewards.<name>.weight": "reward_weights",
+    "critic.checkpoint": "value_model critic_pretrain",
+    "critic.queue_delay_us": "max_queue_delay_microseconds",
+    "critic.preferred_batch_size": "inference_micro_batch_size",
+    "critic.strip_sequence_length_to_multiple": "pad_sequence_length_to_multiple",
+    "trainer.clip_value": "cliprange_value value_clip loss_clip_val",
+    "trainer.optimizer.lr": "critic_learning_rate vf_coef",
+    "actor.steps": "max_steps num_train_epochs num_episodes",
+    "actor.rollout_size": "batch_size generation_batch_size rollout_batch_size num_rollout_samples",
+    "actor.checkpoint_every": "save_steps save_interval",
+    "actor.keep_checkpoints": "save_total_limit",
+    "actor.one_step_off_policy": "async_train",
+    "actor.trackers": "report_to use_wandb create_wandb_logger",
+    "actor.logged_texts": "log_completions",
+    "actor.policy.checkpoint": "model pretrain restore_from_path",
+    "actor.policy.precision": "bf16 precision",
+    "actor.policy.token_budget": "micro_train_batch_size micro_batch_size forward_micro_batch_size",
+    "actor.policy.lora_rank": "r lora_rank peft_scheme adapter_dim",
+    "actor.policy.lora_alpha": "lora_alpha",
+    "actor.policy.lora_dropout": "lora_dropout",
+    "actor.policy.lora_targets": "target_modules",
+    "actor.policy.gradient_checkpointing": "gradient_checkpointing",
+    "actor.prompts.path": "dataset train_dataset prompt_data data_prefix",
+    "actor.prompts.max_tokens": "max_prompt_length prompt_max_len",
+    "actor.validation.prompts": "eval_dataset",
+    "actor.validation.every": "eval_steps val_check_interval",
+    "actor.validation.size": "num_val_samples",
+    "actor.generation.max_new_tokens": "max_completion_length response_length generate_max_len max_length",
+    "actor.generation.min_new_tokens": "min_length",
+    "actor.generation.batch_size": "rollout_micro_batch_size",
+    "actor.generation.stop_strings": "stop_token end_strings",
+    "actor.algorithm.name": "advantage_estimator scale_rewards",
+    "actor.algorithm.responses_per_prompt": "num_generations n_samples_per_prompt num_rollouts_per_prompt",
+    "actor.algorithm.clip_ratio": "epsilon cliprange eps_clip ratio_eps",
+    "actor.algorithm.clip_ratio_high": "epsilon_high eps_clip_low_high",
+    "actor.algorithm.dual_clip": "delta dual_clip",
+    "actor.algorithm.loss_mean": "loss_type",
+    "actor.algorithm.mask_unfinished": "mask_truncated_completions",
+    "actor.algorithm.whiten_advantages": "normalize_advantages",
+    "actor.algorithm.entropy_bonus": "entropy_loss_coef",
+    "actor.algorithm.critic_warmup_steps": "freezing_actor_steps",
+    "actor.algorithm.gamma": "discount_factor",
+    "actor.algorithm.lam": "lambd gae_lambda",
+    "actor.update.epochs": "num_iterations num_ppo_epochs max_epochs",
+    "actor.update.minibatch_size": (
+        "mini_batch_size train_batch_size global_batch_size per_device_train_batch_size gradient_accumulation_steps"
+    ),
+    "actor.kl.coef": "beta kl_coef init_kl_coef initial_policy_kl_penalty",
+    "actor.kl.estimator": "kl_estimator use_absolute_kl",
+    "actor.kl.penalty_in": "use_kl_loss",
+    "actor.kl.target": "kl_target",
+    "actor.kl.horizon": "kl_horizon",
+    "actor.rewards.clip": "reward_clip_range",
+    "actor.rewards.overlong_tokens": "overlong_buffer_len",
+    "actor.rewards.overlong_penalty": "overlong_penalty_factor",
+    "actor.optimizer.lr": "learning_rate actor_learning_rate",
+    "actor.optimizer.grad_clip": "max_grad_norm max_norm gradient_clip_val",
+    "actor.optimizer.weight_decay": "weight_decay l2",
+    "actor.optimizer.betas": "betas adam_beta1 adam_beta2 adam_betas",
+    "actor.optimizer.min_lr": "lr_scheduler_type min_lr",
+    "actor.optimizer.warmup_steps": "warmup_steps",
+    "actor.optimizer.constant_steps": "constant_steps",
+    "": (
+        "use_vllm min_p sync_ref_model importance_sampling_level trt_llm dynamic_filtering agent_func_path "
+        "pad_to_length resume_if_exists offload_adam_states"
+    ),
+}
+OTHER_NAMES = {name: key for key, names in _NAMES.items() for name in names.split()}
+_OF_CRITIC = {  # ours for a name under `trainer` or `critic`
+    "learning_rate": "trainer.optimizer.lr", "max_grad_norm": "trainer.optimizer.grad_clip",
+    "gradient_clip_val": "trainer.optimizer.grad_clip", "batch_size": "trainer.global_batch_size",
+    "train_batch_size": "trainer.global_batch_size", "micro_batch_size": "trainer.token_budget",
+    "micro_train_batch_size": "trainer.token_budget", "max_epochs": "trainer.epochs",
+    "weight_decay": "trainer.optimizer.weight_decay", "l2": "trainer.optimizer.weight_decay",
+    "max_norm": "trainer.optimizer.grad_clip", "cliprange": "trainer.clip_value",
+}  # fmt: skip
+
+
+def key_of(section: str, name: str) -> str | None:
+    """Return our key for what other trainers call `name`, or nearly so; "" if we have none; None for an unknown name.
+
+    Args:
+        section: the section of the configuration in which `name` stands, "" at the top level.
+    """
+    names = OTHER_NAMES | (_OF_CRITIC if section in ("trainer", "critic") else {})
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+    return names[near[0]] if near else None
