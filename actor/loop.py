@@ -107,7 +107,7 @@ class PPORun(RunParts):
             await self.books.log_validation(when, self.done, result, seconds=time.monotonic() - start)
 
     async def leave(self) -> None:
-        """Cancel the work in flight, and write the checkpoints of policy and critic for the last complete step."""
+        """Cancel the work in flight; write the checkpoints of the last complete step, and the policy for other uses."""
         self.policy.close()
         models = (self.policy.model, self.policy.sampler, self.policy.reference)
         end_forwards(*(model for model in models if model is not None))
@@ -115,5 +115,7 @@ class PPORun(RunParts):
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
         if self.done and not self.books.has_checkpoint(self.done):
             await self.books.checkpoint(self.done)
+        if self.done:
+            await self.books.save_policy(self.done)
         await self.critic.served(self.done)
         await asyncio.gather(*self.books.saves)

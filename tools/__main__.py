@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": ("tools.serve", "run the server only, until Ctrl-C"),
     "render": ("tools.render_configs", "render the model repository from the YAML; --check only compares"),
     "import": ("tools.import_checkpoint", "inspect reward and critic checkpoints, and write their YAML sections"),
+    "export": ("tools.export", "write a checkpoint of the policy as a Hugging Face folder or as a PEFT adapter"),
     "weights": ("tools.weights", "manage the weights versions of critic and reward model: list, publish, rollback …"),
     "gateway": ("tools.gateway.command", "serve rewards to OpenRLHF, slime, TRL, verl and clients of vLLM over HTTP"),
     "status": ("tools.status", "show served versions, journal, last step and last problem of a run; --watch"),

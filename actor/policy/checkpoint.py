@@ -31,6 +31,7 @@ from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
 
 logger = logging.getLogger(__name__)
+REBUILDS = ("precision", "lora_rank", "lora_alpha", "lora_targets")  # settings with which the weights load again
 WAY_OUT = "or start a run in another folder (run.dir)"
 
 
@@ -74,8 +75,9 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
     world_size = {"world_size": policy.world_size} if policy.world_size > 1 else {}
     whole = {
         **state, **world_size, **run.inputs.state(state["step"]), "optimizer_step": policy.optimizer_step,
-        "kl_coef": run.kl.coef, "reward_moments": run.shaper.moments.state(), "lora_alpha": policy.settings.lora_alpha,
+        "kl_coef": run.kl.coef, "reward_moments": run.shaper.moments.state(),
         "start": str(policy.settings.checkpoint), "start_fingerprint": policy.fingerprint,
+        **{name: getattr(policy.settings, name) for name in REBUILDS},
     }  # fmt: skip
 
     def fill(folder: Path) -> None:

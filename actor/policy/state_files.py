@@ -42,14 +42,9 @@ def write_sharded_state(policy: Policy, folder: Path) -> None:
 
 def read_state(policy: Policy, folder: Path) -> None:
     """Load what either function wrote; collective on several ranks. Raises CheckpointError."""
+    read_weights(policy, folder)
     is_sliced, on_ranks = (folder / OPTIMIZER).is_dir(), policy.world_size > 1
     parameters = dict(policy.model.named_parameters())
-    if is_sliced or (on_ranks and policy.settings.lora_rank):
-        _read_trained(policy, folder, is_sliced=is_sliced)
-    elif policy.settings.lora_rank:
-        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "actor.policy")
-    else:
-        policy.load(folder)
     if not is_sliced and not on_ranks:
         load_state(policy.optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
         return
@@ -61,6 +56,17 @@ def read_state(policy: Policy, folder: Path) -> None:
             state[full_name] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name].detach())
     read_tensors(state, source, no_dist=not dist.is_initialized())
     load_state(policy.optimizer, parameters, state)
+
+
+def read_weights(policy: Policy, folder: Path) -> None:
+    """Load the trained weights of what either function wrote; collective on several ranks. Raises CheckpointError."""
+    is_sliced = (folder / OPTIMIZER).is_dir()
+    if is_sliced or (policy.world_size > 1 and policy.settings.lora_rank):
+        _read_trained(policy, folder, is_sliced=is_sliced)
+    elif policy.settings.lora_rank:
+        load_trained(policy.model, load_file(folder / ADAPTERS_FILE), folder / ADAPTERS_FILE, "actor.policy")
+    else:
+        policy.load(folder)
 
 
 def _read_trained(policy: Policy, folder: Path, *, is_sliced: bool) -> None:

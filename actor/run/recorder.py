@@ -247,8 +247,6 @@ class Bookkeeper:
 
         Rewards of different versions of a live reward model cannot be compared: the first one of a version is the best.
         """
-        if self._settings.validation.every == 0:
-            return
         if not math.isfinite(reward):
             logger.warning("validation at step %d: no response has a score, so best/ is unchanged", step)
             return
@@ -296,6 +294,15 @@ class Bookkeeper:
         else:
             self._unsaved = None if step >= (self._unsaved or 0) else self._unsaved
 
+    async def save_policy(self, step: int) -> None:
+        """Write the policy as it is after `step` to `policy/`."""
+
+        def fill(folder: Path) -> None:
+            self._policy.save(folder)
+            write_json(folder / "policy.json", {"step": step})
+
+        await asyncio.to_thread(write_folder, self._dir / "policy", fill)
+
     async def finish(self, scorer: Scorer, seconds: float, *, steps: int) -> dict[str, Any]:
         """Wait for pending saves, write the final policy and actor_summary.json, and return the summary."""
         await asyncio.gather(*self.saves)
@@ -303,7 +310,7 @@ class Bookkeeper:
             keep_steps = critic_steps(self._checkpoints)
             await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
         self._log.close()
-        await asyncio.to_thread(write_folder, self._dir / "policy", self._policy.save)
+        await self.save_policy(steps)
         summary = {
             "steps": steps,
             **self._validated_figures(),

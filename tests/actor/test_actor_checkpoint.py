@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from live_system import make_tokenizer
+from peft import PeftModel
 from policy_training import load_checkpoint, states, train
 from safetensors import safe_open
 from tiny_checkpoints import MIXTURES, save_tiny
+from transformers import AutoModelForCausalLM
 
 from actor.data.rollout import Prompt, Rollout
 from actor.policy.checkpoint import check_checkpoint_of, critic_steps, save_checkpoint
@@ -25,6 +27,7 @@ from python_backend.models.loading import load_weights
 from python_backend.models.modeling import quiet_transformers
 from python_backend.store.sealed_folder import DamagedCheckpoint
 from tests.support.settings import actor_section
+from tools.export import main as export
 
 PROMPTS = [Prompt("0", "", np.asarray([5, 6, 7])), Prompt("1", "", np.asarray([8, 9]))]
 TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ messages[0].role }}"}
@@ -62,6 +65,37 @@ def trained(folder: Path, **settings: Any) -> tuple[Policy, Rollout]:
 def save(root: Path, policy: Policy, step: int = 1) -> Path:
     save_checkpoint(root, states(policy), {"step": step, "critic_step": step}, keep=5)
     return root / str(step)
+
+
+# ---- for other programs ----
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("q_proj",), "precision": "bfloat16"}],
+    ids=["full", "lora", "bfloat16"],
+)  # fmt: skip
+def test_an_exported_checkpoint_loads_with_transformers_and_peft(
+    llama: Path, tmp_path: Path, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    policy, rollout = trained(llama, **settings)
+    expected = tmp_path / "expected"
+    policy.save(expected)
+    save(tmp_path / "checkpoints" / "actor", policy, step=3)
+    models = [AutoModelForCausalLM.from_pretrained(expected)]
+    names = {"AutoModelForCausalLM": AutoModelForCausalLM, "PeftModel": PeftModel}
+    for kind in ("--merged", "--peft")[: 2 if policy.settings.lora_rank else 1]:
+        assert export([str(tmp_path), kind]) == 0
+        models.append(eval(capsys.readouterr().out, names))
+    logits = [model(rollout.tokens).logits for model in models]
+    assert all((other - logits[0]).abs().max() <= (1e-2 if "precision" in settings else 1e-5) for other in logits[1:])
+    files = [tmp_path / "export" / "step-3" / name for name in ("tokenizer.json", "model.safetensors")]
+    assert files[0].stat().st_mode == files[1].stat().st_mode  # as the umask says
+    for wrong, text in {"--step=2": "no checkpoint of step 2; it has those of 3", "--merged": "already exists"}.items():
+        assert export([str(tmp_path), wrong]) == 2
+        assert text in capsys.readouterr().err
+    if not policy.settings.lora_rank:
+        assert export([str(tmp_path), "--peft"]) == 2
 
 
 # ---- any family ----

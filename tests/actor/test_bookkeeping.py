@@ -366,6 +366,16 @@ def test_a_validation_without_scores_does_not_replace_the_best(
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["best.json", "model.safetensors"]
 
 
+def test_a_run_that_validates_only_at_its_ends_keeps_the_best(tmp_path: Path, server: Server):
+    async def validates() -> None:
+        book = books(tmp_path, server, validation_every=0)
+        await book.resume()
+        await book.log_validation("before", 0, validation(0.2), seconds=0.1)
+
+    run(validates())
+    assert best_step(tmp_path) == 0
+
+
 def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: Server):
     async def validates() -> list[int]:
         book = books(tmp_path, server)

@@ -23,6 +23,7 @@ from actor.policy.checkpoint import saved_steps
 from actor.run.stopping import Stop, Stopped
 from actor.scoring.retry import RequestCounters
 from python_backend.checkpoints.tokenization import fingerprint
+from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of
 from python_backend.wire.contract import REWARDS
@@ -240,6 +241,7 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
         else "before the first step ended; the next start begins at step 1"
     )
     assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
+    assert read_json(tmp_path / "policy" / "policy.json") == ({"step": done} if done else None)
     go(make_ppo(tmp_path, checkpoints))
     assert ends(tmp_path) == whole
 

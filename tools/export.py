@@ -1,0 +1,93 @@
+"""`python -m tools export RUN`: a checkpoint of a run's policy, as a folder that transformers or peft loads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.config.command_line import interrupt_on_signals, report
+from python_backend.errors import REPORTED
+from python_backend.store.durable import numbers_in, write_folder
+from tools.arguments import parse_or_complete
+
+if TYPE_CHECKING:
+    from actor.policy.policy import Policy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the folder and print how to load it; return 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(description="Write a checkpoint of a run's policy for other programs.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder (run.dir)")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; default: the newest")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--merged", action="store_true", help="a Hugging Face model, adapters merged in (default)")
+    kinds.add_argument("--peft", action="store_true", help="the adapter alone, in peft's format")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder; default: RUN/export/step-N[-peft]")
+    arguments = parse_or_complete(parser, argv)
+    interrupt_on_signals()
+    try:
+        print(export_policy(arguments.run, arguments.step, arguments.out, as_adapter=arguments.peft))
+    except REPORTED as error:
+        return report(error)
+    return 0
+
+
+def export_policy(run_dir: Path, step: int | None, out: Path | None, *, as_adapter: bool) -> str:
+    """Write the policy of a checkpoint to the new folder `out`; return the line of Python that loads it.
+
+    Args:
+        step: None for the newest checkpoint.
+        out: None for a folder in `run_dir`.
+        as_adapter: write the adapter alone; False: a whole model, into which adapters are merged.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, the model it started from cannot be loaded, `out`
+            exists, or the policy has no adapter.
+    """
+    checkpoints = run_dir / "checkpoints" / "actor"
+    steps = numbers_in(checkpoints)
+    chosen = max(steps, default=None) if step is None else step
+    if chosen not in steps:
+        known = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        raise CheckpointError(f"{run_dir} has no checkpoint{'' if step is None else f' of step {step}'}; {known}")
+    out = out or run_dir / "export" / f"step-{chosen}{'-peft' if as_adapter else ''}"
+    if out.exists():
+        raise CheckpointError(f"--out: {out} already exists; choose another folder")
+    policy = _policy_of(checkpoints / str(chosen))
+    if not as_adapter:
+        write_folder(out, policy.save)
+        return f"AutoModelForCausalLM.from_pretrained({str(out)!r})"
+    if not policy.settings.lora_rank:
+        raise CheckpointError(f"--peft: {run_dir} trained all weights (actor.policy.lora_rank: 0); use --merged")
+    base = str(policy.settings.checkpoint.absolute())
+    policy.model.peft_config["default"].base_model_name_or_path = base
+
+    def fill(folder: Path) -> None:
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+
+    write_folder(out, fill)
+    return f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(out)!r})"
+
+
+def _policy_of(folder: Path) -> Policy:
+    """Load the policy of a checkpoint that any number of ranks wrote, on the CPU, without its optimizer's state."""
+    from actor.policy.checkpoint import REBUILDS
+    from actor.policy.policy import Policy  # torch: slow to import
+    from actor.policy.state_files import read_weights
+    from python_backend.config import GenerationSection, OptimizerSection, PolicySection
+    from python_backend.store.sealed_folder import verify_folder
+
+    state: dict[str, Any] = verify_folder(folder)
+    settings = PolicySection(checkpoint=Path(state["start"]), **{name: state[name] for name in REBUILDS})
+    policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), max_prompt_tokens=1)
+    read_weights(policy, folder)
+    return policy
+
+
+if __name__ == "__main__":
+    sys.exit(main())
