@@ -351,7 +351,7 @@ def test_a_validation_without_scores_does_not_replace_the_best(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ):
     async def validates(*rewards: float) -> None:
-        book = books(tmp_path, server)
+        book = books(tmp_path, server, validation_every=0)  # a run that validates only before and after
         await book.resume()
         for step, reward in enumerate(rewards, 1):
             await book.log_validation("between", step, validation(reward), seconds=0.1)
@@ -364,16 +364,6 @@ def test_a_validation_without_scores_does_not_replace_the_best(
     run(validates(0.1, 0.6))
     assert best_step(tmp_path) == 2
     assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["best.json", "model.safetensors"]
-
-
-def test_a_run_that_validates_only_at_its_ends_keeps_the_best(tmp_path: Path, server: Server):
-    async def validates() -> None:
-        book = books(tmp_path, server, validation_every=0)
-        await book.resume()
-        await book.log_validation("before", 0, validation(0.2), seconds=0.1)
-
-    run(validates())
-    assert best_step(tmp_path) == 0
 
 
 def test_rewards_of_different_versions_are_not_compared(tmp_path: Path, server: Server):
