@@ -28,7 +28,7 @@ from python_backend.store.journal import Journal
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.prompt_checks import check_prompts
-from tools.report.data import SETTINGS_FILE
+from tools.report.data import SETTINGS_FILE, loading_line
 from tools.report.display import RunDisplay
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.server.child import Child, ChildDied
@@ -292,6 +292,7 @@ def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
         print(f"stopped; {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
+        _print_policy(config.run.dir)
         return 130
     _print_outcome(config.run.dir)
     return 0
@@ -305,11 +306,18 @@ def _what_resumes(run_dir: Path) -> str:
 
 
 def _print_outcome(run_dir: Path) -> None:
+    from tools.report.page import shown
+
     summary = json.loads((run_dir / "summary.json").read_text())
     for name, value in summary.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else json.dumps(value)
-        print(f"  {name:<32}{shown}")
+        print(f"  {name:<32}{shown(value)}")
     print(f"report: {run_dir / 'report.html'}")
+    _print_policy(run_dir)
+
+
+def _print_policy(run_dir: Path) -> None:
+    if line := loading_line(run_dir):
+        print(f"policy: {run_dir / 'policy'}, which {line} loads")
 
 
 if __name__ == "__main__":

@@ -123,6 +123,12 @@ def _load(run_dir: Path) -> RunRecord:
     )
 
 
+def loading_line(run_dir: Path) -> str | None:
+    """Return the line of Python that loads the policy that the run left; None if it has left none yet."""
+    folder = run_dir / "policy"
+    return f"AutoModelForCausalLM.from_pretrained({str(folder)!r})" if folder.is_dir() else None
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """Return settings.json as {`section.key`: value}, without the sections that the run does not use."""
     try:

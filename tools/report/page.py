@@ -23,6 +23,7 @@ from tools.report.data import (
     flattened,
     formatted,
     load_run,
+    loading_line,
     reward_gain,
     series,
 )
@@ -68,6 +69,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, refresh_s: float | N
         marked=word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0]),
         most_texts=MOST_TEXTS,
         sentences=SUMMARY_KEYS,
+        loading=loading_line(Path(run_dir)),
         settings=changed_settings(run.settings),
         settings_file=SETTINGS_FILE,
     )
