@@ -23,13 +23,14 @@ from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import interrupt_on_signals, report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
-from python_backend.store.durable import numbers_in, write_json
+from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Journal
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.prompt_checks import check_prompts
-from tools.report.data import SETTINGS_FILE, loading_line
+from tools.report.data import loading_line
 from tools.report.display import RunDisplay
+from tools.resumed import check_changes, write_settings
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
@@ -49,10 +50,13 @@ LIBRARY_ENV = {
 class Run:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
-    def __init__(self, path: Path, config: RunConfig, overrides: Sequence[str], display: RunDisplay) -> None:
+    def __init__(
+        self, path: Path, config: RunConfig, overrides: Sequence[str], display: RunDisplay, *, accepts_changes: bool
+    ) -> None:
         self._path = path
         self._overrides = list(overrides)
         self._display = display
+        self._accepts_changes = accepts_changes
         self._started = time.monotonic()
         self._peak_rss = 0
         self._failures_at_start = 0
@@ -67,9 +71,11 @@ class Run:
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
+        for change in check_changes(self.config, accepted=self._accepts_changes):
+            self._display.log(f"resuming with another setting: {change}")
         self._override(*settle(self.config, self._display.log))
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.config.run.dir / SETTINGS_FILE, self.config.model_dump(mode="json"), durable=False)
+        write_settings(self.config)
         self._display.phase("starting tritonserver")
         ensure_first_version(self.config, self._path, self._overrides)
         log = self._display.log
@@ -235,6 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fresh", action="store_true", help="move an earlier run to <dir>.previous instead of resuming it"
     )
     parser.add_argument(
+        "--accept-changes", action="store_true",
+        help="resume although reward, algorithm or policy differ from those of the earlier start",
+    )  # fmt: skip
+    parser.add_argument(
         "--dry-run", action="store_true",
         help="print memory, traffic and ports of the run, start nothing; exit 1 if a device is too small",
     )  # fmt: skip
@@ -258,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 set_aside(config.run.dir)
     except REPORTED as error:
         return report(error)
-    return _supervise(args.config, config, args.overrides)
+    return _supervise(args.config, config, args.overrides, accepts_changes=args.accept_changes)
 
 
 def _plan(
@@ -274,11 +284,11 @@ def _plan(
     return 0
 
 
-def _supervise(path: Path, config: RunConfig, overrides: Sequence[str]) -> int:
+def _supervise(path: Path, config: RunConfig, overrides: Sequence[str], *, accepts_changes: bool) -> int:
     run: Run | None = None
     try:
         with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
-            run = Run(path, config, overrides, display)
+            run = Run(path, config, overrides, display, accepts_changes=accepts_changes)
             try:
                 run.execute()
             except BaseException as error:

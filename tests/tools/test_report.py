@@ -144,9 +144,13 @@ def test_the_page_says_what_was_trained_and_with_which_settings(tmp_path: Path):
     }
     given = {"actor": actor, "server": {"http_port": 8123}}
     (run_dir / "settings.json").write_text(RunConfig.model_validate(given).model_dump_json())
+    (run_dir / "changes.jsonl").write_text('{"step": 1, "changed": {"actor.kl.coef": [0.5, 0]}}\n')
+    (run_dir / "policy").mkdir()
     text = write_report(run_dir).read_text(encoding="utf-8")
     assert "After 2 steps of REINFORCE++, starting from &lt;tiny&gt;:" in text
     assert "<code>actor.optimizer.lr</code></td><td>0.125</td>" in text
+    assert "<code>actor.kl.coef</code></td><td>0.5</td><td>0</td>" in text
+    assert 'AutoModelForCausalLM.from_pretrained("mine/policy")' in text
     assert "8123" not in text
     assert "<code>actor.steps</code>" not in text, "a default"
 

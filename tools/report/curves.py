@@ -84,6 +84,7 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     if held_out[0]:
         axes.plot(*held_out, color=ORANGE, lw=1.2, marker="D", ms=5, label="held-out prompts")
     _mark_versions(axes, run)
+    _mark_changes(axes, run)
     kl = run.summary.get("kl_final")
     _finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
 
@@ -99,6 +100,13 @@ def _mark_versions(axes: Axes, run: RunRecord) -> None:
             f"v{version:.0f}", (step, 1), (3, -10), xycoords=("data", "axes fraction"), textcoords="offset points",
             color=RED, fontsize=9,
         )  # fmt: skip
+
+
+def _mark_changes(axes: Axes, run: RunRecord) -> None:
+    """Mark each step after which the run resumed with other settings."""
+    for i, change in enumerate(run.changes):
+        label = "resumed with other settings" if i == 0 else None
+        axes.axvline(change["step"] + 0.5, color=GREY, lw=1.2, ls=(0, (1, 1)), label=label)
 
 
 def draw_gold(axes: Axes, run: RunRecord) -> None:
@@ -219,6 +227,7 @@ def _plot(axes: Axes, run: RunRecord, key: str, **style: Any) -> list[float]:
     """Draw a metric over the steps; return its values."""
     x, y = series(run.steps, key)
     axes.plot(x, y, **style, **markers(x))
+    _mark_changes(axes, run)
     return y
 
 

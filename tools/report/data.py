@@ -19,6 +19,7 @@ from tools.demo.gold import paired_ci95
 from tools.report.summary import Pair, current_summary, gold_gains, has_samples, read_pairs
 
 SETTINGS_FILE = "settings.json"
+CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
 ALL_WORDS = "all words"
 MOST_DRAWN = 2000  # plotted steps, and critic updates: more look the same, but make a page of many megabytes
@@ -71,6 +72,7 @@ class RunRecord:
     critic: list[dict[str, Any]]  # every n-th line of each kind; empty if the algorithm has no critic
     pairs: list[Pair]
     validations: list[dict[str, Any]]  # every n-th line; empty if the run does not validate
+    changes: list[dict[str, Any]]  # resumes with other settings, as CHANGES_FILE has them
     texts: list[RolloutText]  # from training rollouts, if the run has no pairs
     is_finished: bool  # the actor has done its last step and validation
     in_progress: bool
@@ -117,6 +119,7 @@ def _load(run_dir: Path) -> RunRecord:
         critic=read_critic(run_dir) if "critic_updates" in summary else [],
         pairs=pairs,
         validations=read_steps(run_dir / "validations.jsonl"),
+        changes=list(each_line(run_dir / CHANGES_FILE)),
         texts=[] if pairs else read_texts(run_dir),
         is_finished=is_finished,
         in_progress=in_progress(run_dir),
@@ -139,6 +142,12 @@ def read_settings(path: Path) -> dict[str, Any]:
         config = RunConfig.model_validate(sections)
     except (ValueError, RlhfError):  # written by a version with other keys
         return flattened(sections)
+    return flat_settings(config) if sections else {}
+
+
+def flat_settings(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as {`section.key`: value}, without the sections that the run does not use."""
+    sections = config.model_dump(mode="json")
     used = {
         "reward": config.uses_reward_model, "critic": config.serves_critic, "trainer": config.serves_critic,
         "reference": config.actor.kl.uses_reference,

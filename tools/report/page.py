@@ -69,7 +69,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, refresh_s: float | N
         marked=word_pattern([word for word, gain in words[:NUM_WORDS] if gain > 0]),
         most_texts=MOST_TEXTS,
         sentences=SUMMARY_KEYS,
-        loading=loading_line(Path(run_dir)),
+        has_policy=loading_line(Path(run_dir)) is not None,
         settings=changed_settings(run.settings),
         settings_file=SETTINGS_FILE,
     )
