@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
 from python_backend.config import RunConfig
 from python_backend.config.command_line import report
+from python_backend.config.required_files import has_chat_template
 from python_backend.errors import REPORTED
 from tools.arguments import parse_or_complete
 
@@ -139,11 +140,14 @@ def _report(role: str, info: CheckpointInfo, say: Callable[[str], None]) -> None
         "size": f"{info.num_parameters:,} parameters, {info.num_bytes / 1e6:,.1f} MB in {len(info.files)} file(s)",
         "vocabulary": f"{info.vocab_size or 'unknown'}, positions {info.max_positions or 'unlimited'}",
         "tokenizer": info.tokenizer or "none: only token ids can be scored, not `sentences`",
+        "chat template": "yes"
+        if has_chat_template(info.folder)
+        else "none: chats cannot be scored until chat_template.jinja is saved there",
         "constants": "none" if constants is None else f"(score - {constants.mean:g}) / {constants.std:g}",
     }
     say(f"{role}: {info.folder}")
     for name, text in lines.items():
-        say(f"  {name:<13} {text}")
+        say(f"  {name:<14}{text}")
 
 
 def _head_line(info: CheckpointInfo) -> str:

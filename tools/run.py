@@ -71,6 +71,7 @@ class Run:
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
+        self._display.phase("choosing serving settings")
         for change in check_changes(self.config, accepted=self._accepts_changes):
             self._display.log(f"resuming with another setting: {change}")
         self._override(*settle(self.config, self._display.log))

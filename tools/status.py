@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actor.run.lock import in_progress
+from actor.run.lock import RUN_LOCK_FILE, in_progress
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, report
 from python_backend.config.live_models import live_models
@@ -21,6 +21,7 @@ from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
+from tools.report.data import SETTINGS_FILE
 from tools.server.health import is_triton
 from tools.server.log import is_noise
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.watch is not None:
         interrupt_on_signals()
     try:
-        config = load_config(arguments.config, arguments.overrides)
+        config = _as_started(load_config(arguments.config, arguments.overrides))
         while arguments.watch is not None:
             text = "\n".join(status(config))
             print(CLEAR_SCREEN * sys.stdout.isatty() + text, flush=True)
@@ -53,10 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _as_started(config: RunConfig) -> RunConfig:
+    """Return the settings that the run was started with; those of the YAML if it has not begun."""
+    written = read_json(config.run.dir / SETTINGS_FILE)
+    try:
+        return RunConfig.model_validate(written) if written else config
+    except ValueError:  # written by a version with other keys
+        return config
+
+
 def status(config: RunConfig) -> Iterator[str]:
     """Yield the lines of the state, read from the run's folder; only the server's port is tried."""
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
     yield f"server    {_server(config)}"
+    if (config.run.dir / SETTINGS_FILE).is_file():  # has what was measured for `auto`
+        for role, model in config.served_sections.items():
+            size = f"{model.workers} workers x {model.threads} threads, token budget {model.token_budget}"
+            yield f"          {role}: {size}"
     if config.has_actor:
         yield f"actor     {_actor(config)}"
     if config.serves_critic:
@@ -73,7 +87,8 @@ def _state(config: RunConfig) -> str:
     """Return whether the actor is at work, has finished, or with which step the next start begins."""
     folder = config.run.dir
     if in_progress(folder):
-        return "running"
+        phase = (folder / RUN_LOCK_FILE).read_text() if (folder / RUN_LOCK_FILE).is_file() else ""
+        return f"running{phase and ': '}{phase}"
     last = (_last_line(folder / "metrics.jsonl") or {}).get("step")
     if last is None:
         return "not running; no step has ended"

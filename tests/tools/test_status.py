@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from live_system import Checkpoints, FinishedRun, make_run
 
-from actor.run.lock import only_actor
+from actor.run.lock import only_run
+from python_backend.config import load_config
+from python_backend.store.durable import write_json
 from python_backend.store.heartbeat import Heartbeat, write_heartbeat
 from tools import status
+from tools.report.display import RunDisplay
 from tools.server.log import readable
 
 
@@ -86,12 +89,26 @@ def test_whether_a_run_goes_on(tmp_path: Path, checkpoints: Checkpoints, capsys:
         return lines_of(run.path, capsys)[0].partition(": ")[2]
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
-    with only_actor(tmp_path):
-        assert state() == "running"
+    with only_run(tmp_path), RunDisplay(tmp_path, 8) as display:
+        display.phase("choosing serving settings")
+        capsys.readouterr()
+        assert state() == "running: choosing serving settings"
     (tmp_path / "checkpoints" / "actor" / "6").mkdir(parents=True)
     assert state() == "not running; the next start begins with step 7", "it was killed"
     (tmp_path / "actor_summary.json").write_text('{"steps": 8}')
     assert state() == "finished after step 8"
+
+
+def test_the_settings_are_those_that_the_run_was_started_with(
+    tmp_path: Path, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, checkpoints)
+    settings = ["actor.steps=77", "reward.token_budget=512", "reward.workers=2", "reward.threads=3"]
+    write_json(tmp_path / "settings.json", load_config(run.path, settings).model_dump(mode="json"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8}\n')
+    text = "\n".join(lines_of(run.path, capsys))
+    assert "step 8 of 77 ended" in text
+    assert "reward: 2 workers x 3 threads, token budget 512" in text
 
 
 def test_a_collector_that_is_away_is_no_problem_of_the_run(

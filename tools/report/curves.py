@@ -136,7 +136,9 @@ def draw_kl(axes: Axes, run: RunRecord) -> None:
 
 
 def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
-    style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": "training batch, served version"}
+    lowest = min(series(run.steps, "train_rollouts/explained_variance")[1], default=0.0)
+    label = "training batch, served version" + (f", lowest {formatted(lowest, ',.0f')}" if lowest < -1 else "")
+    style = {"color": GREEN, "lw": 1.4, "alpha": 0.8, "label": label}
     y = _plot(axes, run, "train_rollouts/explained_variance", **style)
     _level(axes, run.summary.get("ev_v0"), RED, "version 0, held-out")
     _level(axes, run.summary.get("ev_last"), BLUE, f"version {run.summary.get('weights_version')}, held-out")
@@ -276,8 +278,14 @@ def as_svg(draw: Callable[[Axes], None]) -> str:
 CAPTIONS: dict[Draw, str] = {
     draw_reward: "The mean reward per batch.",
     draw_gold: "The gold score, which PPO never saw, on held-out prompts, with 95 % intervals.",
-    draw_kl: "How far the policy has moved from the initial policy.",
-    draw_explained_variance: "How much of the returns' variance the critic explains.",
+    draw_kl: (
+        "How far the policy has moved from the initial policy, estimated on the sampled tokens: while it is near 0, "
+        "the estimate of a batch can be negative."
+    ),
+    draw_explained_variance: (
+        "How much of the returns' variance the critic explains: 1 is all; below 0 its values are further off than "
+        "their mean would be, as those of a new critic are. The axis ends at -1."
+    ),
     draw_step_time: "Where a step's time goes; the axis is cut off above the usual step, so rare long steps exceed it.",
     draw_versions: "Which critic version is served, and when it was replaced.",
     draw_reload_ms: "How long a reload takes, from publishing to serving; the old weights serve meanwhile.",

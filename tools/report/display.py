@@ -22,6 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from actor.run.lock import RUN_LOCK_FILE
 from python_backend.store.jsonl import JsonlTail
 from tools.report.data import PHASES, SHOWN_S, formatted, number, phase_seconds
 
@@ -42,6 +43,7 @@ class RunDisplay:
         self._console = console or Console(force_terminal=sys.stdout.isatty())
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live: Live | None = None
+        self._phase_file = Path(run_dir) / RUN_LOCK_FILE
         self._metrics = JsonlTail(Path(run_dir) / "metrics.jsonl")
         self._critic_metrics = JsonlTail(Path(run_dir) / "critic_metrics.jsonl")
         self._total = total_steps
@@ -89,6 +91,7 @@ class RunDisplay:
         elif not self._is_live:
             self.log(f"[{_clock(time.monotonic() - self._start)}] {text}")
         self._phase, self._phase_start = text, time.monotonic()
+        self._phase_file.write_text(text)  # for `tools status`
 
     def log(self, text: str) -> None:
         """Print a line, which stays above the display."""
