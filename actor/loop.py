@@ -113,9 +113,7 @@ class PPORun(RunParts):
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
-        if self.done and not self.books.has_checkpoint(self.done):
-            await self.books.checkpoint(self.done)
         if self.done:
-            await self.books.save_policy(self.done)
+            await self.books.keep(self.done)
         await self.critic.served(self.done)
         await asyncio.gather(*self.books.saves)

@@ -268,9 +268,11 @@ class Bookkeeper:
 
         write_folder(best, fill)
 
-    def has_checkpoint(self, step: int) -> bool:
-        """Return whether the policy's checkpoint of `step` exists."""
-        return step in saved_steps(self._checkpoints)
+    async def keep(self, step: int) -> None:
+        """Write what a run that stops after `step` leaves: its checkpoint, unless it exists, and `policy/`."""
+        if step not in saved_steps(self._checkpoints):
+            await self.checkpoint(step)
+        await self.save_policy(step)
 
     async def checkpoint(self, step: int) -> None:
         """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint."""
