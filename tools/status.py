@@ -68,8 +68,8 @@ def status(config: RunConfig) -> Iterator[str]:
     yield f"run       {config.run.identity} in {config.run.dir}" + (f": {_state(config)}" if config.has_actor else "")
     yield f"server    {_server(config)}"
     if (config.run.dir / SETTINGS_FILE).is_file():  # has what was measured for `auto`
-        for role, model in config.served_sections.items():
-            size = f"{model.workers} workers x {model.threads} threads, token budget {model.token_budget}"
+        for role, section in config.served_sections.items():
+            size = f"{section.workers} workers x {section.threads} threads, token budget {section.token_budget}"
             yield f"          {role}: {size}"
     if config.has_actor:
         yield f"actor     {_actor(config)}"

@@ -30,6 +30,7 @@ ERRORS = {  # a command that starts, and cannot do what it was started for
     "import": ["--reward", "{folder}", "--no-load"], "prepare": ["--out", "{folder}/file/out"],
     "chaos": ["--out", "{folder}"], "fuzz": ["--out", "{folder}/file/out"],
     "bench": ["update", "--report-only", "{folder}"], "report": ["{folder}/none"],
+    "export": ["{folder}"],
 }  # fmt: skip
 INTERRUPTED = ["run", "render", "weights list", "gateway", "status", "doctor"]
 BASH = """\
