@@ -44,8 +44,6 @@ def make_batch(
     weights = learned_mask = mask * learned[:, None]
     if method.sequence_mean:
         weights = weights / mask.sum(-1, keepdim=True).clamp(min=1)
-    if scored.importance is not None:
-        weights = weights * scored.importance
     return PPOBatch(
         rollout.tokens,
         rollout.lengths,
@@ -58,6 +56,7 @@ def make_batch(
         prev_values,
         kl,
         returns_to_go(episodes, method.gamma, 1.0)[1] if scores.has_values else None,
+        scored.importance,
     )
 
 

@@ -1,7 +1,8 @@
 """Policy losses with one signature, and the KL penalty as a loss term.
 
 Tensors are `[B, S-1]`; position t scores token t+1. Weights per token take the place of a mask. Each loss is a sum over
-a micro-batch divided by the total weight of the minibatch, so the split into micro-batches never changes the gradient.
+a micro-batch divided by the total weight of the minibatch, so the split into micro-batches never changes the gradient;
+and it is proportional to the advantages, which importance weights multiply.
 """
 
 from __future__ import annotations

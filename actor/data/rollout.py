@@ -135,7 +135,7 @@ class PPOBatch:
     tokens: Tensor  # int64 [B, S]
     lengths: Tensor  # int64 [B]
     mask: Tensor  # float32 [B, S-1], 1 where a response token of a scored row is predicted
-    policy_weights: Tensor  # float32 [B, S-1], weight of each token in the policy loss; 0 outside the mask
+    policy_weights: Tensor  # float32 [B, S-1], weight of each token in the loss's means; 0 outside the mask
     logprobs: Tensor | None  # float32 [B, S-1], old log-probs; None if not needed because the ratio is 1
     ref_logprobs: Tensor | None  # float32 [B, S-1]; None if no KL is used or measured
     advantages: Tensor  # float32 [B, S-1], 0 outside the tokens that the policy learns from
@@ -143,3 +143,4 @@ class PPOBatch:
     prev_values: Tensor  # float32 [B, S-1]
     kl: Tensor | None  # float32 [B, S-1], KL estimate per token, not multiplied by kl_coef; None if not measured
     rewards_to_go: Tensor | None = None  # float32 [B, S-1], Monte-Carlo returns; None without a critic
+    importance: Tensor | None = None  # float32 [B, S-1], factor of each token's policy loss alone; None: 1

@@ -119,6 +119,9 @@ class PolicyUpdate:
         # If the rollout is a single minibatch, the policy is still the one that sampled it, so the ratio is exactly 1.
         # Log-probs that were computed for the KL are not used here, so that measuring it does not change the update.
         old = logprobs.detach() if batch.logprobs is None or self._is_one_update else part(batch.logprobs)
+        if batch.importance is not None:
+            # As weights they would cancel in the mean, and would also weight the KL, the entropy and `max_kl`.
+            advantages = advantages * part(batch.importance)
         loss, stats = method.algorithm.loss(logprobs, old, advantages, weights, total, method.clip)
         if method.kl_in_loss and kl_coef:
             assert batch.ref_logprobs is not None, "a KL penalty needs the reference"

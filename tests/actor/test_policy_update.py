@@ -4,6 +4,7 @@ activations), and what each setting does. Real models of a few thousand weights,
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,10 @@ from policy_training import load_checkpoint, states
 from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
+from actor.algorithms import experience
 from actor.algorithms.advantages import KL_KINDS
 from actor.algorithms.methods import ALGORITHMS
-from actor.data.rollout import PPOBatch
+from actor.data.rollout import PPOBatch, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.policy.checkpoint import save_checkpoint, saved_steps
 from actor.policy.policy import Policy
 from tests.support.policy_training import trainable_policy, update_of
@@ -124,6 +126,34 @@ def test_the_order_of_the_samples_never_matters(checkpoint: Path, name: str):
             policy = make_policy(checkpoint, **settings)
             results.append(updated(policy, select(make_batch(policy), order)))
         torch.testing.assert_close(results[1][1], results[0][1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_importance_weights_scale_the_policy_gradient_and_nothing_else(checkpoint: Path, name: str):
+    """Neither the KL and entropy terms nor any statistic, among them the one that `max_kl` compares."""
+    groups = {"responses_per_prompt": 2} if name in ("rloo", "grpo") else {}
+    terms = {"kl_penalty_in": "loss", "kl_estimator": "k2", "entropy_bonus": 0.01}
+    stats: dict[tuple[float, bool], dict[str, float]] = {}
+    for weight, with_terms in itertools.product((1.0, 0.5, 0.1), (False, True)):
+        policy = make_policy(checkpoint, algorithm_name=name, **groups, **(terms if with_terms else {}))
+        rows, num = make_batch(policy), len(LENGTHS)
+        rollout = Rollout([], rows.tokens, rows.lengths, torch.full((num,), PROMPT), torch.ones(num) > 0)
+        scores = Scores(
+            torch.arange(num) ** 2.0, torch.zeros(rows.tokens.shape), torch.full((num,), -1), torch.ones(num) > 0, []
+        )
+        scored = ScoredRollout(rollout, scores, rows.logprobs, rows.ref_logprobs, torch.full_like(rows.mask, weight))
+        update = update_of(policy)
+        batch = experience.make_batch(
+            scored, update._method, rewards=ShapedRewards(scores.rewards), kl_coef=0.1, responses_per_prompt=2
+        )
+        stats[weight, with_terms] = update.run(batch, seed=0, kl_coef=0.1 if with_terms else 0.0)
+    for (weight, with_terms), found in stats.items():
+        whole = dict(stats[1.0, with_terms])
+        norm = whole.pop("train_optim/grad_norm")
+        if not with_terms:
+            assert found["train_optim/grad_norm"] == pytest.approx(weight * norm)
+        whole.pop("train_optim/loss")
+        assert {key: found[key] for key in whole} == pytest.approx(whole)
 
 
 def test_recomputed_activations_change_nothing(checkpoint: Path):
