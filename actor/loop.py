@@ -50,16 +50,18 @@ class PPORun(RunParts):
         await self.reference.compare()
         self.scorer.mixture.check_prompts([*self.inputs.stream.first_prompts(), *self.validator.prompts])
         self.done = await self.stop.or_done(self.books.resume())
+        is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
-        is_last = self.done >= settings.steps
+        elif not is_last and self.books.owes_validation(self.done):  # a stop or crash interrupted it
+            await self.validate("between")
         while not is_last:
             await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
             self.done += 1
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.books.checkpoint(self.done)
-            if not is_last and settings.validation.every and self.done % settings.validation.every == 0:
+            if not is_last and self.books.owes_validation(self.done):
                 await self.validate("between")
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
         await self.critic.served(self.done)

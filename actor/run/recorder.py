@@ -43,6 +43,7 @@ from python_backend.wire.contract import STEP_AHEAD
 
 logger = logging.getLogger(__name__)
 TIMELINE_FILE = "timeline.jsonl"
+VALIDATIONS_FILE = "validations.jsonl"
 
 
 class Bookkeeper:
@@ -64,7 +65,7 @@ class Bookkeeper:
         self._has_critic = has_critic
         self._client = client
         self._validations: dict[str, Validation] = {}
-        self._validated: int | None = None  # newest step at which this process validated
+        self._validated: set[int] = set()  # steps with a line in validations.jsonl
         self.saves: list[asyncio.Task[None]] = []  # in flight, or failed with an unexpected error
         self.weights_version = 0  # newest critic version that the server has reported
         self.failed_critic_updates = 0  # in this process; the sidecar counts them as done
@@ -101,6 +102,9 @@ class Bookkeeper:
         trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
         self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers, exported=self._exported)
         drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
+        if (path := self._dir / VALIDATIONS_FILE).is_file():
+            drop_steps_from(step + 1, path)
+            self._validated = {line["step"] for line in each_line(path)}
         return step
 
     async def _newest_usable(self) -> tuple[int, dict[str, Any]]:
@@ -219,6 +223,11 @@ class Bookkeeper:
         rows = self.version_steps.histogram(scores.versions[scores.scored].tolist(), sent=step - 1)
         return {**staleness_metrics(rows), "client/failed_critic_updates": float(self.failed_critic_updates)}
 
+    def owes_validation(self, step: int) -> bool:
+        """Return whether `actor.validation.every` demands a validation at `step` that is not logged yet."""
+        every = self._settings.validation.every
+        return every > 0 and step % every == 0 and step not in self._validated
+
     async def log_validation(self, when: str, step: int, result: Validation, *, seconds: float) -> None:
         """Log a validation, write its texts ("before" and "after" only), and save the policy if it is the best."""
         _warn_of_failures(f"validation {when}", result.scores)
@@ -232,10 +241,10 @@ class Bookkeeper:
             write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
             write_json(self._dir / f"validation_{when}.json", line)
         await asyncio.to_thread(self._keep_if_best, step, result.reward, result.scores.reward_version)
-        path = self._dir / "validations.jsonl"
-        if self._validated is None:  # a resumed run repeats steps: drop their lines
+        path = self._dir / VALIDATIONS_FILE
+        if step in self._validated:  # a start repeats the validation before the first step, and the one after the last
             drop_steps_from(step, path)
-        self._validated = step
+        self._validated.add(step)
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
         described = {**text_metrics(result.rollout, result.scores), **line}
         charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}

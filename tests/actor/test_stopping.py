@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def make_ppo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
     actor = {
         "algorithm_name": "grpo", "responses_per_prompt": 2, "lora_rank": 2, "lora_dropout": 0.1, "warmup_steps": 5,
         "min_lr": 1e-4, "steps": STEPS, "checkpoint_every": 100, "validation_size": 2,
-        "validation_every": 2, **settings,
+        "validation_every": 2, "lr": 1e-2, **settings,
     }  # fmt: skip
     server = Server()
     run = PPORun(make_run(folder, checkpoints, actor=actor).config, server)  # type: ignore[arg-type]
@@ -168,7 +169,10 @@ def ends(folder: Path) -> list[Any]:
         {name: value for name, value in line.items() if name.startswith(("step", "train_"))}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
-    return [*(sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")), lines]
+    validations = [{**line, "timers/validation_time": 0} for line in read_jsonl(folder / "validations.jsonl")]
+    best = json.loads((folder / "best" / "best.json").read_text()), sha256_of(folder / "best" / "model.safetensors")
+    hashes = [sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")]
+    return [*hashes, lines, validations, best]
 
 
 @pytest.fixture(scope="module")
@@ -176,10 +180,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_ppo(folder, checkpoints))
+    *_, (best, _) = ends(folder)
+    assert best["step"] == 2, "a validation that a stop can interrupt"
     return ends(folder)
 
 
-def go_until(run: PPORun, owner: Any, name: str, call: int) -> str:
+class Crash(Exception):
+    """Ends a run where it is, without `leave`."""
+
+
+def go_until(run: PPORun, owner: Any, name: str, call: int, *, crash: bool = False) -> str:
     """Run until `owner.name` is called for the `call`-th time, or entered, and ask to stop then; what the run says."""
     original, calls, asked = getattr(owner, name), [], threading.Event()
 
@@ -193,6 +203,8 @@ def go_until(run: PPORun, owner: Any, name: str, call: int) -> str:
         def hold() -> None:
             calls.append(None)
             if len(calls) == call:
+                if crash:
+                    raise Crash("crashed")
                 loop.call_soon_threadsafe(ask)
                 assert asked.wait(PATIENCE_S)
 
@@ -210,9 +222,9 @@ def go_until(run: PPORun, owner: Any, name: str, call: int) -> str:
         setattr(owner, name, watched_context if name == "disable_adapter" else watched)
         await asyncio.wait_for(run.run(), PATIENCE_S)
 
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(Crash if crash else Stopped) as ended:
         asyncio.run(main())
-    return str(stopped.value)
+    return str(ended.value)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +255,19 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
     assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
     assert read_json(tmp_path / "policy" / "policy.json") == ({"step": done} if done else None)
     go(make_ppo(tmp_path, checkpoints))
+    assert ends(tmp_path) == whole
+
+
+@pytest.mark.parametrize("name", ["generate", "save"])
+def test_a_validation_that_a_crash_interrupted_is_repeated(
+    tmp_path: Path, checkpoints: Checkpoints, whole: list[Any], name: str
+):
+    """While it generates, and while it writes `best/`; then a stop in the repeated one."""
+    run = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
+    go_until(run, run.policy, name, {"generate": 4, "save": 2}[name], crash=True)
+    again = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
+    go_until(again, again.policy, "generate", 1)
+    go(make_ppo(tmp_path, checkpoints, checkpoint_every=2))
     assert ends(tmp_path) == whole
 
 
