@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_system import Checkpoints, make_run
+from live_system import Checkpoints, make_run, validations_of
 
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
@@ -169,10 +168,8 @@ def ends(folder: Path) -> list[Any]:
         {name: value for name, value in line.items() if name.startswith(("step", "train_"))}
         for line in read_jsonl(folder / "metrics.jsonl")
     ]
-    validations = [{**line, "timers/validation_time": 0} for line in read_jsonl(folder / "validations.jsonl")]
-    best = json.loads((folder / "best" / "best.json").read_text()), sha256_of(folder / "best" / "model.safetensors")
     hashes = [sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")]
-    return [*hashes, lines, validations, best]
+    return [*hashes, lines, *validations_of(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +177,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints) ->
     """The run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
     go(make_ppo(folder, checkpoints))
-    *_, (best, _) = ends(folder)
+    *_, best, _ = ends(folder)
     assert best["step"] == 2, "a validation that a stop can interrupt"
     return ends(folder)
 

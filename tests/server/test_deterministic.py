@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
-from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, wait_for
+from live_system import Checkpoints, LiveRun, System, make_run, start_system, stop_process, validations_of, wait_for
 
 from actor.policy.checkpoint import saved_steps
 from python_backend.store.jsonl import read_jsonl
@@ -31,6 +31,7 @@ class Outcome:
     optimizer: str
     critic: str
     lines: list[dict[str, Any]]  # metrics.jsonl
+    validations: list[Any]
 
 
 def outcome(run: LiveRun) -> Outcome:
@@ -46,6 +47,7 @@ def outcome(run: LiveRun) -> Outcome:
         sha256_of(folder / "checkpoints" / "actor" / str(STEPS) / "optimizer.safetensors"),
         current.sha256,
         lines,
+        validations_of(folder),
     )
 
 
@@ -60,6 +62,7 @@ def deterministic_run(folder: Path, checkpoints: Checkpoints) -> LiveRun:
             "max_new_tokens": 24, "token_budget": 128, "update_epochs": 2, "client": client,
             "kl_coef": 0.1, "kl_target": 0.01, "kl_horizon": 100, "rewards_normalization": "running", "rewards_clip": 2,
             "missing_eos_penalty": 0.5, "entropy_bonus": 0.01, "clip_ratio_high": 0.28, "update_max_kl": 0.5,
+            "validation_every": CHECKPOINT_EVERY,
         },
     )  # fmt: skip
 
@@ -163,7 +166,11 @@ def test_a_killed_actor_without_a_critic_changes_no_bit(system: System, tmp_path
             {name: value for name, value in line.items() if not name.startswith(OF_THIS_RUN)}
             for line in read_jsonl(tmp_path / folder / "metrics.jsonl")
         ]
-        return [*(sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")), lines]
+        return [
+            *(sha256_of(checkpoint / f"{name}.safetensors") for name in ("adapters", "optimizer")),
+            *validations_of(tmp_path / folder),
+            lines,
+        ]
 
     finish(start("whole"))
     killed = start("killed")

@@ -28,7 +28,8 @@ from python_backend.config import ActorSection, RunConfig, TrainerSection, load_
 from python_backend.config.sections import UNMEASURED
 from python_backend.store.control_key import GRPC_HEADER, control_key
 from python_backend.store.journal import Journal
-from python_backend.store.weights import WeightsStore
+from python_backend.store.jsonl import read_jsonl
+from python_backend.store.weights import WeightsStore, sha256_of
 from tests.support.settings import nested
 from tools.demo.random_models import random_llama, train_bpe
 from tools.render_configs import render_repository
@@ -376,3 +377,16 @@ def wait_for(condition: Callable[[], bool], *children: Child, timeout_s: float =
             logs = "\n".join(child.log_path.read_text(errors="replace")[-3000:] for child in children)
             raise AssertionError(f"waited {timeout_s:g} s in vain:\n{logs}")
         time.sleep(0.02)
+
+
+def validations_of(folder: Path) -> list[Any]:
+    """What the validations of a run leave, but for times, and for values, which depend on when an update is served."""
+    lines = [
+        {**line, "timers/validation_time": 0, "explained_variance": None}
+        for line in read_jsonl(folder / "validations.jsonl", required=True)
+    ]
+    return [
+        lines,
+        json.loads((folder / "best" / "best.json").read_text()),
+        sha256_of(folder / "best" / "model.safetensors"),
+    ]
