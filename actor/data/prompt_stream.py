@@ -73,7 +73,7 @@ class PromptStream:
 
     def __init__(self, sources: Sequence[PromptFileSection], reader: PromptReader, *, seed: int) -> None:
         """Open the files and find their rows. Raises PromptError if a file is unreadable or has no rows."""
-        self._sources, self._reader = sources, reader
+        self._sources, self.reader = sources, reader
         paths = dict.fromkeys(source.path for source in sources)
         # The first file has the order of a run with this file alone.
         seeds = [[seed, number] if number else [seed] for number in range(len(paths))]
@@ -108,7 +108,7 @@ class PromptStream:
 
     def first_prompts(self) -> list[Prompt]:
         """Return the prompt of each file's first row, except skipped ones, for checks before the run starts."""
-        prompts = (self._reader.fitted(self._reader.prompt(file.rows.row(0))) for file in self._files.values())
+        prompts = (self.reader.fitted(self.reader.prompt(file.rows.row(0))) for file in self._files.values())
         return [prompt for prompt in prompts if prompt is not None]
 
     def epoch(self, positions: Positions) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 
 from actor.data.prompt_files import PromptError, PromptRow, read_rows, source_of
 from actor.data.rollout import Prompt
+from python_backend.checkpoints.tokenization import encode_prompt
 
 __all__ = ["MESSAGES_KEY", "PromptError", "PromptReader", "read_prompts"]
 
@@ -31,6 +32,7 @@ class PromptReader:
     max_tokens: int  # maximum prompt length
     too_long: TooLong = "error"  # a longer prompt is an error, skipped, or truncated to its last tokens
     vocab_size: int | None = None  # of the model's embeddings; None: tokens beyond them are not detected
+    add_special_tokens: bool = True  # put BOS or the like before a text, as the tokenizer does; never before a chat
 
     def prompt(self, row: PromptRow) -> Prompt:
         """Return the prompt of `row`, which `fitted` has yet to truncate or skip.
@@ -39,7 +41,7 @@ class PromptReader:
             PromptError: the row is not a JSON object with one of the three columns; or the prompt is empty, too long
                 under `too_long: error`, or has a token that the model has no embedding for.
         """
-        prompt = _prompt(row, self.tokenizer)
+        prompt = self._prompt(row)
         size = prompt.tokens.size
         if not size or (size > self.max_tokens and self.too_long == "error"):
             raise PromptError(
@@ -59,9 +61,29 @@ class PromptReader:
 
     def fitted(self, prompt: Prompt) -> Prompt | None:
         """Return `prompt`, truncated if it is too long; None if it is skipped."""
-        if self.is_long(prompt):
-            return None if self.too_long == "skip" else replace(prompt, tokens=prompt.tokens[-self.max_tokens :])
-        return prompt
+        if not self.is_long(prompt):
+            return prompt
+        if self.too_long == "skip":
+            return None
+        first, excess = prompt.num_special, prompt.tokens.size - self.max_tokens
+        return replace(prompt, tokens=np.delete(prompt.tokens, slice(first, first + excess)))
+
+    def _prompt(self, row: PromptRow) -> Prompt:
+        columns, where = row.columns, row.where
+        source = source_of(row)
+        metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
+        text, adds = columns[source], self.add_special_tokens
+        if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
+            metadata[MESSAGES_KEY] = text
+            text, adds = _rendered(text, f"{where}: {source}", self.tokenizer), False
+        if not isinstance(text, str):
+            raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
+        before, ids = (
+            encode_prompt(self.tokenizer, text)
+            if adds else ([], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        )  # fmt: skip
+        tokens = np.asarray([*before, *ids], dtype=np.int64)
+        return Prompt(str(columns.get("prompt_id", row.number)), text, tokens, metadata, len(before))
 
     @property
     def long_prompt_action(self) -> str:
@@ -93,20 +115,6 @@ def read_prompts(path: Path, reader: PromptReader, *, limit: int | None = None) 
     if not prompts:
         raise PromptError(f"{path} has no prompts" + (f" of at most {reader.max_tokens} tokens" if long else ""))
     return prompts
-
-
-def _prompt(row: PromptRow, tokenizer: Any) -> Prompt:
-    columns, where = row.columns, row.where
-    source = source_of(row)
-    metadata = {name: value for name, value in columns.items() if name not in ("text", "prompt_id", source)}
-    text = columns[source]
-    if source == MESSAGES_KEY or (source == "prompt" and isinstance(text, list)):
-        metadata[MESSAGES_KEY] = text
-        text = _rendered(text, f"{where}: {source}", tokenizer)
-    if not isinstance(text, str):
-        raise PromptError(f"{where}: {source}: must be a string, got {text!r}")
-    tokens = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
-    return Prompt(str(columns.get("prompt_id", row.number)), text, tokens, metadata)
 
 
 def _rendered(messages: Any, where: str, tokenizer: Any) -> str:

@@ -21,6 +21,7 @@ class Prompt:
     text: str
     tokens: np.ndarray  # int64 [P]
     metadata: dict[str, Any] = field(default_factory=dict)  # the row's other columns
+    num_special: int = 0  # special tokens before the text, which truncation keeps
 
 
 @dataclass(frozen=True)

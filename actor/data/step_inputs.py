@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from actor.data.prompt_stream import Positions, PromptStream
 from actor.data.rollout import Prompt
 
+logger = logging.getLogger(__name__)
 KEPT_STEPS = 3  # the last complete step, the current one and the one whose rollout is prefetched
 
 
@@ -50,10 +52,19 @@ class StepInputs:
     def state(self, step: int) -> dict[str, Any]:
         """Return what a checkpoint of `step` saves."""
         after = self.after(step)
-        return {"prompts_taken": after.prompts, "prompt_files": self.stream.state(after)}
+        return {
+            "prompts_taken": after.prompts, "prompt_files": self.stream.state(after),
+            "add_special_tokens": self.stream.reader.add_special_tokens,
+        }  # fmt: skip
 
     def restore(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue after `step`, from what `state` returned for it."""
+        """Continue after `step`, from what `state` returned for it; warn if text prompts have other tokens now."""
+        added, adds = state.get("add_special_tokens", False), self.stream.reader.add_special_tokens
+        if added != adds:
+            logger.warning(
+                "actor.prompts.add_special_tokens was %s up to the checkpoint and is %s now: text prompts have other "
+                "tokens", added, adds,
+            )  # fmt: skip
         self.known.clear()
         self.known[step] = self.stream.restored(state["prompts_taken"], state.get("prompt_files"))
 

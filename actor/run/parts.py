@@ -40,8 +40,9 @@ class RunParts:
         )
         self.reference = make_reference(config, client, self.policy)
         reader = PromptReader(
-            self.policy.tokenizer, actor.prompts.max_tokens, actor.prompts.too_long, self.policy.vocab_size
-        )
+            self.policy.tokenizer, actor.prompts.max_tokens, actor.prompts.too_long, self.policy.vocab_size,
+            actor.prompts.add_special_tokens,
+        )  # fmt: skip
         stream = PromptStream(actor.prompts.sources, reader, seed=seed)
         held_out = (
             read_prompts(validation.prompts, reader, limit=validation.size)

@@ -65,6 +65,21 @@ def encode_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     return [*before, *content, *after]
 
 
+def encode_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Return the special tokens that the tokenizer puts before the text, such as BOS, and the ids of the text.
+
+    As in `encode_text`, those that the text starts with are not added again. No EOS or [SEP] ends the prompt, because
+    the response follows.
+    """
+    encoded = tokenizer(text, return_special_tokens_mask=True)
+    ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    before = ids[: added.index(0)] if 0 in added and len(added) == len(ids) else []
+    if bare[: len(before)] == before:
+        return before, bare[len(before) :]
+    return ([] if text.lstrip().startswith(_literal(tokenizer, before)) else before), bare
+
+
 def encode_bare_text(tokenizer: Any, text: str, max_length: int) -> list[int]:
     """Return the first `max_length` ids of the text, without special tokens."""
     return _first_ids(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, max_length)

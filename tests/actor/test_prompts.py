@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_tokenizers import ADDED, CHATS, make_text_tokenizer
 
 from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt
 from actor.run.metrics import MetricsLog, Timers
+from python_backend.checkpoints.tokenization import encode_text
 from python_backend.store.jsonl import drop_steps_from, each_line, read_jsonl, write_jsonl
 from tests.support.prompts import bytewise
 
@@ -80,8 +82,8 @@ class Chat:
 
     chat_template = "roles and contents"
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-        return bytewise(text, add_special_tokens=add_special_tokens)
+    def __call__(self, text: str, **options: bool) -> dict[str, list[int]]:
+        return bytewise(text, **options)
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert (tokenize, add_generation_prompt) == (False, True)
@@ -112,6 +114,34 @@ def test_messages_are_rendered_and_travel_on(tmp_path: Path):
 def test_messages_that_cannot_be_rendered(tmp_path: Path, tokenizer: Any, messages: Any, message: str):
     with pytest.raises(PromptError, match=re.escape(message)):
         read_prompts(write(tmp_path, {"messages": messages}), PromptReader(tokenizer, 100))
+
+
+@pytest.mark.parametrize("family", sorted(CHATS))
+def test_a_text_begins_as_the_tokenizer_begins_it_and_a_chat_as_its_template_does(tmp_path: Path, family: str):
+    """The response follows, so no [SEP] and no EOS; `sentences` begin with the same tokens (`encode_text`)."""
+    tokenizer = make_text_tokenizer(family, added=("<s>", "</s>") if family == "llama" else None)
+    text, chat = "the words of a text", [{"role": "user", "content": "the words"}]
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start, _ = ADDED.get(family, ("", ""))
+    before = tokenizer.convert_tokens_to_ids([start] if start else [])
+    rows = [{"text": text}, {"text": start + text}, {"prompt": chat}, {"prompt": text}]
+    path = write(tmp_path, *rows)
+    plain, given, rendered, other = (
+        prompt.tokens.tolist() for prompt in read_prompts(path, PromptReader(tokenizer, 99))
+    )
+    assert plain == other == [*before, *bare]
+    assert plain == encode_text(tokenizer, text, 99)[: len(plain)]
+    assert given == encode_text(tokenizer, start + text, 99)[: len(given)]
+    assert given[:1] + given[1:].count(given[0]) * ["twice"] == plain[:1]
+    assert rendered == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    none = read_prompts(path, PromptReader(tokenizer, 99, add_special_tokens=False))
+    assert none[0].tokens.tolist() == bare
+    cut = read_prompts(path, PromptReader(tokenizer, 3, "truncate"))
+    size = 3 - len(before)
+    assert [prompt.tokens.tolist() for prompt in cut[:2]] == [[*before, *bare[-size:]]] * 2
+    assert cut[2].tokens.tolist() == rendered[-3:]
+    with pytest.raises(PromptError, match="0 tokens"):
+        read_prompts(write(tmp_path, {"text": ""}), PromptReader(tokenizer, 99))
 
 
 def test_long_prompts_are_skipped_or_cut_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):

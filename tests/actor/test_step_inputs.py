@@ -146,6 +146,13 @@ def test_a_file_that_has_changed_is_reported(tmp_path: Path, caplog: pytest.LogC
     assert caplog.messages[1:] == [f"{other} is not in the checkpoint; its prompts are taken from the beginning"]
 
 
+def test_other_special_tokens_than_at_the_checkpoint_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = numbered(tmp_path, "a", 7)
+    resumed(inputs_of(path, add_special_tokens=False), 1, inputs_of(path))
+    (message,) = caplog.messages
+    assert message.startswith("actor.prompts.add_special_tokens was False up to the checkpoint and is True now")
+
+
 def test_the_next_row_takes_the_place_of_a_skipped_one(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = write_prompts(tmp_path / "a.jsonl", ["a", "long", "b", "longer", "c"])
     rows = [["a", "long", "b", "longer", "c"][i] for i in np.random.default_rng([0, 0]).permutation(5)]

@@ -14,10 +14,9 @@ from actor.data.step_inputs import StepInputs
 from python_backend.config import PromptFileSection
 
 
-def bytewise(text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
-    """Return one token per byte, as a tokenizer does."""
-    assert not add_special_tokens
-    return {"input_ids": list(text.encode())}
+def bytewise(text: str, **_: bool) -> dict[str, list[int]]:
+    """Return one token per byte, as a tokenizer without special tokens does."""
+    return {"input_ids": list(text.encode()), "special_tokens_mask": [0] * len(text.encode())}
 
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:

@@ -225,6 +225,15 @@ def test_a_link_to_weights_that_are_gone(config: Path, checkpoints: Checkpoints,
     assert f"names {shard}, which is missing" in found["files"].text
 
 
+def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) -> None:
+    assert findings(str(config))["prompts"].text == "text prompts begin with no special token"
+    policy = f"actor.policy.checkpoint={checkpoints.other_policy}"  # its tokenizer adds BOS
+    assert findings(str(config), policy)["prompts"].text == "text prompts begin with <s>"
+    found = findings(str(config), policy, "actor.prompts.add_special_tokens=false")["prompts"]
+    assert found.level is Level.WARNING
+    assert found.text.startswith("text prompts lack <s>, with which")
+
+
 def test_a_full_disk_and_one_that_cannot_be_written(disk: SmallDisk) -> None:
     disk.fill()
     space, write = machine.disk(disk.folder / "run", 0)

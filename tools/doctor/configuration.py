@@ -10,6 +10,7 @@ from pathlib import Path
 
 from actor.run.lock import in_progress
 from python_backend.checkpoints.inspection import stored_dtypes
+from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.config.required_files import check_files
 from python_backend.store.durable import read_json, refusal
@@ -48,6 +49,20 @@ def files(config: RunConfig) -> Iterator[Finding]:
             yield failed("files", line)
     else:
         yield Finding("files", "checkpoints, prompts and reward functions are there")
+        if config.has_actor:
+            yield _text_prompts(config)
+
+
+def _text_prompts(config: RunConfig) -> Finding:
+    """Return what plain-text prompts begin with."""
+    tokenizer = load_tokenizer(config.actor.policy.checkpoint.absolute())
+    before = tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, "text")[0])
+    if before and not config.actor.prompts.add_special_tokens:
+        return warning(
+            "prompts", f"text prompts lack {' '.join(before)}, with which the policy's tokenizer begins a text; set "
+            "actor.prompts.add_special_tokens to true, unless the policy was trained without",
+        )  # fmt: skip
+    return Finding("prompts", f"text prompts begin with {' '.join(before) or 'no special token'}")
 
 
 def devices(config: RunConfig) -> Iterator[Finding]:
