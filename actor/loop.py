@@ -83,7 +83,7 @@ class PPORun(RunParts):
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.rollouts.begin(step + 1, updated=step - 1)
         update: dict[str, float] = {}
-        if step > self.settings.algorithm.critic_warmup_steps:
+        if trains_policy := step > self.settings.algorithm.critic_warmup_steps:
             seed = self.inputs.seed_of(step)
             with timers.phase("train_time"):
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
@@ -91,7 +91,8 @@ class PPORun(RunParts):
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
         self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
         self.books.log_timeline(step, timers.spans)
-        if (distance := sequence_kl(scored, batch.mask)) is not None:
+        distance = sequence_kl(scored, batch.mask)
+        if trains_policy and distance is not None:
             self.kl.update(distance, len(batch.lengths))
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:

@@ -9,7 +9,9 @@ class KLControl:
     """Holds `kl_coef` and adapts it if there is a target.
 
         error = clip(kl / target - 1, -0.2, 0.2)
-        coef <- coef * (1 + error * samples / horizon)
+        coef <- coef * (1 + error * min(samples / horizon, 1))
+
+    Without the minimum, which the paper lacks, the coefficient would become negative from 5 * horizon samples on.
 
     Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2.
     """
@@ -30,4 +32,4 @@ class KLControl:
         if self._target is None:
             return
         error = min(max(kl / self._target - 1, -MOST_ERROR), MOST_ERROR)
-        self.coef *= 1 + error * samples / self._horizon
+        self.coef *= 1 + error * min(samples / self._horizon, 1.0)

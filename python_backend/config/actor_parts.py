@@ -203,7 +203,7 @@ class KLSection(Section):
     target: Annotated[float, Field(gt=0)] | None = None
     """Target KL for adapting `coef`, in nats per sequence; default: `coef` is fixed."""
     horizon: Count = 10_000
-    """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster."""
+    """Horizon of the adaptive `coef`, in responses; a smaller one adapts faster, down to `actor.rollout_size`."""
     estimator: Literal["auto", "k1", "abs", "k2", "k3"] = "auto"
     """Estimator of the per-token KL; `auto`: `k3` if the penalty is in the loss, `abs` (as in NeMo-Aligner) if it is in
     the rewards."""

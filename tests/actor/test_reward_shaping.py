@@ -128,3 +128,6 @@ def test_an_adaptive_coefficient_by_hand(kl: float, expected: float):
     control = KLControl(1.0, target=6.0, horizon=100)
     control.update(kl, 50)
     assert control.coef == pytest.approx(expected)
+    large = KLControl(1.0, target=6.0, horizon=100)
+    large.update(kl, 8192)  # a rollout larger than the horizon counts as one horizon
+    assert large.coef == pytest.approx(1 + 2 * (expected - 1))

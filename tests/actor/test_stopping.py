@@ -21,12 +21,13 @@ from live_system import Checkpoints, make_run, validations_of
 from actor.loop import PPORun
 from actor.policy.checkpoint import saved_steps
 from actor.run.stopping import Stop, Stopped
+from actor.scoring.client import TrainAnswer
 from actor.scoring.retry import RequestCounters
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.store.durable import read_json
 from python_backend.store.jsonl import read_jsonl
 from python_backend.store.weights import sha256_of
-from python_backend.wire.contract import REWARDS
+from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 PATIENCE_S = 120.0
 STEPS = 3
@@ -136,12 +137,26 @@ class Server:
     def __init__(self) -> None:
         self.counters = RequestCounters()
         self.tokenizer: Any = None
+        self.payloads: list[dict[str, np.ndarray]] = []  # of the critic
 
     async def model_parameters(self, _: str) -> dict[str, str]:
         return {"tokenizer_fingerprint": fingerprint(self.tokenizer)}
 
     async def rewards(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
         return {REWARDS: np.asarray([[float(row.sum() % 7)] for row in rows], np.float32)}
+
+    async def score(self, rows: list[np.ndarray], *_: object, **__: object) -> dict[str, np.ndarray]:
+        values = np.zeros((len(rows), max(map(len, rows))), np.float32)
+        return {**await self.rewards(rows), VALUES: values, WEIGHTS_VERSION: np.zeros((len(rows), 1), np.int64)}
+
+    async def train(self, payload: dict[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
+        self.payloads.append(payload)
+        return TrainAnswer(0.0, step)
+
+    async def save(self, **_: object) -> int:
+        return 0
+
+    rewind = save
 
 
 def make_ppo(folder: Path, checkpoints: Checkpoints, **settings: Any) -> PPORun:
@@ -277,6 +292,17 @@ def test_a_checkpoint_that_exists_is_not_written_again(tmp_path: Path, checkpoin
     again = make_ppo(tmp_path, checkpoints, checkpoint_every=2)
     go_until(again, again.policy, "generate", 1)
     assert (state.stat().st_mtime_ns, state.stat().st_ino) == written
+
+
+PPO = {"algorithm_name": "ppo", "responses_per_prompt": 1}
+
+
+def test_the_kl_coefficient_adapts_once_the_policy_trains(tmp_path: Path, checkpoints: Checkpoints):
+    """Not while only the critic does, when the KL is 0 whatever the coefficient."""
+    settings = {**PPO, "critic_warmup_steps": 1, "warmup_steps": 0, "kl_coef": 0.1, "kl_target": 1.0, "kl_horizon": 100}
+    go(make_ppo(tmp_path, checkpoints, **settings))
+    coefs = [line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
+    assert coefs[0] == coefs[1] == 0.1 > coefs[2]
 
 
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
