@@ -9,6 +9,7 @@ from torch import Tensor
 
 KL_KINDS = ("k1", "abs", "k2", "k3")
 WHITEN_EPSILON = 1e-8
+K3_RANGE = (-11.0, 2.61)  # of the log-ratio; k3 is 10 at both ends, the bound of verl's `low_var_kl`
 ROUNDING = 4 * torch.finfo(torch.float32).eps  # relative; the same row scored twice by a server may differ by this much
 
 
@@ -49,7 +50,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
     With d = logprobs - ref_logprobs:    k1 = d    abs = |d|    k2 = d^2 / 2    k3 = exp(-d) - 1 + d
 
-    k1 is unbiased and may be negative; k3 is unbiased and never negative; abs and k2 are biased.
+    k1 is unbiased and may be negative; k3 is unbiased and never negative; abs and k2 are biased. k3 of one token is at
+    most 10. Beyond, it keeps the gradient that it has there, so that the token is still pulled towards the reference.
 
     Args:
         logprobs: `[B, S-1]`, log-prob of token t+1 under the policy that sampled it.
@@ -69,7 +71,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return 0.5 * difference.square()
     if kind == "k3":
-        return torch.expm1(-difference) + difference
+        log_ratio = -difference
+        log_ratio = log_ratio - (log_ratio - log_ratio.clamp(*K3_RANGE)).detach()
+        return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"kl_estimator must be one of {', '.join(KL_KINDS)}, got {kind!r}")
 
 

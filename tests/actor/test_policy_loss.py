@@ -126,6 +126,17 @@ def test_kl_in_the_loss_by_hand(kind: str, value: float, slope: float):
     assert logprobs.grad.tolist() == [[pytest.approx(slope / 2), 0]]
 
 
+@pytest.mark.parametrize("distance", [3.0, 15.0, 89.0, 1000.0, -11.5, -1000.0])
+def test_k3_of_one_token_is_bounded_and_still_pulls_it_back(distance: float):
+    """As far as exp(-d) grows without a bound, 89 nats overflow float32; a clamp alone would have gradient 0."""
+    logprobs = torch.tensor([[-distance]], requires_grad=True)
+    loss = kl_loss(logprobs, torch.zeros(1, 1), torch.ones(1, 1), kind="k3", total=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(10, abs=0.02)
+    slope = 1 - math.exp(2.61) if distance > 0 else 1.0  # at the bound
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-3)
+
+
 def test_k2_in_the_loss_has_the_gradient_of_the_kl():
     """In expectation over the policy's own samples, exactly; k1's gradient is 0 in expectation."""
     generator = torch.Generator().manual_seed(0)
