@@ -10,7 +10,7 @@ import asyncio
 import time
 from typing import Any
 
-from actor.algorithms.experience import check_failures, make_batch, sequence_kl
+from actor.algorithms.experience import check_failures, critic_payload, make_batch, sequence_kl
 from actor.data.compute import cancelled
 from actor.data.prompts import PromptError
 from actor.data.rollout import PPOBatch, ScoredRollout
@@ -78,7 +78,7 @@ class PPORun(RunParts):
         check_failures(scored.scores, self.settings.rewards.max_failed_fraction)
         batch = await self.in_thread(self.make_batch, scored)
         if self.scorer.has_critic:
-            self.critic.send(step, batch)
+            self.critic.send(step, await self.in_thread(critic_payload, batch))
         if self.settings.one_step_off_policy and not is_last:
             # Before this step's update: the next rollout samples from a copy of the policy as of `step - 1`.
             await self.rollouts.begin(step + 1, updated=step - 1)

@@ -83,10 +83,17 @@ def importance_weights(rollout: Rollout, logprobs: Tensor, cap: float) -> Tensor
 
 
 def critic_payload(batch: PPOBatch) -> dict[str, np.ndarray]:
-    """Return the inputs of a critic_train request, with the batch's padding."""
+    """Return the inputs of a critic_train request, packed as `TrainPayload`: the scored rows, without padding.
+
+    A row may lack its score because the critic cannot take it, and the server refuses a payload that has such a row.
+    """
+    scored = batch.mask.any(-1)
+    ends = batch.lengths[:, None] * scored[:, None]  # nothing of the other rows
+    inside = torch.arange(batch.tokens.shape[1]) < ends
+    targets = {RETURNS: batch.returns, PREV_VALUES: batch.prev_values, MASK: batch.mask}
     return {
-        TOKENS: batch.tokens.numpy(), SEQUENCE_LENGTHS: batch.lengths[:, None].numpy(),
-        RETURNS: batch.returns.numpy(), PREV_VALUES: batch.prev_values.numpy(), MASK: batch.mask.numpy(),
+        TOKENS: batch.tokens[inside][None].numpy(), SEQUENCE_LENGTHS: batch.lengths[scored, None].numpy(),
+        **{name: tensor[inside[:, 1:]][None].numpy() for name, tensor in targets.items()},
     }  # fmt: skip
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
-from actor.algorithms.experience import critic_payload
+import numpy as np
+
 from actor.data.compute import cancelled
-from actor.data.rollout import PPOBatch
 from actor.run.metrics import Timers
 from actor.run.recorder import Bookkeeper
 from actor.scoring.client import TritonClient
@@ -23,9 +24,9 @@ class CriticUpdates:
         self._client, self._books, self._run_id = client, books, run_id
         self._in_flight: dict[int, asyncio.Task[int | None]] = {}  # by step
 
-    def send(self, step: int, batch: PPOBatch) -> None:
-        """Start the critic's update of `step`."""
-        self._in_flight[step] = asyncio.create_task(self.train(step, batch))
+    def send(self, step: int, payload: Mapping[str, np.ndarray]) -> None:
+        """Start the critic's update of `step`; `payload` as of `critic_payload`."""
+        self._in_flight[step] = asyncio.create_task(self.train(step, payload))
 
     async def served(self, step: int) -> None:
         """Wait until every update in flight up to `step` is served or has failed."""
@@ -36,7 +37,7 @@ class CriticUpdates:
                 if version is not None:
                     self._books.weights_version = version
 
-    async def train(self, step: int, batch: PPOBatch) -> int | None:
+    async def train(self, step: int, payload: Mapping[str, np.ndarray]) -> int | None:
         """Send the critic its update; return the weights version that serves it, or None if the update failed.
 
         The sidecar counts a failed update as done: it keeps serving the previous weights and accepts the next step.
@@ -44,7 +45,7 @@ class CriticUpdates:
         timers = Timers(step)
         with timers.phase("critic_update"):
             try:
-                answer = await self._client.train(critic_payload(batch), run_id=self._run_id, step=step)
+                answer = await self._client.train(payload, run_id=self._run_id, step=step)
             except ServerFailed as error:  # task edge: the run survives one lost critic update
                 self._books.failed_critic_updates += 1
                 text = "step %d: the critic's update failed, the run continues without it: %s"

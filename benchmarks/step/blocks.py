@@ -6,11 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actor.algorithms.experience import critic_payload
-from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
+from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.data.step_inputs import StepInputs
 from actor.generation.engine import Generation
 from actor.loop import PPORun
@@ -62,14 +62,12 @@ class PaddedServices:
         rewards = torch.tensor([float(reward["rewards"][0, 0]) for reward, _ in answers])
         return Scores(rewards, values, torch.zeros(count).long(), torch.ones(count).bool(), [])
 
-    async def train(self, payload: dict[str, Any], *, run_id: str, step: int) -> TrainAnswer:
+    async def train(self, batch: PPOBatch, *, run_id: str, step: int) -> TrainAnswer:
         """Train once on the padded batch, as if every row were as long as the longest; return the server's answer."""
-        import numpy as np
+        import torch
 
-        count, width = payload["tokens"].shape
-        packed = {name: array.reshape(1, -1) for name, array in payload.items()}
-        padded = {**packed, "sequence_lengths": np.full((count, 1), width, np.int64)}
-        return await self._critic.train(padded, run_id=run_id, step=step)
+        padded = replace(batch, lengths=torch.full_like(batch.lengths, batch.tokens.shape[1]))
+        return await self._critic.train(critic_payload(padded), run_id=run_id, step=step)
 
 
 @dataclass(frozen=True)
@@ -145,10 +143,10 @@ class MeasuredRun(PPORun):
             ref_logprobs = await self.in_thread(self.policy.logprobs, rollout, reference=True)  # computed in the actor
         batch = await self.in_thread(self.make_batch, ScoredRollout(rollout, scores, logprobs, ref_logprobs))
         if padded is None:
-            await self.critic.train(step, batch)
+            await self.critic.train(step, critic_payload(batch))
         else:
             with timers.phase("critic_update"):
-                await padded.train(critic_payload(batch), run_id=self._run_id, step=step)
+                await padded.train(batch, run_id=self._run_id, step=step)
         with timers.phase("train_time"):
             await self.in_thread(self.policy_update.run, batch, seed=self.inputs.seed_of(step), kl_coef=self.kl.coef)
         self.books.log_timeline(step, timers.spans)

@@ -13,9 +13,18 @@ from torch import Tensor
 
 from actor.algorithms import experience
 from actor.algorithms.advantages import KL_KINDS, explained_variance
-from actor.algorithms.experience import TooManyFailed, check_failures, distinct_bigrams, rollout_metrics, score_returns
+from actor.algorithms.experience import (
+    TooManyFailed,
+    check_failures,
+    critic_payload,
+    distinct_bigrams,
+    rollout_metrics,
+    score_returns,
+)
 from actor.algorithms.methods import Method
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
+from python_backend.wire.contract import MASK, PREV_VALUES, RETURNS, SEQUENCE_LENGTHS, TOKENS, Limits
+from python_backend.wire.training_payload import train_payload
 from tests.support.settings import actor_section
 
 SETTINGS: dict[str, Any] = {"kl_coef": 0.1, "kl_estimator": "k1"}
@@ -73,6 +82,25 @@ def test_the_mask_holds_response_tokens():
     assert batch.policy_weights.tolist() == [[0, 1, 1, 1, 0], [0] * 5, [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     everyone = make_batch(scored_rollout(), **{**SETTINGS, "mask_unfinished": False})
     assert torch.equal(everyone.policy_weights, everyone.mask)
+
+
+def test_the_critic_receives_the_scored_rows_without_padding():
+    """Row 2 was not scored because it is longer than the critic's positions, which refuses a payload that has it."""
+    scored = scored_rollout(scored=[True, True, False, True])
+    batch = make_batch(scored, **SETTINGS)
+    payload = critic_payload(batch)
+    assert payload[TOKENS].shape == (1, 5 + 4 + 3)
+    sent = train_payload(payload, Limits(30, max_length=5))
+    assert sent.lengths.tolist() == [5, 4, 3]
+    rows = [0, 1, 3]
+    padded = {
+        TOKENS: batch.tokens[rows].numpy(), SEQUENCE_LENGTHS: batch.lengths[rows, None].numpy(),
+        RETURNS: batch.returns[rows].numpy(), PREV_VALUES: batch.prev_values[rows].numpy(),
+        MASK: batch.mask[rows].numpy(),
+    }  # fmt: skip
+    assert sent.digest() == train_payload(padded, Limits(30)).digest()  # which other trainers may send
+    alone = make_batch(scored_rollout(scored=[True, False, False, False]), **SETTINGS)
+    assert train_payload(critic_payload(alone), Limits(30)).lengths.tolist() == [5]
 
 
 def test_returns_by_hand():
