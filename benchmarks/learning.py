@@ -99,7 +99,8 @@ def configuration(settings: argparse.Namespace, folder: Path, algorithm: str, se
         },
         "actor": {
             "steps": settings.steps, "rollout_size": settings.rollout_size, "checkpoint_every": 1000,
-            "policy": {"checkpoint": str(folder / "policy")}, "prompts": {"path": str(folder / "prompts.jsonl")},
+            "policy": {"checkpoint": str(folder / "policy")},
+            "prompts": {"path": str(folder / "prompts.jsonl"), "max_tokens": 32},
             "generation": {"batch_size": settings.rollout_size, "max_new_tokens": 12},
             "algorithm": {"name": algorithm, "mask_unfinished": False, **ALGORITHMS[algorithm]},
             "kl": {"coef": 0.0, "every": 1}, "update": {"minibatch_size": settings.rollout_size // 4},

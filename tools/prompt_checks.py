@@ -1,4 +1,4 @@
-"""Checks the first rows of the prompt files, and that chats can be rendered, before anything slow starts."""
+"""Checks before anything slow starts: the first rows of the prompt files, chat templates, and the length of rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from actor.data.prompt_files import PromptError, read_rows, source_of
+from python_backend.checkpoints.positions import max_positions, rotary_limit
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, fingerprint, load_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.required_files import has_chat_template
+from python_backend.store.durable import read_json
 
 CHECKED_ROWS = 1000  # of each file
 
 
 def check_prompts(config: RunConfig) -> None:
-    """Check the first rows of the prompt files before anything slow starts. Raises ConfigError if one is invalid."""
+    """Check the prompt files' first rows, and that all models take the longest rows. Raises ConfigError if not."""
+    _check_lengths(config)
     prompts, validation = config.actor.prompts, config.actor.validation
     held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
     for key, path in {**prompts.paths, **held_out}.items():
@@ -24,6 +28,29 @@ def check_prompts(config: RunConfig) -> None:
                 check_templates(config, key)
         except PromptError as error:
             raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_lengths(config: RunConfig) -> None:
+    """Check that no model refuses the longest rows of the run, so that no response is masked for its length.
+
+    Of the policy, only a rotary table that depends on the length can be known here; the actor checks the rest.
+    """
+    prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
+    limits = {"actor.policy.checkpoint": rotary_limit(_settings(config.actor.policy.checkpoint)) or prompt + new}
+    for role, section in config.served_sections.items():
+        known = (section.max_length, max_positions(_settings(section.checkpoint)))
+        limits[f"{role}.checkpoint"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
+    short = {key: limit for key, limit in limits.items() if limit < prompt + new}
+    if "reward.checkpoint" in short and _receives_texts(config):  # which the server truncates
+        del short["reward.checkpoint"]
+    if short:
+        raise ConfigError(
+            "\n".join(
+                f"{key}: takes rows of at most {limit} tokens, but actor.prompts.max_tokens ({prompt}) + "
+                f"actor.generation.max_new_tokens ({new}) is {prompt + new}; lower them"
+                for key, limit in short.items()
+            )
+        )
 
 
 def _first_contents(path: Path) -> list[Any]:
@@ -53,10 +80,8 @@ def check_templates(config: RunConfig, prompts: str) -> None:
             f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save a "
             "template there as chat_template.jinja, or give the prompts as plain texts"
         )
-    marks = config.reward.process is not None and config.reward.process.mark is not None
-    by_settings = marks or config.reward.text == "pair"
     renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
-    if renders and (by_settings or not _same_tokenizer(policy, reward)):
+    if renders and _receives_texts(config):
         raise ConfigError(
             f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
             "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
@@ -65,7 +90,15 @@ def check_templates(config: RunConfig, prompts: str) -> None:
         )
 
 
-def _same_tokenizer(*folders: Path) -> bool:
-    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer  # transformers: slow to import
+def _receives_texts(config: RunConfig) -> bool:
+    """Return whether the actor sends the reward model texts instead of token ids."""
+    reward = config.reward
+    marks = reward.process is not None and reward.process.mark is not None
+    if marks or reward.text == "pair" or reward.template is not None:
+        return True
+    folders = (config.actor.policy.checkpoint, reward.checkpoint)
+    return len({fingerprint(load_tokenizer(folder.absolute())) for folder in folders}) > 1
 
-    return len({fingerprint(load_tokenizer(folder.absolute())) for folder in folders}) == 1
+
+def _settings(checkpoint: Path) -> dict[str, Any]:
+    return read_json(checkpoint / "config.json") or {}

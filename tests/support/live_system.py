@@ -241,7 +241,7 @@ def make_run(folder: Path, checkpoints: Checkpoints, **sections: Mapping[str, An
             "checkpoint": str(checkpoints.policy), "prompts_path": str(checkpoints.prompts),
             "validation_prompts": str(checkpoints.prompts), "validation_size": 8, "steps": 3, "rollout_size": 8,
             "generation_batch_size": 4, "max_new_tokens": 8, "minibatch_size": 4, "checkpoint_every": 2, "lr": 1e-3,
-            "mask_unfinished": False,
+            "mask_unfinished": False, "prompts_max_tokens": 64,
             "client": {"retries": 2, "backoff_s": 0.1, "deadline_s": 20, "train_deadline_s": 60},
         },
     }  # fmt: skip

@@ -66,6 +66,7 @@ def write_yaml(folder: Path, algorithm: str, reward: str, checkpoints: Checkpoin
             "checkpoint": str(checkpoints.policy), "prompts_path": str(checkpoints.prompts),
             "algorithm_name": algorithm,
             "steps": 2, "rollout_size": 4, "responses_per_prompt": 2, "minibatch_size": 4, "max_new_tokens": 3,
+            "prompts_max_tokens": 64,
             "mask_unfinished": False,
         }),
     }  # fmt: skip

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from live_system import Checkpoints, make_tokenizer
+from live_system import Checkpoints, make_run, make_tokenizer
 
 import tools.run
-from python_backend.config import ConfigError, RunConfig
+from python_backend.config import ConfigError, RunConfig, load_config
 from tools.prompt_checks import check_prompts
 
 
@@ -73,3 +74,30 @@ def test_conversations_need_chat_templates(tmp_path: Path) -> None:
             check("same", conversation, **settings)
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ messages }}")
     check("other", conversation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),  # 100 tokens of a prompt, and as many positions as the models of the tests have: 128
+    [
+        (["actor.generation.max_new_tokens=28"], ""),
+        (["actor.generation.max_new_tokens=29"], "reward 128 critic 128"),
+        (["actor.generation.max_new_tokens=9", "critic.max_length=108"], "critic 108"),
+        (["actor.generation.max_new_tokens=29", "reward.checkpoint={other_reward}"], "critic 128"),  # receives texts
+        (["actor.generation.max_new_tokens=29", "reward.text=pair"], "critic 128"),
+        (["actor.generation.max_new_tokens=29", "actor.kl.reference=triton"], "reward 128 critic 128 reference 128"),
+    ],
+)
+def test_rows_must_fit_every_model_that_receives_them(
+    settings: list[str], refused: str, tmp_path: Path, checkpoints: Checkpoints
+) -> None:
+    """Or the reward model and critic would refuse, and the run would mask, the longest responses."""
+    run = make_run(tmp_path, checkpoints, actor={"prompts_max_tokens": 100})
+    config = load_config(run.path, [each.format(**vars(checkpoints)) for each in settings])
+    found = ""
+    try:
+        check_prompts(config)
+    except ConfigError as error:
+        found = str(error)
+    lines = re.findall(r"(\w+)\.checkpoint: takes rows of at most (\d+) tokens", found)
+    assert " ".join(f"{role} {limit}" for role, limit in lines) == refused
+    assert found.count("\n") == max(0, len(lines) - 1)
