@@ -36,7 +36,7 @@ class PPORun(RunParts):
             return await self.all_steps()
         except (Stopped, PromptError) as error:  # a prompt is refused before its step begins
             await self.leave()
-            raise stopped_early(error, self.done) from None
+            raise stopped_early(error, self.done, has_checkpoint=self.books.has_checkpoint()) from None
         finally:  # after an error: tasks still in flight would otherwise print tracebacks after the reported error
             self.policy.close()
             await self.rollouts.cancel()
@@ -116,6 +116,7 @@ class PPORun(RunParts):
         end_forwards(*(model for model in models if model is not None))
         await self.rollouts.cancel()
         await self.in_thread(lambda: None)  # wait until the thread is idle: it may have adapters disabled
+        self.stop.saved = lambda: self.done * self.books.has_checkpoint(self.done)
         if self.done:
             await self.books.keep(self.done)
         await self.critic.served(self.done)

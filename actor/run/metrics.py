@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +33,13 @@ class Text:
     def line(self) -> dict[str, Any]:
         """Return the fields, without the version if the reward model is not live."""
         return {name: value for name, value in asdict(self).items() if name != "reward_version" or value is not None}
+
+
+def finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line with None in place of NaN and infinity, which JSON lacks."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()
+    }
 
 
 class Timers:
@@ -93,7 +101,7 @@ class MetricsLog:
 
     def write(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """Append the metrics as one line to metrics.jsonl, and chart them."""
-        append_jsonl(self._path, [{"step": step, "time": time.time(), **metrics}])
+        append_jsonl(self._path, [finite({"step": step, "time": time.time(), **metrics})])
         self.chart(metrics, step)
         if self._exported is not None:
             self._exported.step(step, metrics)

@@ -24,7 +24,7 @@ from actor.policy.checkpoint import (
     saved_steps,
     set_aside,
 )
-from actor.run.metrics import Metric, MetricsLog, Text
+from actor.run.metrics import Metric, MetricsLog, Text, finite
 from actor.run.prometheus import ActorMetrics
 from actor.run.staleness import VersionSteps, staleness_metrics
 from actor.run.trackers import Trackers
@@ -233,7 +233,7 @@ class Bookkeeper:
         _warn_of_failures(f"validation {when}", result.scores)
         self._masked_samples += int((~result.scores.scored).sum())
         line = {"reward": result.reward, "kl": result.kl, "explained_variance": result.explained_variance}
-        line |= process_metrics(result.scores)
+        line = finite(line | process_metrics(result.scores))
         if when != "between":
             self._validations[when] = result
             path = self._dir / "samples.jsonl"  # "before" overwrites the file
@@ -279,9 +279,14 @@ class Bookkeeper:
 
     async def keep(self, step: int) -> None:
         """Write what a run that stops after `step` leaves: its checkpoint, unless it exists, and `policy/`."""
-        if step not in saved_steps(self._checkpoints):
+        if not self.has_checkpoint(step):
             await self.checkpoint(step)
         await self.save_policy(step)
+
+    def has_checkpoint(self, step: int | None = None) -> bool:
+        """Return whether the policy's checkpoint of `step`, or any, exists."""
+        steps = saved_steps(self._checkpoints)
+        return bool(steps) if step is None else step in steps
 
     async def checkpoint(self, step: int) -> None:
         """Write the policy, which must not change meanwhile, and start the save of the critic's checkpoint."""
@@ -334,7 +339,7 @@ class Bookkeeper:
             "seconds_total": seconds,
             "seconds_per_step": self._seconds_per_step(),
         }
-        write_json(self._dir / "actor_summary.json", summary)
+        write_json(self._dir / "actor_summary.json", finite(summary))
         return summary
 
     def _validated_figures(self) -> dict[str, float]:

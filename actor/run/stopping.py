@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -26,13 +26,14 @@ class Stopped(Exception):
     """The run was stopped on request; the message says after which step."""
 
 
-def stopped_early(error: Exception, done: int) -> Exception:
-    """Return an error of the same class that also says that the run stopped after `done` steps."""
-    after = (
-        f"after step {done}, whose checkpoint is written; {RESUMES}"
-        if done
-        else "before the first step ended; the next start begins at step 1"
-    )
+def stopped_early(error: Exception, done: int, *, has_checkpoint: bool) -> Exception:
+    """Return an error of the same class that also says that the run stopped after `done` steps.
+
+    `has_checkpoint`: there is one to resume from; if `done` is 0, the run stopped before it had resumed.
+    """
+    after = "before the first step ended; the next start begins at step 1"
+    if has_checkpoint:
+        after = f"{f'after step {done}, whose checkpoint is written' if done else 'before it had resumed'}; {RESUMES}"
     reason = "" if isinstance(error, Stopped) else f"{error}; the run "
     return type(error)(f"{reason}stopped {after}")
 
@@ -42,6 +43,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._requested = asyncio.Event()
+        self.saved: Callable[[], int] = lambda: 0  # the last complete step if its checkpoint is written, else 0
 
     def request(self) -> None:
         """Request the stop. Call from the event loop's thread."""
@@ -96,7 +98,7 @@ def stop_on_signals(stop: Stop, grace_s: float, numbers: Iterable[signal.Signals
     def begin() -> None:
         logger.info("stopping: writing a checkpoint of the last complete step (at most %g s)", grace_s)
         stop.request()
-        timer = threading.Timer(grace_s, _give_up, (grace_s,))  # not loop.call_later: the loop may be busy writing
+        timer = threading.Timer(grace_s, _give_up, (stop, grace_s))  # not loop.call_later: the loop may be busy writing
         timer.daemon = True
         timer.start()
 
@@ -119,7 +121,9 @@ def end_forwards(*models: Any) -> None:
         model.get_input_embeddings().register_forward_pre_hook(refuse)
 
 
-def _give_up(grace_s: float) -> None:
+def _give_up(stop: Stop, grace_s: float) -> None:
     """Exit at once; a regular exit would wait for the compute threads."""
-    logger.warning("stopped without a new checkpoint: actor.stop_grace_s (%g s) expired; %s", grace_s, RESUMES)
+    saved = stop.saved()
+    how = f"after step {saved}, whose checkpoint is written" if saved else "without a new checkpoint"
+    logger.warning("stopped %s: actor.stop_grace_s (%g s) expired; %s", how, grace_s, RESUMES)
     os._exit(ended(INTERRUPTED))

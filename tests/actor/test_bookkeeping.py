@@ -363,6 +363,8 @@ def test_a_validation_without_scores_does_not_replace_the_best(
 
     run(validates(math.nan))
     assert not (tmp_path / "best").exists()
+    (line,) = read_jsonl(tmp_path / "validations.jsonl")
+    assert line["reward"] is None  # JSON has no NaN
     run(validates(0.5, 0.2, math.nan, 0.1))
     assert best_step(tmp_path) == 1
     assert "validation at step 3: no response has a score, so best/ is unchanged" in caplog.text

@@ -47,6 +47,7 @@ async def main():
     except Stopped:
         print("leaving", flush=True)
     if sys.argv[2] == "hang":
+        stop.saved = lambda: int(sys.argv[3])
         await asyncio.sleep(600)
 
 logging.basicConfig()
@@ -58,9 +59,9 @@ asyncio.run(main())
 def start() -> Any:
     started = []
 
-    def begin(grace_s: float, then: str) -> subprocess.Popen[str]:
+    def begin(grace_s: float, then: str, saved: int = 0) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(grace_s), then],
+            [sys.executable, "-c", PROGRAM, str(grace_s), then, str(saved)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)
@@ -103,12 +104,15 @@ threading.Timer(1, send).start()
     assert ended.stdout == "ready\nleaving\n"
 
 
-def test_the_grace_is_bounded(start: Callable[..., Any]):
-    process = start(0.1, "hang")
+@pytest.mark.parametrize(
+    ("saved", "said"), [(0, "without a new checkpoint"), (7, "after step 7, whose checkpoint is written")]
+)
+def test_the_grace_is_bounded(start: Callable[..., Any], saved: int, said: str):
+    process = start(0.1, "hang", saved)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
-    assert "stopped without a new checkpoint: actor.stop_grace_s (0.1 s) expired; the next start resumes" in errors
+    assert f"stopped {said}: actor.stop_grace_s (0.1 s) expired; the next start resumes" in errors
 
 
 def test_work_that_is_done_first_has_a_result_and_other_work_is_cancelled():
@@ -266,6 +270,7 @@ def test_a_stopped_run_goes_on_after_the_last_whole_step(
     )
     assert saved_steps(tmp_path / "checkpoints" / "actor") == ([done] if done else [])
     assert read_json(tmp_path / "policy" / "policy.json") == ({"step": done} if done else None)
+    assert run.stop.saved() == done  # so that the end of the grace can say so
     go(make_ppo(tmp_path, checkpoints))
     assert ends(tmp_path) == whole
 
@@ -303,6 +308,22 @@ def test_the_kl_coefficient_adapts_once_the_policy_trains(tmp_path: Path, checkp
     go(make_ppo(tmp_path, checkpoints, **settings))
     coefs = [line["train_rollouts/kl_coef"] for line in read_jsonl(tmp_path / "metrics.jsonl")]
     assert coefs[0] == coefs[1] == 0.1 > coefs[2]
+
+
+def test_a_stop_while_the_critic_goes_back_names_the_checkpoint(tmp_path: Path, checkpoints: Checkpoints):
+    """Nothing is done yet in this start, but the next one does not begin at step 1."""
+    settings = {**PPO, "checkpoint_every": 2}
+    run = make_ppo(tmp_path, checkpoints, **settings)
+    go_until(run, run.policy, "generate", 4)
+    again = make_ppo(tmp_path, checkpoints, **settings)
+
+    async def rewind(**_: object) -> None:
+        again.stop.request()
+        await asyncio.Event().wait()
+
+    again.books._client.rewind = rewind  # type: ignore[method-assign, assignment]
+    with pytest.raises(Stopped, match=r"^stopped before it had resumed; the next start resumes from the newest checkp"):
+        go(again)
 
 
 def test_an_abandoned_rollout_ends_at_its_next_forward(tmp_path: Path, checkpoints: Checkpoints):
