@@ -10,10 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from actor.generation.cache import cache_layers
-from actor.generation.slots import Decoder, Finished, Response, Rules
+from actor.generation.slots import Decoder, Finished, Response, Rules, draw, finite_normaliser, warpers_of
 from python_backend.config import GenerationSection
 from python_backend.models.precision import in_float32
 
@@ -53,8 +59,8 @@ class Generation:
         Args:
             prompts: int64 `[length]` each.
             finished: called with the prompt's index and the response as soon as the response ends.
-            seed: the same seed gives the same responses. With slot-based decoding a response depends only on its
-                prompt, its index and `seed`, not on the rows decoded beside it (except for rounding of probabilities).
+            seed: the same seed gives the same responses. A response depends only on its prompt, its index and `seed`,
+                not on the rows decoded beside it (except for rounding of probabilities).
             greedy: take the most likely token instead of sampling.
         """
         self.run_rows(range(len(prompts)), prompts, finished, seed=seed, greedy=greedy)
@@ -68,14 +74,14 @@ class Generation:
         if not rows:
             return
         chosen, seen = [prompts[row] for row in rows], lambda index, response: finished(rows[index], response)
-        if not self._decodes:
-            self._plain(chosen, seen, seed=seed + rows.start, greedy=greedy)
-            return
         draws = None
         if not greedy:
             shape = len(prompts), self._settings.max_new_tokens
             draws = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
             draws = draws[rows.start : rows.stop]
+        if not self._decodes:
+            self._plain(chosen, seen, draws)
+            return
         decoder = Decoder(self._model, self._rules(), slots=self._settings.batch_size)
         decoder.run(chosen, draws, seen)
 
@@ -141,9 +147,8 @@ class Generation:
             distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, *, seed: int, greedy: bool) -> None:
+    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, draws: Tensor | None) -> None:
         """Generate with `transformers`, in batches of `batch_size` prompts of similar length."""
-        torch.manual_seed(seed)
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         size = self._settings.batch_size
         for batch in (order[i : i + size] for i in range(0, len(order), size)):
@@ -155,10 +160,11 @@ class Generation:
             attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
             device = self._model.device
             stop = _Stop(width, self._has_stop)
+            drawing = [] if draws is None else [_Draw(self._rules(), width, draws[batch])]
             with _no_defaults(self._model):
                 output = self._model.generate(
                     ids.to(device), attention_mask=attention.to(device),
-                    generation_config=self._generation_config(greedy),
+                    generation_config=self._generation_config(), logits_processor=LogitsProcessorList(drawing),
                     stopping_criteria=StoppingCriteriaList([stop] if self._settings.stop_strings else []),
                 ).cpu()  # fmt: skip
             for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
@@ -166,19 +172,33 @@ class Generation:
                 end = min([*ends, *stop.ends_of(i)], default=None)
                 finished(index, Response(row[:end].tolist(), end is not None))
 
-    def _generation_config(self, greedy: bool) -> GenerationConfig:
+    def _generation_config(self) -> GenerationConfig:
         s = self._settings
-        sampling = {} if greedy else {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
         return GenerationConfig(
-            do_sample=not greedy,
+            do_sample=False,
             max_new_tokens=s.max_new_tokens,
             min_new_tokens=s.min_new_tokens or None,
             repetition_penalty=s.repetition_penalty,
             pad_token_id=self._pad_id,
             eos_token_id=self._eos_ids,
             suppress_tokens=self._banned_ids or None,
-            **sampling,
         )
+
+
+class _Draw(LogitsProcessor):
+    """Samples as slot-based decoding does, and leaves only the sampled token.
+
+    transformers samples from torch's global generator, which the dropout of an update in another thread uses, too.
+    """
+
+    def __init__(self, rules: Rules, prompt_width: int, draws: Tensor) -> None:
+        self._warpers, self._width, self._draws = warpers_of(rules), prompt_width, draws
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        finite_normaliser(scores)
+        drawn = self._draws[:, input_ids.shape[1] - self._width].to(scores.device)
+        chosen = draw(self._warpers(input_ids, scores), drawn)
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
 
 class _Stop(StoppingCriteria):

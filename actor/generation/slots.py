@@ -76,7 +76,7 @@ class Decoder:
         self._model, self._rules, self._slots, self._watch = model, rules, slots, watch
         self._layers = cache_layers(model)
         self._takes = set(inspect.signature(model.forward).parameters)
-        self._warpers = _warpers(rules)
+        self._warpers = warpers_of(rules)
         self._eos, self._banned = (
             torch.tensor(ids, dtype=torch.int64, device=model.device) for ids in (rules.eos_ids, rules.banned_ids)
         )
@@ -175,12 +175,7 @@ class Decoder:
         logits[:, self._banned] = -torch.inf
         self._watch([row.index for row in rows], logits)
         scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
-        normaliser = scaled.logsumexp(-1)
-        if not normaliser.isfinite().all():
-            raise NotFinite(
-                "the policy's logits are not finite, so no token can be sampled; check train_optim/grad_norm of "
-                "the previous steps, and lower actor.optimizer.lr"
-            )
+        normaliser = finite_normaliser(scaled)
         allowed = self._restricted(rows, logits)
         if draws is None:
             chosen = allowed.argmax(-1)
@@ -245,7 +240,18 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(below, (uniform * below[:, -1])[:, None], right=True)[:, 0]
 
 
-def _warpers(rules: Rules) -> LogitsProcessorList:
+def finite_normaliser(logits: Tensor) -> Tensor:
+    """Return the logsumexp of each row of `logits` `[n, V]`. Raises NotFinite."""
+    normaliser = logits.logsumexp(-1)
+    if not normaliser.isfinite().all():
+        raise NotFinite(
+            "the policy's logits are not finite, so no token can be sampled; check train_optim/grad_norm of "
+            "the previous steps, and lower actor.optimizer.lr"
+        )
+    return normaliser
+
+
+def warpers_of(rules: Rules) -> LogitsProcessorList:
     """Return the logits processors in the order of transformers' `generate`: temperature, top-k, top-p."""
     warpers = LogitsProcessorList()
     if rules.temperature != 1.0:

@@ -125,6 +125,24 @@ def test_a_stop_string_ends_no_response_before_its_least_length(checkpoint: Path
     assert len(written[0]) > 5 or len(plain) == 5
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_new_tokens": 3}], ids=["plain", "restricted"]
+)
+def test_both_ways_to_generate_sample_alike_and_leave_the_global_generator_alone(
+    checkpoint: Path, settings: dict[str, Any]
+):
+    """Under `one_step_off_policy` the dropout of an update seeds it, and draws from it, in another thread."""
+    found = []
+    for decoding in ("slots", "transformers"):
+        policy = make_policy(checkpoint, engine=decoding, generation_batch_size=2, **settings)
+        prompts = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate(PROMPTS)]
+        before = torch.get_rng_state()
+        found.append(responses(generate(policy, seed=5)))
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(responses(policy.generate(prompts, seed=5, finished=lambda *_: torch.manual_seed(9))))
+    assert all(each == found[0] for each in found)
+
+
 class Letters:
     """A tokenizer whose ids are the bytes of UTF-8."""
 
