@@ -53,16 +53,14 @@ class PPORun(RunParts):
         is_last = self.done >= settings.steps
         if self.done == 0:
             await self.validate("before")
-        elif not is_last and self.books.owes_validation(self.done):  # a stop or crash interrupted it
-            await self.validate("between")
         while not is_last:
+            if self.books.owes_validation(self.done):  # also one that a stop or crash interrupted
+                await self.validate("between")
             await self.one_step(self.done + 1, is_last=self.done + 1 == settings.steps)
             self.done += 1
             is_last = self.done == settings.steps or limit.is_over(self.done, settings.steps)
             if is_last or self.done % settings.checkpoint_every == 0:
                 await self.books.checkpoint(self.done)
-            if not is_last and self.books.owes_validation(self.done):
-                await self.validate("between")
         await self.rollouts.cancel()  # `actor.max_minutes` may end the run after the next rollout was begun
         await self.critic.served(self.done)
         await self.validate("after")
@@ -91,8 +89,7 @@ class PPORun(RunParts):
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
         self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
         self.books.log_timeline(step, timers.spans)
-        distance = sequence_kl(scored, batch.mask)
-        if trains_policy and distance is not None:
+        if trains_policy and (distance := sequence_kl(scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:
