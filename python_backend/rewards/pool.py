@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Worker:
             FunctionError: the function cannot be imported within `start_limit_s`.
             PoolClosed: the pool was closed while the worker was starting.
         """
-        spec, self._wanted, self._limit_s = call.spec, wanted, call.timeout_s
+        spec, self._wanted, self._limit_s, self._number = call.spec, wanted, call.timeout_s, 0
         self._channel, theirs = socket.socketpair()
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
             arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
@@ -92,8 +92,8 @@ class Worker:
                 start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
-            self._send({name: value for name, value in asdict(call).items() if name != "spec"}, start_limit_s)
-            answer = self._read(start_limit_s)
+            settings = {name: value for name, value in vars(call).items() if name != "spec"}
+            answer = self._ask(settings, start_limit_s)
         except (WorkerDied, TimeoutError) as error:
             self.kill()
             cause = f"took longer than {start_limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
@@ -105,39 +105,57 @@ class Worker:
             self.kill()
             raise FunctionError(answer["error"])
 
+    def is_ready(self) -> bool:
+        """Return whether the process is alive and has sent nothing that was not requested."""
+        return self._process.poll() is None and not select.select([self._channel], [], [], 0)[0]
+
     def run(self, group: list[Sample]) -> tuple[list[ScoreOutcome], dict[str, float]]:
         """Score one group; return the outcome of each sample, and what the function has counted.
 
-        If this raises, the caller must kill the worker.
+        If this raises, for whatever reason, the worker has been killed: its next reply could belong to this group.
 
         Raises:
             TimeoutError: scoring took longer than the limit.
             WorkerDied: the process ended.
             PoolClosed: the pool was closed while the worker was scoring.
         """
-        started = time.monotonic()
-        self._send({"samples": [asdict(sample) for sample in group]}, self._limit_s)
-        answer = self._read(max(0.0, self._limit_s - (time.monotonic() - started)))
-        return [ScoreOutcome(**result) for result in answer["results"]], answer["counts"]
+        try:
+            answer = self._ask({"samples": [vars(sample) for sample in group]}, self._limit_s)
+            return [ScoreOutcome(**result) for result in answer["results"]], answer["counts"]
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"took longer than {self._limit_s:g} s and was killed") from error
+            raise
 
     def kill(self) -> None:
         """Kill the process and everything it started (its process group), and wait until it has ended."""
+        if self._channel.fileno() < 0:
+            return  # killed before; another process may have the id now
         self._channel.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _send(self, message: dict[str, Any], limit_s: float) -> None:
-        self._channel.settimeout(limit_s)
+    def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """Send a message and return the reply, which must repeat the message's number."""
+        deadline = time.monotonic() + limit_s
+        self._number += 1
         try:
-            send_frame(self._channel, message)
+            self._channel.settimeout(limit_s)
+            send_frame(self._channel, {"number": self._number, **message})
+            self._wait_for_reply(deadline)
+            self._channel.settimeout(max(LOOK_INTERVAL_S, deadline - time.monotonic()))
+            answer = receive_frame(self._channel)
         except TimeoutError:
             raise
-        except OSError as error:
+        except (EOFError, OSError) as error:
             raise WorkerDied(self._obituary()) from error
+        if answer.get("number") != self._number:
+            raise WorkerDied("the worker process sent a reply that was not requested")
+        return answer
 
-    def _read(self, limit_s: float) -> dict[str, Any]:
-        deadline = time.monotonic() + limit_s
+    def _wait_for_reply(self, deadline: float) -> None:
         while not select.select([self._channel], [], [], min(LOOK_INTERVAL_S, max(0.0, deadline - time.monotonic())))[
             0
         ]:
@@ -148,13 +166,6 @@ class Worker:
                 raise WorkerDied(self._obituary())
             if time.monotonic() >= deadline:
                 raise TimeoutError
-        self._channel.settimeout(max(LOOK_INTERVAL_S, deadline - time.monotonic()))
-        try:
-            return receive_frame(self._channel)
-        except TimeoutError:
-            raise
-        except (EOFError, OSError) as error:
-            raise WorkerDied(self._obituary()) from error
 
     def _obituary(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes before the exit code is available
@@ -227,7 +238,7 @@ class WorkerPool:
         Raises:
             FunctionError: the function cannot be imported or refuses its options; no process is left running.
         """
-        self._timeout_s, self._counted = call.timeout_s, counted
+        self._counted = counted
         self._closed = threading.Event()
         self._start = functools.partial(
             Worker, call, lambda: not self._closed.is_set(), start_limit_s=start_limit_s, memory_mib=memory_mib
@@ -265,46 +276,30 @@ class WorkerPool:
             thread.join()
 
     def _serve(self) -> None:
-        """Run one worker, in its thread. If the worker was killed, start another when the next group arrives."""
-        worker = None
+        """Run one worker, in its thread. If it is not ready when a group arrives, start another."""
         try:
-            try:
-                worker = self._start()
-                self._started.put(None)
-            except Exception as error:  # thread edge: the constructor raises it
-                self._started.put(error)
-                return
+            worker = self._start()
+        except Exception as error:  # thread edge: the constructor raises it
+            self._started.put(error)
+            return
+        self._started.put(None)
+        try:
             while (item := self._groups.get()) is not None:
                 group, done = item
                 try:
-                    worker = worker or self._start()
-                    outcomes, worker = self._run(worker, group)
+                    if not worker.is_ready():
+                        worker.kill()
+                        worker = self._start()
+                    outcomes, counts = worker.run(group)
+                    if counts:
+                        self._counted(counts)
                 except PoolClosed:
                     return
                 except Exception as error:  # thread edge: if the thread died, its group would have no outcome
                     outcomes = [ScoreOutcome(error=str(error) or type(error).__name__)] * len(group)
                 done(outcomes)
         finally:
-            if worker is not None:
-                worker.kill()
-
-    def _run(self, worker: Worker, group: list[Sample]) -> tuple[list[ScoreOutcome], Worker | None]:
-        """Return `(outcomes, worker)`; the worker is None if it was killed."""
-        healthy = False
-        try:
-            outcomes, counts = worker.run(group)
-            healthy = True
-            if counts:
-                self._counted(counts)
-            return outcomes, worker
-        except TimeoutError:
-            error = f"took longer than {self._timeout_s:g} s and was killed"
-        except WorkerDied as death:
-            error = str(death)
-        finally:
-            if not healthy:
-                worker.kill()
-        return [ScoreOutcome(error=error)] * len(group), None
+            worker.kill()
 
 
 def interpreter() -> str:

@@ -2,8 +2,8 @@
 
 Receives the function's settings over the socket `FD`, then groups of samples, one group at a time (a group has one
 sample unless the function is groupwise), and replies with `{"score": …}` or `{"error": …}` of each sample and with what
-the function has counted. Ends when its parent ends. The function runs in the main thread and may crash the process; the
-pool then starts another process.
+the function has counted. A reply repeats the message's number. Ends when its parent ends. The function runs in the main
+thread and may crash the process; the pool then starts another process.
 """
 
 from __future__ import annotations
@@ -105,13 +105,20 @@ def main(argv: list[str]) -> int:
     _watch_the_server(channel)
     _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
-    settings = receive_frame(channel)
+    own_id, message = os.getpid(), receive_frame(channel)
+
+    def reply(answer: dict[str, Any]) -> None:
+        if os.getpid() != own_id:  # forked by the function, and returned from it: the worker itself replies
+            os._exit(0)
+        send_frame(channel, {"number": message["number"], **answer})
+
+    settings = message
     try:
         function = load_function(spec, settings["options"], timeout_s=settings["timeout_s"])
     except FunctionError as error:
-        send_frame(channel, {"error": str(error)})
+        reply({"error": str(error)})
         return 1
-    send_frame(channel, {"ready": True})
+    reply({})
     while True:
         try:
             message = receive_frame(channel)
@@ -119,7 +126,7 @@ def main(argv: list[str]) -> int:
             return 0
         samples = [Sample(**sample) for sample in message["samples"]]
         results = score_group(function, samples, groupwise=settings["groupwise"])
-        send_frame(channel, {"results": results, "counts": take_counts()})
+        reply({"results": results, "counts": take_counts()})
 
 
 if __name__ == "__main__":

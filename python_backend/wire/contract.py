@@ -7,6 +7,7 @@ Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training pay
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from python_backend.errors import RlhfError
+
+MAX_NESTING = 100  # of metadata; Python's JSON writer and templates recurse, and fail at about 1000 levels
 
 REWARD_MODEL = "reward_model"
 CRITIC = "critic"
@@ -306,6 +309,12 @@ def _metadata_object(index: int, item: Any) -> dict[str, Any]:
         raise ContractError(f"{METADATA}[{index}]: {text[:80]!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be a JSON object")
+    containers: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        inner = itertools.chain(*(each.values() if isinstance(each, dict) else each for each in containers))
+        containers = [each for each in inner if isinstance(each, (dict, list))]
+    if containers:
+        raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be nested at most {MAX_NESTING} deep")
     return value
 
 

@@ -304,6 +304,11 @@ def test_one_request_is_bounded():
 def test_metadata_that_is_nested_too_deeply_is_refused():
     with refused('metadata[0]: \'{"a": [[['):
         contract.metadata_rows(np.array([[b'{"a": ' + b"[" * 100_000]], dtype=np.object_), 1)
+    for opening, closing in ((b"[", b"]"), (b'{"b": ', b"}")):
+        rows = [[b'{"a": ' + opening * n + b"1" + closing * n + b"}"] for n in (99, 100)]
+        assert contract.metadata_rows(np.array(rows[:1], dtype=np.object_), 1)
+        with pytest.raises(ContractError, match=r"metadata\[1\]: .*, must be nested at most 100 deep"):
+            contract.metadata_rows(np.array(rows, dtype=np.object_), 2)
 
 
 def test_a_batch_of_no_rows_is_one_empty_row():

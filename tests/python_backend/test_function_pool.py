@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import reward_functions
 
+from python_backend.rewards import pool as pool_module
 from python_backend.rewards.function import FunctionError, Sample, checked, load_function
 from python_backend.rewards.pool import FairQueue, FunctionCall, ScoreOutcome, WorkerPool
 
@@ -102,6 +104,23 @@ def test_what_goes_wrong_costs_its_own_sample(pool: WorkerPool, action: str, cau
     assert [before, after, last] == [ScoreOutcome(0.0), ScoreOutcome(2.0), ScoreOutcome(1.0)]
 
 
+def test_a_forked_child_never_answers() -> None:
+    pool = make_pool(num_workers=1)
+    found = outcomes(pool, doing(*["fork"] * 3, "pid", *[None] * 16, "pid"))
+    pool.close()
+    assert [outcome.score for outcome in (*found[:3], *found[4:-1])] == [0, 1, 2, *range(4, 20)]
+    assert found[3] == found[-1], "the worker itself goes on"
+
+
+def test_a_fork_during_the_import_costs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "forking.py"
+    path.write_text("import os\nos.fork()\ndef score(sample): return len(sample.tokens)\n")
+    pool = WorkerPool(FunctionCall(f"{path}:score", PATIENT_S), num_workers=1)
+    found = outcomes(pool, doing(*[None] * 10))
+    pool.close()
+    assert [outcome.score for outcome in found] == list(range(10))
+
+
 @pytest.mark.parametrize("action", ["sleep", "loop"])
 def test_an_endless_sample_is_killed_and_the_next_is_scored_by_a_new_worker(hasty: WorkerPool, action: str) -> None:
     first, endless, second, last = outcomes(hasty, doing("pid", action, "pid", None))
@@ -124,6 +143,40 @@ def test_what_a_killed_function_has_started_is_killed_too(hasty: WorkerPool, tmp
     program = int(pid_file.read_text())
     while psutil.pid_exists(program) and psutil.Process(program).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)  # pytest's own limit ends this if the program lives on
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("place", ["send_frame", "receive_frame"])
+def test_after_any_exception_the_next_sample_is_scored(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    pool = make_pool(num_workers=1)
+    real = getattr(pool_module, place)
+    for error in (RecursionError, MemoryError, OSError, EOFError, TimeoutError, ValueError, KeyError, TypeError):
+
+        def once(*arguments: Any, error: type[Exception] = error) -> Any:
+            monkeypatch.setattr(pool_module, place, real)
+            raise error("injected")
+
+        monkeypatch.setattr(pool_module, place, once)
+        failed, *good = outcomes(pool, doing(None, None, None))
+        assert failed.error, error
+        assert good == [ScoreOutcome(1.0), ScoreOutcome(2.0)], error
+    pool.close()
+    assert not workers()
+
+
+def test_after_a_sample_that_breaks_the_protocol_the_next_is_scored() -> None:
+    pool = make_pool(num_workers=1)
+    for bad in (*doing("garbled frame", "foreign frame"), Sample("", [], {"deep": nested(5000)})):
+        failed, *good = outcomes(pool, [bad, *doing(None, None)])
+        assert failed.error, bad
+        assert good == [ScoreOutcome(0.0), ScoreOutcome(1.0)], bad
+    pool.close()
 
 
 def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:

@@ -105,7 +105,21 @@ def _start_a_program(sample: Sample) -> float:
     return float(child.wait())
 
 
+def _fork(sample: Sample) -> float:
+    """Return in two processes, like policy code that a verifier executes."""
+    os.fork()
+    return float(len(sample.tokens))
+
+
+def _write_to_the_pool(data: bytes) -> float:
+    """Write to the socket between worker and pool, whose number is an argument of the worker."""
+    return float(os.write(int(sys.argv[2]), data))
+
+
 _ACTIONS: dict[str, Any] = {
+    "fork": _fork,
+    "garbled frame": lambda _: _write_to_the_pool(b"\0\0\0\1x"),
+    "foreign frame": lambda _: _write_to_the_pool(b"\0\0\0\2{}"),
     "raise": _raise,
     "exit": lambda _: sys.exit("enough"),
     "die": lambda _: os._exit(3),
