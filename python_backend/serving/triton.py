@@ -5,11 +5,12 @@ The only module that imports triton_python_backend_utils. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +169,15 @@ class MetricCounters:
         self._pending = [pending + amount for pending, amount in zip(self._pending, amounts, strict=True)]
 
     def publish(self) -> None:
-        """Send the added amounts to the server: one round trip per metric, too slow to do after every forward pass."""
-        pending, self._pending = self._pending, [0.0] * len(self._metrics)
-        for metric, amount in zip(self._metrics, pending, strict=True):
-            if amount:
-                metric.increment(amount)
+        """Send the added amounts to the server: one round trip per metric, too slow to do after every forward pass.
+
+        Never raises; the next call sends what the server has refused.
+        """
+        with _raising_nothing():
+            for i, metric in enumerate(self._metrics):
+                if self._pending[i]:
+                    metric.increment(self._pending[i])
+                    self._pending[i] = 0.0
 
 
 class NamedCounters:
@@ -185,11 +190,11 @@ class NamedCounters:
         self._lock = threading.Lock()
 
     def add(self, amounts: Mapping[str, float]) -> None:
-        """Add one amount to each named counter: one round trip to the server for each. Thread-safe.
+        """Add one amount to each named counter: one round trip to the server for each. Thread-safe; never raises.
 
         Names beyond the first `MAX_NAMES` are ignored, because the server keeps every metric for ever.
         """
-        with self._lock:
+        with self._lock, _raising_nothing():
             for name, amount in amounts.items():
                 if name not in self._metrics and len(self._metrics) < MAX_NAMES:
                     self._metrics[name] = self._family.Metric(labels={"model": self._model, self._label: name})
@@ -204,8 +209,18 @@ class Gauge:
         self._metric = _metric(model, name, description, pb_utils.MetricFamily.GAUGE)
 
     def show(self, value: float) -> None:
-        """Set the value: one round trip to the server."""
-        self._metric.set(value)
+        """Set the value: one round trip to the server. Never raises."""
+        with _raising_nothing():
+            self._metric.set(value)
+
+
+@contextlib.contextmanager
+def _raising_nothing() -> Iterator[None]:
+    """Log what goes wrong with a metric, such as exhausted shared memory: metrics never decide about answers."""
+    try:
+        yield
+    except Exception as error:  # process edge: the calling thread also sends replies
+        log_error(f"metrics: {type(error).__name__}: {error}")
 
 
 def _metric(model: str, name: str, description: str, kind: Any) -> Any:
@@ -230,8 +245,9 @@ def log(message: str) -> None:
 
 
 def log_error(message: str) -> None:
-    """Write one error line to the server's log."""
-    pb_utils.Logger.log_error(printable(message))
+    """Write one error line to the server's log. Never raises: it is how threads that send replies survive errors."""
+    with contextlib.suppress(Exception):  # process edge: the log goes through shared memory, which may be exhausted
+        pb_utils.Logger.log_error(printable(message))
 
 
 def refuse_numpy_2() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import types
 from collections.abc import Generator
@@ -9,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import triton_python_backend_utils as stub
 from scoring_rig import started
-from triton_python_backend_utils import Request
 
 from python_backend.wire.contract import Limits, ScoringRows
 
@@ -50,9 +51,38 @@ def test_each_row_has_its_own_times_if_requested(model: Any) -> None:
     model.go.set()
     answers = []
     for outputs in (("rewards", "queue_us", "compute_us"), ("rewards",)):
-        model.execute([request := Request({}, outputs)])
+        model.execute([request := stub.Request({}, outputs)])
         answers.append(request.responses.get(timeout=PATIENCE_S).outputs)
     model.finalize()
     assert answers[0]["queue_us"].tolist() == [[0], [2_000_000], [4_000_000]]
     assert answers[0]["compute_us"].tolist() == [[2_000_000]] * 3
     assert answers[1].keys() == {"rewards"}
+
+
+def test_counters_that_the_server_refuses_cost_no_answer(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[float] = []
+
+    def refuse(metric: stub.MetricFamily, amount: float) -> None:
+        raise RuntimeError("Failed to allocate shared memory")
+
+    monkeypatch.setattr(stub.MetricFamily, "increment", refuse)
+    model.go.set()
+    for i in range(3):  # the clock advances by more than the interval between two updates of the counters
+        if i == 2:
+            monkeypatch.setattr(stub.MetricFamily, "increment", lambda metric, amount: sent.append(amount))
+        model.execute([request := stub.Request({}, ("rewards",))])
+        assert request.responses.get(timeout=PATIENCE_S).error is None
+    model.finalize()
+    assert sum(sent) == 9 + 9 + 90, "nothing is lost: nine forward passes of one row of ten tokens"
+
+
+def test_a_named_counter_that_the_server_refuses_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = importlib.import_module("python_backend.serving.triton").NamedCounters("m", "f", "", "counter")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to allocate shared memory")
+
+    for name in ("Metric", "increment"):
+        monkeypatch.setattr(stub.MetricFamily, name, refuse)
+        counters.add({"a": 1.0})
+        monkeypatch.undo()
