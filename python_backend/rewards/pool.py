@@ -33,6 +33,7 @@ from python_backend.stop_signal import how_ended
 
 MEMORY_MIB = 4096
 START_LIMIT_S = 60.0  # for the interpreter and the function's imports
+KILL_LIMIT_S = 10.0  # for the watcher of a worker; programs that fork faster than it kills them could keep it busy
 LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the pool is not closed
 
 
@@ -129,12 +130,14 @@ class Worker:
             raise
 
     def kill(self) -> None:
-        """Kill the process and everything it started (its process group), and wait until it has ended."""
+        """Kill the process and everything it started, and wait until it has ended."""
         if self._channel.fileno() < 0:
             return  # killed before; another process may have the id now
-        self._channel.close()
+        self._channel.close()  # its watcher kills and reaps everything then
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_LIMIT_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)  # for the case that the watcher was killed, or hangs
         self._process.wait()
 
     def _ask(self, message: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -171,7 +174,9 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):  # the socket closes before the exit code is available
             self._process.wait(1.0)
         code = self._process.poll()
-        return f"the worker process {'closed its socket' if code is None else how_ended(code)}"
+        if code is None:
+            return "the worker process closed its socket"
+        return f"the worker process {how_ended(code if code <= 128 else 128 - code)}"
 
 
 Pending = tuple[list[Sample], Callable[[list[ScoreOutcome]], None]]

@@ -9,6 +9,7 @@ thread and may crash the process; the pool then starts another process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ from python_backend.rewards.function import (
     group_scores,
     load_function,
 )
+from python_backend.stop_signal import die_with_parent
 
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 HEADER = struct.Struct("!I")  # a frame's length in bytes
 
 
@@ -56,19 +60,37 @@ def _receive(channel: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def _watch_the_server(channel: socket.socket) -> None:
-    """Fork a process that kills this process group when the server closes its end of the socket or dies.
+def _watch(channel: socket.socket, worker: int) -> int:
+    """Wait until the worker has ended, kill everything that it has started, and return its exit code as shells do.
 
     The worker cannot do this on its own: a function in an endless loop never reads the socket, and programs that the
-    function has started know nothing about the socket.
+    function has started know nothing about the socket. This process is a subreaper: it becomes the parent of every
+    process below the worker that has lost its own, also in another session.
     """
-    if os.fork():
-        return
+    threading.Thread(target=_kill_without_server, args=(channel, worker), daemon=True).start()
+    ended, status = os.wait()
+    while ended != worker:
+        ended, status = os.wait()
+    with contextlib.suppress(
+        OSError
+    ):  # no child is left; or the kernel does not list them, and the pool kills the group
+        while True:
+            for children in Path("/proc/self/task").glob("*/children"):
+                for child in children.read_text().split():
+                    os.kill(int(child), signal.SIGKILL)  # its children are then this process's
+            os.wait()
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _kill_without_server(channel: socket.socket, worker: int) -> None:
+    """Kill the worker when the server closes its end of the socket or dies."""
     gone = select.poll()
     gone.register(channel, select.POLLRDHUP)
     while not gone.poll():
         pass
-    os.killpg(0, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
 
 
 def _bound_memory(memory_mib: int) -> None:
@@ -98,11 +120,17 @@ def _result(score: Any) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Score samples until the socket is closed, then return 0; return 1 if the function cannot be imported."""
+    """Score samples in a child process until the socket is closed; return 1 if the function cannot be imported."""
     spec, descriptor, memory_mib = argv[0], *map(int, argv[1:])
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)  # programs that the function starts must not hold the socket open
-    _watch_the_server(channel)
+    watcher = os.getpid()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker:
+        os._exit(_watch(channel, worker))
+    if not die_with_parent(watcher):
+        return 1
     _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
     own_id, message = os.getpid(), receive_frame(channel)

@@ -105,6 +105,14 @@ def _start_a_program(sample: Sample) -> float:
     return float(child.wait())
 
 
+def _start_a_daemon(sample: Sample) -> None:
+    """Start a program that leaves the worker's session and its parent, write its process id to a file, and hang."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True, stdout=2).pid)"
+    with open(sample.metadata["pid_file"], "w") as file:  # noqa: PTH123 - written as users write
+        subprocess.run([sys.executable, "-c", code], stdout=file, start_new_session=True, check=True)
+    time.sleep(3600)
+
+
 def _fork(sample: Sample) -> float:
     """Return in two processes, like policy code that a verifier executes."""
     os.fork()
@@ -127,6 +135,7 @@ _ACTIONS: dict[str, Any] = {
     "sleep": lambda _: time.sleep(3600),
     "loop": _backtrack_for_ever,
     "program": _start_a_program,
+    "daemon": _start_a_daemon,
     "nan": lambda _: float("nan"),
     "infinity": lambda _: float("inf"),
     "text": lambda _: "1.0",
