@@ -22,14 +22,17 @@ from typing import Any
 
 from python_backend.errors import RlhfError
 
-PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there
+PROMPT_KEY = "prompt"  # reserved metadata keys: the actor stores both texts there, and a chat's messages
 RESPONSE_KEY = "response"
+MESSAGES_KEY = "messages"
 FILE_SPEC = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MODULE_SPEC = re.compile(r"(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)")
 LONGEST_ERROR = 500  # in characters; longer messages are truncated before they are sent
+COMPLETIONS = "completions"  # parameter by which a function with TRL's signature is recognised
 TIMEOUT_OPTION = "timeout_s"  # parameter by which a class receives the time limit of its calls
 
 
+NOT_APPLICABLE = object()  # a function's score of a sample that it leaves out of the sum
 Function = Callable[[Any], Any]  # of a `Sample`; a groupwise function, of a list of them
 
 
@@ -67,6 +70,14 @@ class Sample:
         return self.metadata.get(RESPONSE_KEY)
 
 
+def reply_start(messages: list[Any]) -> int:
+    """Return the index at which the messages of a chat's last reply begin, the length if there is no reply."""
+    end = len(messages)
+    while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") in ("assistant", "tool"):
+        end -= 1
+    return end
+
+
 def check_spec(spec: str) -> str:
     """Return `spec` unchanged. Raises ValueError unless it is `file.py:name` or `package.module:name`."""
     if not FILE_SPEC.fullmatch(spec) and not MODULE_SPEC.fullmatch(spec):
@@ -84,7 +95,8 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeou
     """Import what `spec` names, and return it as a function of one argument.
 
     A function receives `options` as keyword arguments of every call. Of a class, one instance is created with
-    `options`, and called; a parameter `timeout_s` receives the time limit of a call.
+    `options`, and called; a parameter `timeout_s` receives the time limit of a call. A function with TRL's signature is
+    called as there.
 
     Raises FunctionError if that fails for any reason, or an option is unknown or missing.
     """
@@ -100,7 +112,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None, *, timeou
             f"has no {name!r}" if function is None else f"defines {name!r} as {type(function).__name__}, not a function"
         )
         raise FunctionError(f"{spec} cannot be imported: {source} {what}")
-    return _configured(spec, function, dict(options or {}), timeout_s)
+    return _of_samples(spec, _configured(spec, function, dict(options or {}), timeout_s))
 
 
 def _configured(spec: str, function: Callable[..., Any], options: dict[str, Any], timeout_s: float) -> Function:
@@ -111,7 +123,8 @@ def _configured(spec: str, function: Callable[..., Any], options: dict[str, Any]
         signature = inspect.signature(function)
         if is_class and TIMEOUT_OPTION in signature.parameters:
             options[TIMEOUT_OPTION] = timeout_s
-        _check_names(options, [*signature.parameters.values()][0 if is_class else 1 :])
+        has_columns = not is_class and COMPLETIONS in signature.parameters  # which are its other arguments
+        _check_names(options, [*signature.parameters.values()][0 if is_class else 1 :], complete=not has_columns)
         return function(**options) if is_class else functools.partial(function, **options)
     except BadOption as error:
         raise FunctionError(f"{spec}: options.{error}") from error
@@ -119,8 +132,8 @@ def _configured(spec: str, function: Callable[..., Any], options: dict[str, Any]
         raise FunctionError(f"{spec} cannot be used with its options: {describe(error)}") from error
 
 
-def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parameter]) -> None:
-    """Raise BadOption for an option that is none of `parameters`, and for one that is missing."""
+def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parameter], *, complete: bool) -> None:
+    """Raise BadOption for an option that is none of `parameters`; if `complete`, also for one that is missing."""
     named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     valid = [each.name for each in named]
     unknown = sorted(options.keys() - set(valid))
@@ -129,8 +142,57 @@ def _check_names(options: Mapping[str, Any], parameters: Sequence[inspect.Parame
         names = ", ".join(name for name in valid if name != TIMEOUT_OPTION) or "none"
         raise BadOption(f"{unknown[0]}: unknown; " + (f"did you mean {near[0]}?" if near else f"the options: {names}"))
     for each in named:
-        if each.default is each.empty and each.name not in options:
+        if complete and each.default is each.empty and each.name not in options:
             raise BadOption(f"{each.name}: missing")
+
+
+def _of_samples(spec: str, function: Callable[..., Any]) -> Function:
+    """Return a function with TRL's signature as one of samples, and any other unchanged."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # some builtins have no signature
+        return function
+    ids = parameters.get("completion_ids")
+    if ids is not None and ids.default is ids.empty:
+        raise FunctionError(
+            f"{spec}: completion_ids: not available, because the server does not know which tokens are the response; "
+            "for a penalty on the length, use actor.rewards.overlong_tokens"
+        )
+    return TrlFunction(function, parameters) if COMPLETIONS in parameters else function
+
+
+class TrlFunction:
+    """A function with TRL's signature, `(prompts, completions, **columns)`, called with a sample or a group of them."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+        self._function = function
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        self._names = None if takes_all else parameters.keys()
+
+    def __call__(self, given: Sample | list[Sample]) -> Any:
+        """Return the score, or NOT_APPLICABLE for None; for a list of samples, a list of them."""
+        samples = given if isinstance(given, list) else [given]
+        prompts, completions = zip(*map(_texts, samples), strict=True)
+        columns = samples[0].metadata.keys() - {PROMPT_KEY, RESPONSE_KEY, MESSAGES_KEY}
+        lists = {
+            **{name: [sample.metadata.get(name) for sample in samples] for name in columns},
+            "prompts": [*prompts],
+            COMPLETIONS: [*completions],
+        }
+        scores = self._function(
+            **{name: value for name, value in lists.items() if self._names is None or name in self._names}
+        )
+        found = [NOT_APPLICABLE if score is None else score for score in group_scores(scores, len(samples))]
+        return found if isinstance(given, list) else found[0]
+
+
+def _texts(sample: Sample) -> tuple[Any, Any]:
+    """Return prompt and completion, each a text or the messages of a chat."""
+    messages, text = sample.metadata.get(MESSAGES_KEY), sample.text if sample.response is None else sample.response
+    if not isinstance(messages, list):
+        return sample.prompt, text
+    end = reply_start(messages) if sample.response is None else len(messages)
+    return messages[:end], messages[end:] or [{"role": "assistant", "content": text}]
 
 
 def group_scores(value: Any, size: int) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from python_backend.errors import RlhfError
-from python_backend.rewards.function import PROMPT_KEY
+from python_backend.rewards.function import PROMPT_KEY, reply_start
 from python_backend.wire.contract import MESSAGES, METADATA
 
 GROUP_KEY = "group"  # reserved metadata key if a reward function is groupwise
@@ -28,7 +28,9 @@ def group_key(metadata: Mapping[str, Any]) -> GroupKey:
         return GROUP_KEY, group
     if group is not None:
         raise BadGroup(f"{METADATA}.{GROUP_KEY}: {group!r:.80}, must be a string or an integer")
-    prompt = metadata.get(PROMPT_KEY, _before_the_reply(metadata.get(MESSAGES)))
+    messages = metadata.get(MESSAGES)  # the gateway leaves a reply there that is not one text
+    chat = messages[: reply_start(messages)] or None if isinstance(messages, list) else None
+    prompt = metadata.get(PROMPT_KEY, chat)
     if prompt is None:
         raise BadGroup(
             f"{METADATA} has neither {GROUP_KEY} nor {PROMPT_KEY}; a groupwise function needs one of them: rows of a "
@@ -38,13 +40,3 @@ def group_key(metadata: Mapping[str, Any]) -> GroupKey:
         return PROMPT_KEY, json.dumps(prompt, sort_keys=True)
     except RecursionError as error:
         raise BadGroup(f"{METADATA}.{PROMPT_KEY}: nested too deeply") from error
-
-
-def _before_the_reply(messages: Any) -> Any:
-    """Return a chat without the messages of the reply, which the gateway leaves there if they are not one text."""
-    if not isinstance(messages, list):
-        return None
-    end = len(messages)
-    while end and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") in ("assistant", "tool"):
-        end -= 1
-    return messages[:end] or None

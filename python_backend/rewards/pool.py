@@ -39,7 +39,10 @@ LOOK_INTERVAL_S = 0.1  # how often to check that the worker is alive and the poo
 
 @dataclass(frozen=True)
 class ScoreOutcome:
-    """Result of one sample: a score with an empty `error`, or NaN with the reason in `error`."""
+    """Result of one sample: a score with an empty `error`, or NaN with the reason in `error`.
+
+    NaN without a reason: the function does not apply to the sample.
+    """
 
     score: float = float("nan")
     error: str = ""
@@ -93,18 +96,15 @@ class Worker:
                 start_new_session=True,  # a process group of its own, for `kill`
             )
         try:
-            settings = {name: value for name, value in vars(call).items() if name != "spec"}
-            answer = self._ask(settings, start_limit_s)
-        except (WorkerDied, TimeoutError) as error:
+            answer = self._ask({name: value for name, value in vars(call).items() if name != "spec"}, start_limit_s)
+            if "error" in answer:
+                raise FunctionError(answer["error"])
+        except BaseException as error:
             self.kill()
+            if not isinstance(error, (WorkerDied, TimeoutError)):
+                raise
             cause = f"took longer than {start_limit_s:g} s" if isinstance(error, TimeoutError) else str(error)
             raise FunctionError(f"{spec} cannot be imported: {cause}") from error
-        except BaseException:
-            self.kill()
-            raise
-        if "error" in answer:
-            self.kill()
-            raise FunctionError(answer["error"])
 
     def is_ready(self) -> bool:
         """Return whether the process is alive and has sent nothing that was not requested."""

@@ -12,6 +12,9 @@ def weighted_sum(
 ) -> tuple[np.ndarray, list[str]]:
     """Return `(rewards, errors)` of B rows; a row has a reward if all its components and their sum are finite.
 
+    NaN without a cause means that the function does not apply to the row: the component is left out of the sum. If no
+    component applies, the row has no reward.
+
     Args:
         names: names of the C components, for error messages.
         weights: `[C]`.
@@ -21,15 +24,19 @@ def weighted_sum(
     Returns:
         rewards float32 `[B]`, NaN where there is an error; B errors, empty where there is a reward.
     """
+    given = np.asarray([causes.get(name, ["no cause"] * len(components)) for name in names]).T != ""
+    applies = given | ~np.isnan(components)
     with np.errstate(over="ignore", invalid="ignore"):  # an overflow becomes an error message below
-        rewards = (components.astype(np.float64) @ weights).astype(np.float32)
+        rewards = (np.where(applies, components, 0.0) @ weights).astype(np.float32)
     errors = []
     for i, row in enumerate(components):
         failed = [
             f"{name}: {causes.get(name, [''] * len(components))[i] or f'scored {row[j]:g}, must be finite'}"
             for j, name in enumerate(names)
-            if not np.isfinite(row[j])
+            if applies[i, j] and not np.isfinite(row[j])
         ]
+        if not applies[i].any():
+            failed = ["no reward function applies to this row"]
         if not failed and not np.isfinite(rewards[i]):
             failed = [f"the weighted sum is {rewards[i]:g}, must be finite"]
         errors.append("; ".join(failed))

@@ -1,9 +1,9 @@
 """Worker process of a reward function: `python -m python_backend.rewards.worker SPEC FD MEMORY_MIB`.
 
 Receives the function's settings over the socket `FD`, then groups of samples, one group at a time (a group has one
-sample unless the function is groupwise), and replies with `{"score": …}` or `{"error": …}` of each sample and with what
-the function has counted. A reply repeats the message's number. Ends when its parent ends. The function runs in the main
-thread and may crash the process; the pool then starts another process.
+sample unless the function is groupwise), and replies with what the function has counted and, for each sample, with
+`{"score": …}`, `{"error": …}`, or `{}` if the function does not apply to it. A reply repeats the message's number. Ends
+when its parent ends. The function runs in the main thread and may crash the process; the pool then starts another one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from python_backend.rewards.counts import take_counts
 from python_backend.rewards.function import (
+    NOT_APPLICABLE,
     Function,
     FunctionError,
     Sample,
@@ -68,9 +69,8 @@ def _watch(channel: socket.socket, worker: int) -> int:
     process below the worker that has lost its own, also in another session.
     """
     threading.Thread(target=_kill_without_server, args=(channel, worker), daemon=True).start()
-    ended, status = os.wait()
-    while ended != worker:
-        ended, status = os.wait()
+    while (ended := os.wait())[0] != worker:
+        pass
     with contextlib.suppress(
         OSError
     ):  # no child is left; or the kernel does not list them, and the pool kills the group
@@ -79,7 +79,7 @@ def _watch(channel: socket.socket, worker: int) -> int:
                 for child in children.read_text().split():
                     os.kill(int(child), signal.SIGKILL)  # its children are then this process's
             os.wait()
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(ended[1])
     return code if code >= 0 else 128 - code
 
 
@@ -114,7 +114,7 @@ def score_group(function: Function, samples: list[Sample], *, groupwise: bool) -
 
 def _result(score: Any) -> dict[str, Any]:
     try:
-        return {"score": checked(score)}
+        return {} if score is NOT_APPLICABLE else {"score": checked(score)}
     except Exception as error:  # process edge: the score may be an object of the user's
         return {"error": describe(error)}
 
@@ -133,20 +133,19 @@ def main(argv: list[str]) -> int:
         return 1
     _bound_memory(memory_mib)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # tritonserver's threads block signals, and the mask is inherited
-    own_id, message = os.getpid(), receive_frame(channel)
+    own_id, settings = os.getpid(), receive_frame(channel)
 
-    def reply(answer: dict[str, Any]) -> None:
+    def reply(message: dict[str, Any], answer: dict[str, Any]) -> None:
         if os.getpid() != own_id:  # forked by the function, and returned from it: the worker itself replies
             os._exit(0)
         send_frame(channel, {"number": message["number"], **answer})
 
-    settings = message
     try:
         function = load_function(spec, settings["options"], timeout_s=settings["timeout_s"])
     except FunctionError as error:
-        reply({"error": str(error)})
+        reply(settings, {"error": str(error)})
         return 1
-    reply({})
+    reply(settings, {})
     while True:
         try:
             message = receive_frame(channel)
@@ -154,7 +153,7 @@ def main(argv: list[str]) -> int:
             return 0
         samples = [Sample(**sample) for sample in message["samples"]]
         results = score_group(function, samples, groupwise=settings["groupwise"])
-        reply({"results": results, "counts": take_counts()})
+        reply(message, {"results": results, "counts": take_counts()})
 
 
 if __name__ == "__main__":

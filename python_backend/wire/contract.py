@@ -7,7 +7,6 @@ Shapes: `B` rows of a request, `S` its padded length, `N` rows of a training pay
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -311,8 +310,12 @@ def _metadata_object(index: int, item: Any) -> dict[str, Any]:
         raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be a JSON object")
     containers: list[Any] = [value]
     for _ in range(MAX_NESTING):
-        inner = itertools.chain(*(each.values() if isinstance(each, dict) else each for each in containers))
-        containers = [each for each in inner if isinstance(each, (dict, list))]
+        containers = [
+            inner
+            for each in containers
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (dict, list))
+        ]
     if containers:
         raise ContractError(f"{METADATA}[{index}]: {text[:80]!r}, must be nested at most {MAX_NESTING} deep")
     return value

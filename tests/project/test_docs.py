@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.command import BENCHMARKS
 from python_backend.config import RunConfig, load_config
-from python_backend.rewards.function import Sample
+from python_backend.rewards.function import Sample, load_function
 from tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,17 +161,18 @@ def test_yaml_is_a_valid_configuration(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", blocks("python"))
-def test_a_reward_function_scores(text: str) -> None:
+def test_a_reward_function_scores(text: str, tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(compile(text, "a page", "exec"), names)
+    arguments = {name: getattr(value, "__annotations__", {}).keys() for name, value in names.items()}
+    name = next(name for name, found in arguments.items() if found & {"group", "sample", "completions"})
+    (tmp_path / "page.py").write_text(text)
+    function = load_function(f"{tmp_path / 'page.py'}:{name}")
     samples = [
         Sample("", [], {"prompt": "What is 2 + 3?", "response": response, "answer": "5"})
         for response in ("It is 5.", "It is 6.", "It is 6.")
     ]
-    groupwise = next((value for value in names.values() if "group" in getattr(value, "__annotations__", {})), None)
-    function = next((value for value in names.values() if "sample" in getattr(value, "__annotations__", {})), None)
-    assert groupwise or function
-    scores = groupwise(samples) if groupwise else [function(sample) for sample in samples]
+    scores = [function(sample) for sample in samples] if "sample" in arguments[name] else function(samples)
     assert scores[0] > scores[1]
 
 
