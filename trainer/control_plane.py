@@ -26,6 +26,7 @@ from python_backend.wire.contract import (
     DUMMY_VAR,
     LOST_RANK,
     NEEDS_MORE,
+    PROBE_HEADER,
     SEQUENCE_LENGTHS,
     TOKENS,
 )
@@ -215,12 +216,21 @@ class ControlPlane:
         """Score one row of two tokens with id 0, to verify that the model computes; return the `outputs` by name.
 
         A reward model that such a row cannot be sent to refuses it, which proves that it is alive; returns {} then.
+        Reward functions are not run.
         """
         tokens = _tensor(TOKENS, np.zeros((1, 2)), self._tokens_type(model))
         inputs = [tokens, _tensor(SEQUENCE_LENGTHS, np.full((1, 1), 2))]
         wanted = [triton.InferRequestedOutput(name) for name in outputs]
         try:
-            answer = self._call(model, self._client.infer, model, inputs, outputs=wanted, timeout_s=timeout_s)
+            answer = self._call(
+                model,
+                self._client.infer,
+                model,
+                inputs,
+                outputs=wanted,
+                headers={PROBE_HEADER: "1"},
+                timeout_s=timeout_s,
+            )
         except ControlPlaneError as error:
             if NEEDS_MORE in str(error):
                 return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,9 @@ from python_backend.wire.contract import (
     texts_array,
 )
 from tools.render_configs import render_repository
+from tools.server.health import get_page
+from tools.server.healthcheck import check as healthcheck
+from tools.server.model_loading import probe
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlane
@@ -162,6 +166,26 @@ def test_rewards_alone_may_be_asked_for_and_a_missing_label_is_no_zero(server: T
     answer = ask(server.section.http_url, REWARD_MODEL, scoring_inputs(random_rows([3], seed=0)), [REWARDS])
     assert set(answer) == {REWARDS}
     assert np.isnan(answer[REWARDS]).all()
+
+
+def test_health_checks_and_probes_run_no_function(server: TritonServer) -> None:
+    """They reach every model of the sum nevertheless. The only calls are those of the last request."""
+
+    def num_calls() -> float:
+        found = re.findall(
+            r'rlhf_reward_function_total\{counter="calls".*\} (\S+)', get_page(server.section.metrics_url, "/metrics")
+        )
+        return sum(map(float, found))
+
+    before = num_calls()
+    with server.control() as control:
+        for model in (REWARD_MODEL, "reward_function_verdict"):
+            probe(control, model, 60.0)
+        executed = settled_statistics(control, "reward_function_verdict").execution_count
+        assert healthcheck(server.repository, f"http://{server.section.http_url}") == 0
+        assert settled_statistics(control, "reward_function_verdict").execution_count == executed + 1
+    ask(server.section.http_url, REWARD_MODEL, labelled(1, 2), OUTPUTS)
+    assert num_calls() == before + 2
 
 
 @pytest.mark.parametrize("metadata", ["[1]", "{", "null"])
@@ -287,7 +311,8 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
     assert set(statuses) == {"INVALID_ARGUMENT"}, statuses
     with ControlPlane(at.grpc_url) as control:
         assert control.answers_inference(10.0)
-        control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES), 10.0)
+        probed = control.probe_scoring(CRITIC_INFER, (REWARDS, VALUES, REWARD_ERRORS), 10.0)
+    assert errors_of(probed) == [""], "a function would miss the label"
 
 
 @pytest.mark.parametrize("model", [REWARD_MODEL, CRITIC_INFER])

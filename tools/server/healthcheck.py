@@ -22,6 +22,7 @@ from python_backend.wire.contract import (
     CRITIC,
     CRITIC_INFER,
     NEEDS_MORE,
+    PROBE_HEADER,
     REFERENCE,
     REWARD_MODEL,
     REWARD_VERSION,
@@ -73,7 +74,9 @@ def check(repository: Path, url: str, *, timeout_s: float = TIMEOUT_S) -> int:
 
 
 def infer(model_url: str, timeout_s: float) -> dict[str, Any]:
-    """Score two tokens with id 0 and return the outputs by name. Raises OSError (also HTTP), ValueError, KeyError.
+    """Score two tokens with id 0, but run no reward function, and return the outputs by name.
+
+    Raises OSError (also HTTP), ValueError, KeyError.
 
     A reward model that such a row cannot be sent to refuses it, which proves that it is alive; returns {} then.
     """
@@ -83,9 +86,11 @@ def infer(model_url: str, timeout_s: float) -> dict[str, Any]:
         {"name": TOKENS, "datatype": types[TOKENS], "shape": [1, 2], "data": [0, 0]},
         {"name": SEQUENCE_LENGTHS, "datatype": types[SEQUENCE_LENGTHS], "shape": [1, 1], "data": [2]},
     ]
-    body = json.dumps({"inputs": inputs}).encode()
+    request = urllib.request.Request(
+        f"{model_url}/infer", json.dumps({"inputs": inputs}).encode(), headers={PROBE_HEADER: "1"}
+    )
     try:
-        with LOCAL.open(urllib.request.Request(f"{model_url}/infer", body), timeout=timeout_s) as answer:
+        with LOCAL.open(request, timeout=timeout_s) as answer:
             return {tensor["name"]: tensor["data"] for tensor in json.load(answer)["outputs"]}
     except urllib.error.HTTPError as error:
         if NEEDS_MORE in error.read().decode("utf-8", "replace"):
