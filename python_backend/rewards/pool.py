@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class FunctionCall:
     groupwise: bool = False
     """Whether it receives all samples of a group as one list."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    hidden_variables: Sequence[str] = ()
+    """Environment variables that its processes do not inherit."""
 
 
 class WorkerDied(RlhfError):
@@ -93,6 +95,7 @@ class Worker:
                 [interpreter(), "-m", "python_backend.rewards.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env={name: value for name, value in os.environ.items() if name not in call.hidden_variables},
                 start_new_session=True,  # a process group of its own, for `kill`
             )
         try:

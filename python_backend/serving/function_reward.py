@@ -46,6 +46,7 @@ class TritonPythonModel:
         call = FunctionCall(
             parameters.text("function"), float(parameters.text("timeout_s")), self._groupwise,
             json.loads(parameters.optional("options") or "{}"),
+            json.loads(parameters.optional("hidden_variables") or "[]"),
         )  # fmt: skip
         workers, memory_mib = parameters.number("workers"), parameters.number("memory_mib")
         counters = NamedCounters(parameters.model, FUNCTION_COUNTER, "What the reward function counts", "counter")

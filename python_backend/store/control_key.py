@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 
 VARIABLE = "TRITON_CONTROL_KEY"
+TRAINING_VARIABLE = "TRAINING_KEY"  # the image's name for what `server.training_key_env` names elsewhere
 FILE = "control.key"
 HEADER = "rlhf-control-key"
 GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver matches gRPC headers with this prefix

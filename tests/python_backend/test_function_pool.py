@@ -191,6 +191,17 @@ def test_after_a_sample_that_breaks_the_protocol_the_next_is_scored() -> None:
     pool.close()
 
 
+def test_hidden_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["KEY_OF_ANOTHER", "KEY_OF_ITS_OWN", "KEY_FOR_TRAINING"]
+    for name in names:
+        monkeypatch.setenv(name, "secret")
+    call = FunctionCall(f"{FILE}:by_row", PATIENT_S, hidden_variables=[names[0], names[2]])
+    pool = WorkerPool(call, num_workers=1)
+    found = outcomes(pool, [Sample("", [], {"do": "inherited", "names": part}) for part in (names, names[1:2])])
+    pool.close()
+    assert found == [ScoreOutcome(1.0), ScoreOutcome(1.0)]
+
+
 def test_a_sample_larger_than_any_buffer(pool: WorkerPool) -> None:
     (outcome,) = outcomes(pool, [Sample("é" * 10**6, [], {"do": "huge", "blob": "x" * 10**7})])
     assert outcome == ScoreOutcome(1e7)

@@ -144,6 +144,7 @@ _ACTIONS: dict[str, Any] = {
     "print": lambda _: print("a word to the log") or 1.0,
     "memory": lambda _: float(len(bytearray(1 << 33))),
     "pid": lambda _: os.getpid(),
+    "inherited": lambda sample: sum(name in os.environ for name in sample.metadata["names"]),
     "huge": lambda sample: float(len(sample.metadata["blob"])),
 }
 _GROUP_ACTIONS: dict[str, Any] = {

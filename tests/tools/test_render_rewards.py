@@ -33,6 +33,7 @@ def test_model_and_functions() -> None:
     assert found.pop("function") == f"{Path('rewards/length.py').absolute()}:penalty"
     assert found.pop("tokenizer") == str(Path("checkpoints/reward").absolute())
     assert found == {
+        "hidden_variables": '["TRAINING_KEY", "TRITON_CONTROL_KEY"]',
         "timeout_s": "0.5", "workers": "3", "memory_mib": "99", "max_waiting_rows": "100000",
         "max_sentence_bytes": "1000000", "max_request_tokens": "4000000", "max_request_bytes": "4000000",
     }  # fmt: skip
@@ -92,6 +93,23 @@ def test_labels_are_declared_only_with_probabilities(tmp_path: Path) -> None:
         config = parsed(reward={"checkpoint": str(tmp_path), **more})["reward_model"]
         has_probabilities = "probabilities" in {output.name for output in config.output}
         assert has_probabilities == (parameters(config)["labels"] != "[]") == (not more)
+
+
+def test_a_term_sees_no_key_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "secret")
+    judges = {name: {**LABEL, "options": {"api_key_env": name}} for name in ("one", "two")}
+    sections = {
+        "server": {"training_key_env": "MINE"},
+        "gateway": {"key_env": "GATE"},
+        "rewards": {"l": LENGTH, **judges},
+    }
+    configs = parsed(**sections, critic={})
+    hidden = {
+        name: set(json.loads(parameters(configs[f"reward_function_{name}"])["hidden_variables"]))
+        for name in ("l", "one", "two")
+    }
+    always = {"TRITON_CONTROL_KEY", "TRAINING_KEY", "MINE", "GATE"}
+    assert hidden == {"l": always | {"one", "two"}, "one": always | {"two"}, "two": always | {"one"}}
 
 
 def test_functions_alone_serve_no_checkpoint_and_take_the_policys_tokenizer(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from python_backend.config.live_models import reward_is_live
 from python_backend.config.required_files import tokenizer_folder
 from python_backend.config.reward_terms import MODEL_TERM, RewardTerm
 from python_backend.rewards.function import with_absolute_path
+from python_backend.store import control_key
 from python_backend.wire.contract import (
     GROUPWISE,
     REWARD_CHECKPOINT,
@@ -25,6 +26,7 @@ from tools.render.ensembles import SCORED, mixture_steps, model_of
 from tools.render.token_rewards import client_parameters, process_of
 
 MAX_WAITING_ROWS = 100_000  # backlog of a reward function; beyond it requests are refused, to bound the memory
+KEY_OPTION = "api_key_env"  # option of a judge, and of any function that needs a key: the variable that has it
 Render = Callable[..., str]
 
 
@@ -79,11 +81,25 @@ def render_rewards(
     return texts
 
 
+def _hidden_variables(term: RewardTerm, config: RunConfig) -> list[str]:
+    """Return the environment variables with keys that are no business of this term: a judge sees only its own key."""
+    judges = [each.options.get(KEY_OPTION) for each in config.functions.values()]
+    keys = [
+        control_key.VARIABLE,
+        control_key.TRAINING_VARIABLE,
+        config.server.training_key_env,
+        config.gateway.key_env,
+        *judges,
+    ]
+    return sorted({key for key in keys if isinstance(key, str)} - {term.options.get(KEY_OPTION)})
+
+
 def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[Path], Path]) -> dict[str, str]:
     return {
         "function": with_absolute_path(str(term.function), place),
         **({"options": json.dumps(term.options)} if term.options else {}),
         **({GROUPWISE: "true"} if term.groupwise else {}),
+        "hidden_variables": json.dumps(_hidden_variables(term, config)),
         "timeout_s": f"{term.timeout_s:g}",
         "workers": str(term.workers),
         "memory_mib": str(term.memory_mib),

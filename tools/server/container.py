@@ -14,11 +14,10 @@ import re
 import shutil
 from pathlib import Path
 
-from python_backend.store.control_key import closing_arguments, key_in
+from python_backend.store.control_key import TRAINING_VARIABLE, closing_arguments, key_in
 
 REPOSITORY = Path("model_repository")
 RUNS = Path("runs")
-KEY_VARIABLE = "TRAINING_KEY"
 EXIT_TIMEOUT_S = 2  # for clients to close idle connections; `docker stop` kills after 10 s, draining included
 BODY_LIMIT = "--http-max-input-size"  # from 25.06 on; the server's own limit is 64 MB, and training payloads are larger
 LARGEST_BODY_BYTES = 256 << 20
@@ -39,12 +38,12 @@ _STORE = re.compile(r'key: "store" value \{ string_value: "([^"]+)"')
 
 def training_key(runs: Path) -> str:
     """Return the key from the environment, or else the one in `runs`, which is generated on first use."""
-    given = os.environ.get(KEY_VARIABLE)
+    given = os.environ.get(TRAINING_VARIABLE)
     if given:
         return given
     path = runs / "training.key"
     if not path.exists():
-        print(f"{KEY_VARIABLE} is not set: training requests need the key in {path}", flush=True)
+        print(f"{TRAINING_VARIABLE} is not set: training requests need the key in {path}", flush=True)
     return key_in(path)
 
 
