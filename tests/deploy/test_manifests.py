@@ -6,9 +6,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from manifests import DEPLOY, OVERLAYS, containers, kustomize, manifests, pods, rendered
+from manifests import DEPLOY, OVERLAYS, Manifest, containers, kustomize, manifests, pods, rendered
 
 from python_backend.config import load_config
 
@@ -116,12 +117,30 @@ def test_prometheus_reaches_what_is_annotated(overlay: str, tmp_path: Path) -> N
         assert port in allowed
 
 
+def secrets(pod: Manifest) -> list[dict[str, Any]]:
+    """The secrets that become variables of its containers; one with a `key` is that key alone."""
+    return [
+        source.get("secretRef") or source["valueFrom"]["secretKeyRef"]
+        for container in containers(pod)
+        for source in [*container.get("envFrom", []), *container.get("env", [])]
+        if "secretRef" in source or "secretKeyRef" in source.get("valueFrom", {})
+    ]
+
+
+@layout
+def test_a_pod_gets_only_the_keys_that_it_needs(overlay: str) -> None:
+    """Who serves gets all of them, because rewards may be judges."""
+    found = {name: [secret.get("key") for secret in secrets(pod)] for name, pod in pods(overlay).items()}
+    several = {"rlhf-server": [None], "rlhf-trainer": ["TRITON_CONTROL_KEY"], "rlhf-actor": ["TRAINING_KEY"]}
+    assert found == ({"rlhf-run": [None]} if overlay == "single" else several)
+
+
 @layout
 def test_every_name_that_is_used_exists(overlay: str) -> None:
     found = manifests(overlay)
     names = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in found}
     for pod in pods(overlay).values():
-        assert {("Secret", source["secretRef"]["name"]) for source in pod["spec"]["containers"][0]["envFrom"]} <= names
+        assert {("Secret", secret["name"]) for secret in secrets(pod)} <= names
         for volume in pod["spec"]["volumes"]:
             assert "configMap" not in volume or ("ConfigMap", volume["configMap"]["name"]) in names
             claim = volume.get("persistentVolumeClaim")
