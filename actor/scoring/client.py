@@ -251,7 +251,7 @@ class TritonClient:
         budget = self._training_budget if writes else self._scoring_budget
         outlast_s = s.max_outage_s if writes and self._has_trained else 0.0
         retries = self._train_retries if writes else s.retries
-        attempts = Attempts(model, s, budget, retries=retries, outlast_s=outlast_s)
+        attempts = Attempts(model, s, budget, retries=retries, outlast_s=outlast_s, repeats_failures=not writes)
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
         with self._calling(), self._turns.join() if writes else nullcontext() as turn:

@@ -69,7 +69,7 @@ class Kind(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether the server would give the same response to a retry."""
+        """Whether the server would give the same response to a retry; a 500 of a request that only reads may pass."""
         return self in (Kind.FAILED, Kind.WRONG)
 
     @property
@@ -128,18 +128,20 @@ class Attempts:
     | no connection, or the model was unloaded | set aside | goes to another server, or waits for one; no retry |
     | connection lost, model process dead | set aside | the same, but costs one own retry |
     | timeout or 503, and the server is still ready | stays | pauses; costs one own retry and one token of the budget |
+    | 500 of a request that may be repeated, as when /dev/shm is full | stays | the same |
     | 503 of a training request: the sidecar is away | stays | pauses; costs nothing for `outlast_s` |
     | anything else | stays | fails |
     """
 
     def __init__(
-        self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int, outlast_s: float = 0.0
-    ) -> None:
+        self, model: str, settings: ClientSection, budget: RetryBudget, *, retries: int, outlast_s: float = 0.0,
+        repeats_failures: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self.budget = model, budget
         self._outlast_s, self._busy_since, self._pauses = outlast_s, 0.0, 0
         self.retried = 0  # attempts after the first
         self._made = 0  # attempts that reached a server
-        self._settings, self._retries = settings, retries
+        self._settings, self._retries, self._repeats_failures = settings, retries, repeats_failures
         self._unreached_since: float | None = None
 
     def moves_on(self, trouble: Trouble, url: str) -> None:
@@ -181,7 +183,8 @@ class Attempts:
 
     def _reached(self, trouble: Trouble, url: str) -> None:
         self._made += 1
-        if trouble.kind.is_final or self._made > self._retries:
+        is_final = trouble.kind.is_final and not (trouble.kind is Kind.FAILED and self._repeats_failures)
+        if is_final or self._made > self._retries:
             raise self._failure(trouble, url) from trouble.__cause__
 
     def _failure(self, trouble: Trouble, url: str) -> RequestFailed:

@@ -12,9 +12,12 @@ from python_backend.rewards.function import BadScore
 LONGEST_EXCERPT = 160  # of an answer, in an error message; its end, which should have the score
 _MARKUP = re.compile(r"[*_`$]")
 _NUMBER = re.compile(r"(?<!\d)[-+−]?(?<!\d)\d+(?:[.,]\d+)*")
-# Between the last two numbers, so that "8/10" is not 10 and "7-8" not 8.
-_OF_SCALE = re.compile(r"\W*(?:points?|stars?)?\W*(?:/|out of|of)\W*", re.IGNORECASE)
-_RANGE = re.compile(r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*(?:/|\bof)\W*", re.IGNORECASE | re.DOTALL)
+# Between the last two numbers, so that "8/10" is not 10 and "7-8" not 8. In both patterns only one part can take a
+# character, because they are matched against whatever a judge, and so perhaps a policy, has written.
+_OF_SCALE = re.compile(
+    r"(?:\W*(?:points?|stars?))?[^\w/]*/\W*|\W*(?:(?:points?|stars?)\W*)?(?:out )?of\W*", re.IGNORECASE
+)
+_RANGE = re.compile(r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*/[^\w/]*|.*\bof\W*", re.IGNORECASE | re.DOTALL)
 
 
 class NoVerdict(BadScore):

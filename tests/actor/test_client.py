@@ -66,7 +66,7 @@ def test_answers_travel_uncompressed():
     scene(play)
 
 
-@pytest.mark.parametrize("trouble", ["busy", "drop"])
+@pytest.mark.parametrize("trouble", ["busy", "drop", "failed"])
 def test_what_passes_is_repeated(trouble: str):
     async def play() -> None:
         async with FakeTriton(first(trouble, trouble)) as server, client_of(server, retries=2) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from chat_server import ChatServer
 
-from python_backend.rewards import chat_endpoint
+from python_backend.rewards import chat_endpoint, verdict
 from python_backend.rewards.counts import take_counts
 from python_backend.rewards.function import FunctionError, Sample, load_function
 from python_backend.rewards.judge import Judge
@@ -47,6 +48,28 @@ def judge(server: ChatServer, *, timeout_s: float = 30.0, **options: Any) -> Any
 def row(response: str, prompt: str | None = "Why?", **metadata: Any) -> Sample:
     texts = {"response": response, **({} if prompt is None else {"prompt": prompt})}
     return Sample(f"{prompt}{response}", [], {**metadata, **texts})
+
+
+def test_an_answer_of_slashes_is_read_at_once() -> None:
+    """A step for each of its characters, not for each three of them: a cubic pattern would not end here."""
+    for between in ("/" * 100_000 + "x", " " * 50_000 + "/" * 50_000 + "x ", "of " * 30_000 + "x", "-" * 100_000 + "x"):
+        assert VerdictReader(1, 10).read(f"8 {between} 10") == 10
+
+
+@pytest.mark.parametrize("pattern", ["_OF_SCALE", "_RANGE"])
+def test_the_linear_patterns_accept_what_the_short_ones_do(pattern: str) -> None:
+    """The oracle: easy to read, with several ways to split the same characters."""
+    oracle = {
+        "_OF_SCALE": r"\W*(?:points?|stars?)?\W*(?:/|out of|of)\W*",
+        "_RANGE": r"\s*(?:\([^()]*\)\s*)?(?:[-–—]|to|or)\s*|.*(?:/|\bof)\W*",
+    }[pattern]
+    parts = ("/", " ", "-", "(", ")", "point", "stars", "of", "out of", "x", "\n")
+    flags = re.IGNORECASE | (re.DOTALL if pattern == "_RANGE" else 0)
+    for length in range(5):
+        for chosen in itertools.product(parts, repeat=length):
+            text = "".join(chosen)
+            ours = getattr(verdict, pattern).fullmatch(text)
+            assert (ours is None) == (re.fullmatch(oracle, text, flags) is None), text
 
 
 @pytest.mark.parametrize(
