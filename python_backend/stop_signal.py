@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -38,22 +40,44 @@ def stop_event(*signals: signal.Signals) -> threading.Event:
     return stop
 
 
-class StopRequested(BaseException):
+class StopRequested(KeyboardInterrupt):
     """SIGINT or SIGTERM was received; not an error."""
 
 
 class StopSignals:
-    """Raises StopRequested at the first SIGINT or SIGTERM; only counts others, as stopping takes a bounded time."""
+    """Counts SIGINT and SIGTERM; one that has arrived raises StopRequested, at the next `check` or inside `raising`.
+
+    Elsewhere it raises nothing: between the start of a process and the assignment that makes someone responsible for
+    it, an exception would leave the process running.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._is_pending = self._is_raising = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._take)
 
+    def check(self) -> None:
+        """Raise StopRequested if a signal has arrived that has not raised it yet."""
+        if self._is_pending:
+            self._is_pending = self._is_raising = False
+            raise StopRequested
+
+    @contextlib.contextmanager
+    def raising(self) -> Iterator[None]:
+        """Raise StopRequested at any point of the block: for long calls that start nothing that outlives them."""
+        self._is_raising = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._is_raising = False
+
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.count == 1:
-            raise StopRequested
+        self._is_pending = True
+        if self._is_raising:
+            self.check()
 
 
 def die_with_parent(parent: int) -> bool:

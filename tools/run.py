@@ -20,9 +20,10 @@ import psutil
 
 from actor.run.lock import only_actor, only_run
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import interrupt_on_signals, report, run_parser
+from python_backend.config.command_line import report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
+from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Journal
 from tools.arguments import parse_or_complete
@@ -51,11 +52,19 @@ class Run:
     """Starts and watches the processes of one run; measures their peak memory and the server's failed requests."""
 
     def __init__(
-        self, path: Path, config: RunConfig, overrides: Sequence[str], display: RunDisplay, *, accepts_changes: bool
+        self,
+        path: Path,
+        config: RunConfig,
+        overrides: Sequence[str],
+        display: RunDisplay,
+        signals: StopSignals,
+        *,
+        accepts_changes: bool,
     ) -> None:
         self._path = path
         self._overrides = list(overrides)
         self._display = display
+        self._signals = signals
         self._accepts_changes = accepts_changes
         self._started = time.monotonic()
         self._peak_rss = 0
@@ -74,13 +83,16 @@ class Run:
         self._display.phase("choosing serving settings")
         for change in check_changes(self.config, accepted=self._accepts_changes):
             self._display.log(f"resuming with another setting: {change}")
-        self._override(*settle(self.config, self._display.log))
+        with self._signals.raising():
+            self._override(*settle(self.config, self._display.log))
         self.config.run.dir.mkdir(parents=True, exist_ok=True)
         write_settings(self.config)
         self._display.phase("starting tritonserver")
-        ensure_first_version(self.config, self._path, self._overrides)
-        log = self._display.log
-        self._supervisor = Supervisor(lambda: start_server(self.config, log=log), log=log)
+        with self._signals.raising():
+            ensure_first_version(self.config, self._path, self._overrides)
+        log, check = self._display.log, self._signals.check
+        self._supervisor = Supervisor(lambda: start_server(self.config, log=log, check=check), log=log)
+        check()
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
@@ -105,7 +117,8 @@ class Run:
                 raise ChildDied(self._sidecar.obituary())
         failures = max(0, self._server_failures() - self._failures_at_start)  # a restarted server counts from 0
         self.stop()
-        self._report(failures)
+        with self._signals.raising():
+            self._report(failures)
 
     def _start_vllm(self) -> None:
         self._display.phase("starting vLLM")
@@ -186,6 +199,7 @@ class Run:
         self._display.refresh()
         self._peak_rss = max(self._peak_rss, tree_rss_bytes())
         time.sleep(POLL_S)
+        self._signals.check()
 
     def _server_failures(self) -> int:
         assert self._supervisor is not None
@@ -254,22 +268,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_or_complete(parser, argv)
     if not args.dry_run and (args.device_gib is not None or args.host_gib is not None):
         parser.error("--device-gib and --host-gib need --dry-run")
-    interrupt_on_signals()
+    signals = StopSignals()
     try:
-        config = load_config(args.config, args.overrides)
-        if args.dry_run:
-            return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
-        if config.demo is None:  # a demo's files do not exist yet
-            check_files(config, server=True, actor=True)
-            check_prompts(config)
-            if starts_vllm(config):
-                check_vllm(config)
-        if args.fresh and config.run.dir.exists():
-            with only_run(config.run.dir), only_actor(config.run.dir):
-                set_aside(config.run.dir)
+        with signals.raising():
+            config = load_config(args.config, args.overrides)
+            if args.dry_run:
+                return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
+            if config.demo is None:  # a demo's files do not exist yet
+                check_files(config, server=True, actor=True)
+                check_prompts(config)
+                if starts_vllm(config):
+                    check_vllm(config)
+            if args.fresh and config.run.dir.exists():
+                with only_run(config.run.dir), only_actor(config.run.dir):
+                    set_aside(config.run.dir)
     except REPORTED as error:
         return report(error)
-    return _supervise(args.config, config, args.overrides, accepts_changes=args.accept_changes)
+    return _supervise(args.config, config, args.overrides, signals, accepts_changes=args.accept_changes)
 
 
 def _plan(
@@ -285,18 +300,21 @@ def _plan(
     return 0
 
 
-def _supervise(path: Path, config: RunConfig, overrides: Sequence[str], *, accepts_changes: bool) -> int:
+def _supervise(
+    path: Path, config: RunConfig, overrides: Sequence[str], signals: StopSignals, *, accepts_changes: bool
+) -> int:
     run: Run | None = None
     try:
         with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
-            run = Run(path, config, overrides, display, accepts_changes=accepts_changes)
+            run = Run(path, config, overrides, display, signals, accepts_changes=accepts_changes)
             try:
                 run.execute()
             except BaseException as error:
                 if isinstance(error, REPORTED):  # repeated in full at the end, but stopping may take a minute
                     display.log(f"error: {str(error).partition(chr(10))[0]}")
                 display.phase(f"stopping {run.parts}")
-                run.stop()
+                with signals.raising():  # the second signal: the kernel then stops what is left, all at once
+                    run.stop()
                 raise
     except REPORTED as error:
         return report(error)

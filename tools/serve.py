@@ -49,22 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopSignals()
     supervisor = None
     try:
-        config = load_config(arguments.config, overrides)
-        if config.run.log_format == "json":
-            log_to_stderr("server", config.run)
-        preparation, made = demo_preparation(config)
-        if preparation:
-            _run_module("preparing the demo", preparation)
-            overrides = [*made, *overrides]
-            config = load_config(arguments.config, overrides)
-        check_files(config, server=True)
-        overrides += settle(config, say)
-        config = load_config(arguments.config, overrides)
-        ensure_first_version(config, arguments.config, overrides)
-        config = with_fixed_ports(config)
-        supervisor = Supervisor(lambda: start_server(config, log=say), log=say)
+        with stop.raising():
+            config = _prepare(arguments.config, overrides)
+        supervisor = Supervisor(lambda: start_server(config, log=say, check=stop.check), log=say)
         say("serving; Ctrl-C drains and stops it")
         while True:
+            stop.check()
             supervisor.look()
             time.sleep(WATCH_INTERVAL_S)
     except StopRequested:
@@ -78,6 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if supervisor is not None:
             supervisor.stop()
             say("stopped")
+
+
+def _prepare(path: Path, overrides: list[str]) -> RunConfig:
+    """Make what the server needs and does not find; return the configuration to serve."""
+    config = load_config(path, overrides)
+    if config.run.log_format == "json":
+        log_to_stderr("server", config.run)
+    preparation, made = demo_preparation(config)
+    if preparation:
+        _run_module("preparing the demo", preparation)
+        overrides = [*made, *overrides]
+        config = load_config(path, overrides)
+    check_files(config, server=True)
+    overrides += settle(config, say)
+    config = load_config(path, overrides)
+    ensure_first_version(config, path, overrides)
+    return with_fixed_ports(config)
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -141,7 +148,9 @@ def with_fixed_ports(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"server": with_free_ports(config.server)})
 
 
-def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
+def start_server(
+    config: RunConfig, *, log: Callable[[str], None] = print, check: Callable[[], None] = lambda: None
+) -> TritonServer:
     """Render the run's model repository, start a server on it and return the server; see `serve_rendered`.
 
     Raises:
@@ -151,7 +160,7 @@ def start_server(config: RunConfig, *, log: Callable[[str], None] = print) -> Tr
     from tools.render_configs import render_repository  # imports jinja2 and protobuf, which --help does not need
 
     render_repository(config, repository_of(config))
-    return serve_rendered(config, log=log)
+    return serve_rendered(config, log=log, check=check)
 
 
 def repository_of(config: RunConfig) -> Path:
@@ -159,25 +168,27 @@ def repository_of(config: RunConfig) -> Path:
     return config.server_dir / config.run.repository_dir.name
 
 
-def serve_rendered(config: RunConfig, *, log: Callable[[str], None] = print) -> TritonServer:
+def serve_rendered(
+    config: RunConfig, *, log: Callable[[str], None] = print, check: Callable[[], None] = lambda: None
+) -> TritonServer:
     """Start a server on the rendered repository and return it once every model has answered a request.
 
     A server that aborts while it starts is started once more: rarely, server 2.51 does so on a busy machine, because of
     a fault in its shared memory. The caller must stop the server. `section` of the server has the actual ports where
     the configuration has 0. `log` receives progress messages and the readable lines of the server's log; the full log
-    is in `logs/` of the server's folder.
+    is in `logs/` of the server's folder. `check` is called repeatedly; an exception that it raises ends the start.
 
     Raises:
         ServerStartError: the server cannot start; nothing is left running.
     """
     try:
-        return _serve_rendered(config, log)
+        return _serve_rendered(config, log, check)
     except ServerAborted as fault:
         log(f"{fault}\nstarting it once more")
-        return _serve_rendered(config, log)
+        return _serve_rendered(config, log, check)
 
 
-def _serve_rendered(config: RunConfig, log: Callable[[str], None]) -> TritonServer:
+def _serve_rendered(config: RunConfig, log: Callable[[str], None], check: Callable[[], None]) -> TritonServer:
     home = find_tritonserver(config.server.tritonserver)
     server = TritonServer(
         home,
@@ -191,9 +202,9 @@ def _serve_rendered(config: RunConfig, log: Callable[[str], None]) -> TritonServ
     )
     try:
         server.start()
-        server.wait_ready(config.server_dir / "server.json")
+        server.wait_ready(config.server_dir / "server.json", check)
         _warn_if_exposed(server, log)
-    except BaseException:  # also after a signal, since the caller has no server to stop yet
+    except BaseException:  # also that of `check`, since the caller has no server to stop yet
         server.stop()
         raise
     at = server.section

@@ -65,7 +65,7 @@ class Soak:
             if now - self._said_s >= 60.0:
                 self._said_s = now
                 self._log(f"{now / 60:6.1f} min  step {self._step}  {len(self.kills)} kills")
-            enough.wait(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)  # within `enough.wait`, the signal handler that sets it would deadlock
 
     def _is_over(self, now: float) -> bool:
         pending = self._pending

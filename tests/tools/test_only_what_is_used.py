@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -293,12 +294,31 @@ def signals_kept() -> Iterator[None]:
 
 def test_a_stopped_run_names_what_it_stops(tmp_path: Path, checkpoints: Checkpoints) -> None:
     path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
-    run = tools.run.Run(path, load_config(path), [], None)  # type: ignore[arg-type]
+    run = tools.run.Run(path, load_config(path), [], None, None)  # type: ignore[arg-type]
     assert run.parts == "before anything was started"
     run._supervisor = run._actor = object()  # type: ignore[assignment]
     assert run.parts == "actor and server"
     run._sidecar = object()  # type: ignore[assignment]
     assert run.parts == "actor, sidecar and server"
+
+
+@pytest.mark.usefixtures("signals_kept")
+@pytest.mark.parametrize(("command", "code"), [("serve", 0), ("run", 130)])
+def test_a_signal_in_the_last_moment_of_a_start_stops_the_server(
+    command: str, code: int, tmp_path: Path, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server runs by then, and the caller does not have it yet."""
+    path, server = write_yaml(tmp_path, "grpo", "functions", checkpoints), mock.Mock()
+
+    def start(*_: object, **__: object) -> mock.Mock:
+        signal.raise_signal(signal.SIGTERM)
+        return server
+
+    module = {"serve": tools.serve, "run": tools.run}[command]
+    monkeypatch.setattr(module, "start_server", start)
+    monkeypatch.setattr("tools.server.supervisor.ServerHealth", mock.Mock())
+    assert module.main(["--config", str(path)]) == code
+    server.stop.assert_called_once_with()
 
 
 def run_to_the_end(path: Path, capsys: pytest.CaptureFixture[str]) -> str:

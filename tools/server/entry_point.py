@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from python_backend.stop_signal import StopRequested, StopSignals
@@ -24,6 +25,8 @@ from tools.server.container import (
 )
 from tools.server.drain import main as drain
 
+POLL_INTERVAL_S = 0.1
+
 
 def main() -> int:
     """Serve until tritonserver ends, or SIGTERM or SIGINT arrives; return tritonserver's exit code.
@@ -31,17 +34,19 @@ def main() -> int:
     TRITON_ADDRESS and TRITON_CONTROL_ADDRESS set the addresses to bind. A second signal ends the wait for requests.
     """
     stop = StopSignals()  # first: to process 1, signals without a handler do nothing
-    server = None
+    os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
     try:
-        os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
-        server = start_bound(_command(), sys.stdout.buffer, os.environ)
-        return _exit_code(server.wait())
+        with stop.raising():
+            command = _command()
     except StopRequested:
-        if server is None:
-            return 0
+        return 0
+    server = start_bound(command, sys.stdout.buffer, os.environ)
+    while server.poll() is None and not stop.count:
+        time.sleep(POLL_INTERVAL_S)
+    if server.poll() is None:
         drain(give_up=lambda: stop.count > 1)
         server.terminate()
-        return _exit_code(server.wait())
+    return _exit_code(server.wait())
 
 
 def _command() -> list[str]:

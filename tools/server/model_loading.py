@@ -54,7 +54,7 @@ def load_and_probe(
 
     Args:
         section: `start_timeout_s` limits the whole call, `load_timeout_s` each load.
-        check: called repeatedly during a load; raises an exception to abort.
+        check: called repeatedly during a load or a request; raises an exception to abort.
         log: receives a line for each model.
 
     Raises:
@@ -72,12 +72,20 @@ def load_and_probe(
             raise ServerStartError(too_slow(section))
         return min(left_s, section.load_timeout_s)
 
+    def load(model: str) -> str:
+        start = time.monotonic()
+        control.load(model, timeout_s=time_left())
+        return f"{model} loaded in {time.monotonic() - start:.1f} s"
+
+    def answer(model: str) -> str:
+        probe(control, model, time_left())
+        return f"{model} answers"
+
     missing = {model for model in models if not control.is_ready(model)}
     for group in load_order(missing):
-        _load_together(control, group, time_left, check, log)
+        _together(load, group, check, log)
     for model in sorted(models):
-        probe(control, model, time_left())
-        log(f"{model} answers")
+        _together(answer, {model}, check, log)
 
 
 def too_slow(section: ServerSection) -> str:
@@ -111,28 +119,19 @@ def compile_ahead(repository: Path) -> None:
         compileall.compile_file(model, quiet=2)  # if this process cannot write there, a stub cannot either
 
 
-def _load_together(
-    control: ControlPlane,
-    models: set[str],
-    time_left: Callable[[], float],
-    check: Callable[[], None],
-    log: Callable[[str], None],
+def _together(
+    work: Callable[[str], str], models: set[str], check: Callable[[], None], log: Callable[[str], None]
 ) -> None:
-    def load(model: str) -> str:
-        start = time.monotonic()
-        control.load(model, timeout_s=time_left())
-        return f"{model} loaded in {time.monotonic() - start:.1f} s"
-
     executor = ThreadPoolExecutor(max_workers=max(1, len(models)), thread_name_prefix="load")
     try:
-        waiting = {executor.submit(load, model) for model in models}
+        waiting = {executor.submit(work, model) for model in models}
         while waiting:
             done, waiting = wait(waiting, POLL_INTERVAL_S, FIRST_COMPLETED)
             for future in done:
                 log(future.result())
             check()
     finally:
-        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other loads
+        executor.shutdown(wait=False)  # after a failure or a signal, stopping the server ends the other calls
 
 
 def probe(control: ControlPlane, model: str, timeout_s: float) -> None:

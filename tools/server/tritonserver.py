@@ -109,32 +109,33 @@ class TritonServer:
         )
         self._follower.start()
 
-    def wait_ready(self, state_file: Path | None = None) -> None:
+    def wait_ready(self, state_file: Path | None = None, check: Callable[[], None] = lambda: None) -> None:
         """Return when the server is up, its models are loaded, and each of them has answered a real request.
 
         Args:
             state_file: JSON file for `{pid, http, grpc, metrics}`, written when all is ready; `stop` removes it.
+            check: called repeatedly; raises an exception to abort.
 
         Raises:
             ServerStartError: the server died, a model did not load or answer, or `start_timeout_s` has expired.
         """
+
+        def look() -> None:
+            check()
+            self._raise_if_stub_failed()
+
         try:
             with self.control() as control:
                 deadline = time.monotonic() + self.section.start_timeout_s
                 # tritonserver opens its ports one after the other, gRPC first.
                 while not (control.is_live() and is_open(self.section.http_url) and is_open(self.section.metrics_url)):
-                    self._raise_if_failed()
+                    self.raise_if_dead()
+                    look()
                     if time.monotonic() > deadline:
                         raise ServerStartError(f"{too_slow(self.section)} (the whole log is in {self.log_path})")
                     time.sleep(POLL_INTERVAL_S)
                 _hide_argument(self.pid, self._control_key)
-                load_and_probe(
-                    control,
-                    self.repository,
-                    self.section,
-                    check=self._raise_if_stub_failed,
-                    log=self._log,
-                )
+                load_and_probe(control, self.repository, self.section, check=look, log=self._log)
         except ControlPlaneError as error:
             self._raise_if_dying()
             # Triton's answer does not say why it cannot read a configuration; only its log does.
@@ -255,10 +256,6 @@ class TritonServer:
             *closing_arguments(self._control_key),
             *(tracing_arguments(self._trace_endpoint) if self._trace_endpoint else ()),
         ]
-
-    def _raise_if_failed(self) -> None:
-        self.raise_if_dead()
-        self._raise_if_stub_failed()
 
     def _raise_if_stub_failed(self) -> None:
         failure = stub_failure(self.log_path)
