@@ -1,6 +1,8 @@
 """Settings of all tests: the same bits and the same examples each time, on a machine of any speed."""
 
 import sys
+from asyncio.selector_events import BaseSelectorEventLoop
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,18 @@ pytest_plugins = ["schedule", "scoring_rig", "server_fixtures", "sidecar_fixture
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def connections_end_before_their_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail the test that leaves one open; when it is collected, Python warns of it in whatever test then runs."""
+    left: list[str] = []
+    close = BaseSelectorEventLoop.close
+
+    def closing(loop: BaseSelectorEventLoop) -> None:
+        left.extend(repr(transport) for transport in loop._transports.values() if transport._sock is not None)
+        close(loop)
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "close", closing)
+    yield
+    assert left == []

@@ -109,9 +109,9 @@ class ServerPool(Generic[C]):
             self._set_aside(server, trouble)
         return server.down is not None
 
-    def can_take(self, model: str) -> bool:
-        """Return whether any server accepts requests for this model."""
-        return any(server.takes(model) for server in self.servers)
+    def can_take(self, model: str, *, besides: Server[C] | None = None) -> bool:
+        """Return whether any server accepts requests for this model, of those other than `besides`."""
+        return any(server.takes(model) for server in self.servers if server is not besides)
 
     async def pause_after(self, server: Server[C], attempts: Attempts, trouble: Trouble, *, patient: bool) -> float:
         """Record a failed attempt; return the pause in seconds before the next one.
@@ -120,7 +120,7 @@ class ServerPool(Generic[C]):
         there is no next attempt.
         """
         is_lost = await self.failed(server, attempts.model, trouble)
-        goes_elsewhere = is_lost and self.can_take(attempts.model)
+        goes_elsewhere = is_lost and self.can_take(attempts.model, besides=server)
         pause_s = 0.0
         if goes_elsewhere or (is_lost and patient and self._settings.max_outage_s > 0):
             attempts.moves_on(trouble, server.url)

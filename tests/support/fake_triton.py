@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 
 from aiohttp import web
+from fake_server import FakeServer
 
 from python_backend.wire.contract import STEP_AHEAD
 
@@ -23,15 +23,16 @@ OUTPUTS = [
 Behaviour = Callable[[str, int], str]  # (model, number of the request from 1 on) -> how to answer it
 
 
-class FakeTriton:
-    """A fake server on a free port of loopback, which it keeps over restarts; an async context manager.
+class FakeTriton(FakeServer):
+    """A fake server, each of whose requests a behaviour answers.
 
-    A behaviour answers a request with `ok`, `busy` (503), `dead` (the error of a dead model process), `wrong` (400),
-    `early` (400, a step whose predecessor is missing), `failed` (500), `unloaded` (404), `drop` (break the connection),
-    `hang` (no answer), or `wait` (answer once `go` is set).
+    With `ok`, `busy` (503), `dead` (the error of a dead model process), `wrong` (400), `early` (400, a step whose
+    predecessor is missing), `failed` (500), `unloaded` (404), `drop` (break the connection), `hang` (no answer), or
+    `wait` (answer once `go` is set).
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
+        super().__init__()
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
         self.parameters = {"checkpoint": "here", "tokenizer_fingerprint": "ours"}
@@ -40,45 +41,13 @@ class FakeTriton:
         self.connections: set[asyncio.Transport] = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
-        self._port = 0
 
-    @property
-    def url(self) -> str:
-        """`host:port`."""
-        return f"127.0.0.1:{self._port}"
-
-    async def __aenter__(self) -> FakeTriton:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Listen, after a stop on the same port as before."""
-        self._stopped = False
-        app = web.Application()
-        app.add_routes(
-            [
-                web.post("/v2/models/{model}/infer", self._infer),
-                web.get("/v2/models/{model}/ready", self._ready),
-                web.get("/v2/models/{model}/config", self._config),
-            ]
-        )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        """Abort the open connections, and refuse new ones."""
-        self._stopped = True
-        for transport in self.connections:
-            transport.abort()
-        await self._runner.cleanup()
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v2/models/{model}/infer", self._infer),
+            web.get("/v2/models/{model}/ready", self._ready),
+            web.get("/v2/models/{model}/config", self._config),
+        ]
 
     async def _infer(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]
@@ -97,7 +66,7 @@ class FakeTriton:
     async def _answer(self, what: str, transport: asyncio.Transport) -> web.Response:
         if what == "drop":
             transport.abort()
-        while not self._stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
+        while not self._is_stopped and (what == "hang" or (what == "wait" and not self.go.is_set())):
             await asyncio.sleep(0.001)
         errors = {
             "busy": (503, "no room"), "dead": (500, DEAD), "wrong": (400, "tokens: missing"),

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from aiohttp import web
+from fake_server import FakeServer
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]  # request -> fields of the choice that differ from the default
 
 
-class FakeVllm:
-    """A fake server on a free port of loopback; an async context manager.
-
-    It responds with the tokens 5, 6, 7 and the end-of-sequence token 1, unless `answer` says otherwise.
-    """
+class FakeVllm(FakeServer):
+    """A fake server. It responds with the tokens 5, 6, 7 and the end-of-sequence token 1, unless `answer` differs."""
 
     def __init__(self, version: str = "0.32.0") -> None:
+        super().__init__()
         self.release = version
         self.weights = "initial"
         self.adapters: list[str] = []
@@ -36,43 +34,16 @@ class FakeVllm:
         """Generation requests get no response."""
         self.silent: set[str] = set()
         """Paths that never respond."""
-        self._port = 0
 
-    @property
-    def url(self) -> str:
-        """`host:port`."""
-        return f"127.0.0.1:{self._port}"
-
-    async def __aenter__(self) -> FakeVllm:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.stop()
+    def _routes(self) -> list[web.RouteDef]:
+        return [web.route("*", "/{path:.*}", self._handle)]
 
     async def start(self) -> None:
         """Listen; after a stop on the same port, with the initial weights."""
-        self.weights, self.adapters, self._is_stopped = "initial", [], False
-        self._connections: set[asyncio.Transport] = set()
-        app = web.Application()
-        app.add_routes([web.route("*", "/{path:.*}", self._handle)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        self._port = self._runner.addresses[0][1]
-
-    async def stop(self) -> None:
-        """Abort the open connections, and refuse new ones."""
-        self._is_stopped = True
-        for transport in self._connections:
-            transport.abort()
-        await self._runner.cleanup()
+        self.weights, self.adapters = "initial", []
+        await super().start()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        self._connections.add(request.transport)
         if request.path in self.missing:
             return web.json_response({"detail": "Not Found"}, status=404)
         self.calls.append(request.path)
