@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 INSTALLED_RLVR := .venv/.installed-rlvr
 PYTEST := $(BIN)/python -m pytest -q
 
-.PHONY: demo demo-llm demo-rlvr test test-all test-trl test-judge test-vllm test-monitoring check format docs clean
+.PHONY: demo demo-llm demo-rlvr test test-all test-repeated test-trl test-judge test-vllm test-monitoring check format docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/python -m tools run --fresh --config configs/demo.yaml run.seed=$(SEED)
@@ -25,6 +25,10 @@ test: $(INSTALLED)
 # Fewer at a time: on a starved machine server 2.51 takes a model that is loading for a dead one.
 test-all: $(INSTALLED_RLVR)
 	$(PYTEST) -n 2
+
+# Hours: five runs of each Python in a fresh clone, two of them beside busy loops; PYTHONS="python3.11 ...": only those.
+test-repeated:
+	$(PYTHON) tests/repeat.py $(if $(PYTHONS),--pythons $(PYTHONS))
 
 # Installs TRL, which needs another NumPy, into an environment of its own.
 test-trl: $(INSTALLED)

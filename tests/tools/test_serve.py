@@ -116,6 +116,38 @@ def test_serve_answers_what_is_in_flight_and_refuses_the_rest(run_dir: Path) -> 
     assert out.endswith("stopped\n")
 
 
+KEEPS = """
+class TritonPythonModel:
+    kept = []
+
+    def execute(self, requests):
+        self.kept += [request.get_response_sender() for request in requests]
+        open({begun!r}, "w")
+"""
+
+
+def test_serve_does_not_wait_for_requests_whose_process_has_died(run_dir: Path) -> None:
+    """Triton never answers what a model's process had taken over, and reports the model as unloading for ever."""
+    write_scoring_model(run_dir / "model_repository", "blocking")
+    (model,) = (run_dir / "model_repository" / "blocking").glob("*/model.py")
+    model.write_text(KEEPS.format(begun=str(run_dir / "begun")))
+    process = serve(run_dir, "server.drain_s=1000")
+    wait_for(run_dir / "server.json", process)
+    with ThreadPoolExecutor(1) as pool:
+        request = pool.submit(status, run_dir, "blocking/infer", {"inputs": TWO_TOKENS})
+        wait_for(run_dir / "begun", process)
+        process.send_signal(signal.SIGTERM)
+        while status(run_dir, "blocking/ready") == 200:
+            time.sleep(0.02)
+        assert not request.done()
+        (stub,) = [stub for stub in server_processes(process.pid) if str(model) in " ".join(stub.cmdline())]
+        stub.kill()
+        out, err = process.communicate()
+        assert isinstance(request.exception(), OSError)
+    assert (process.returncode, err) == (0, "")
+    assert "not all requests are answered" in out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drain_s", [0, 0.5, 1000])
 def test_serve_waits_until_the_second_signal_or_as_long_as_configured(run_dir: Path, drain_s: float) -> None:

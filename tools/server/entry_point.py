@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from python_backend.stop_signal import StopRequested, StopSignals
+from python_backend.stop_signal import StopSignals
 from python_backend.store.control_key import control_key
 from tools.server.child import start_bound
 from tools.server.container import (
@@ -35,10 +35,8 @@ def main() -> int:
     """
     stop = StopSignals()  # first: to process 1, signals without a handler do nothing
     os.umask(0o077)  # the journal, and possibly the logs, contain prompts and responses
-    try:
-        with stop.raising():
-            command = _command()
-    except StopRequested:
+    command = _command()
+    if stop.count:
         return 0
     server = start_bound(command, sys.stdout.buffer, os.environ)
     while server.poll() is None and not stop.count:
