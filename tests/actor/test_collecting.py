@@ -23,7 +23,7 @@ from actor.scoring.reference import OwnReference
 from tests.support.settings import actor_section
 
 PROMPTS = [Prompt(str(i), "", np.asarray(tokens)) for i, tokens in enumerate([[5, 6, 7], [8], [9, 10, 11, 12], [14]])]
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

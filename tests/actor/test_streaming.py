@@ -17,7 +17,7 @@ from actor.scoring.retry import RequestRefused
 from actor.scoring.scorer import Scorer
 from actor.scoring.stream import RowStream
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def one_row(index: int) -> Rollout:

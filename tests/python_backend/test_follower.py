@@ -18,7 +18,7 @@ from python_backend.serving.versions.follower import Follower
 from python_backend.store.serving_records import ServingRecord
 from python_backend.store.weights import WeightsError, WeightsStore
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Instance:

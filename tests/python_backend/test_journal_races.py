@@ -43,7 +43,7 @@ def send_during(journal: Journal, step: int | None, meanwhile: Callable[[], obje
     """Have `meanwhile` happen while the payload is being written."""
 
     def check() -> None:
-        give_up_at = time.monotonic() + 20
+        give_up_at = time.monotonic() + 120
         while not unfinished(journal) and time.monotonic() < give_up_at:
             time.sleep(0.001)
         meanwhile()

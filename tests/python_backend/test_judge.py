@@ -145,13 +145,11 @@ def test_the_shipped_rubric_has_both_texts(server: ChatServer) -> None:
     assert message.endswith("a number from 1 to 10.")
 
 
-@pytest.mark.parametrize(
-    ("what", "requests"), [("busy once", 2), ("broken once", 2), ("half once", 2), ("slow once", 2)]
-)
-def test_a_fault_that_passes_is_retried(server: ChatServer, what: str, requests: int) -> None:
-    assert judge(server, request_timeout_s=0.5)(row(what)) == 7
+@pytest.mark.parametrize("what", ["busy once", "broken once", "half once", "slow once"])
+def test_a_fault_that_passes_is_retried(server: ChatServer, what: str) -> None:
+    assert judge(server, request_timeout_s=1.0 if what == "slow once" else 60.0)(row(what)) == 7
     counts = take_counts()
-    assert (counts["requests"], counts["retries"]) == (requests, requests - 1)
+    assert (counts["requests"], counts["retries"]) == (2, 1)
     assert "failures" not in counts
 
 
@@ -172,7 +170,7 @@ def test_a_fault_that_passes_is_retried(server: ChatServer, what: str, requests:
 def test_a_fault_that_stays_is_no_score(server: ChatServer, what: str, requests: int, cause: str) -> None:
     before = len(server.requests)
     with pytest.raises(NoVerdict, match=re.escape(cause)):
-        judge(server, max_retries=2, request_timeout_s=0.2)(row(what))
+        judge(server, max_retries=2, request_timeout_s=0.2 if what == "hang" else 60.0)(row(what))
     counts = take_counts()
     assert (counts["requests"], counts["failures"]) == (requests, 1)
     assert len(server.requests) == before + requests

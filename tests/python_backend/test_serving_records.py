@@ -95,7 +95,7 @@ def test_a_clock_that_is_ahead_keeps_nobody_alive(records: ServingRecords, monke
     path = records._folder / elsewhere.file_name
     os.utime(path, (time.time() + 3600,) * 2)
     assert len(records.alive()) == 1  # seen for the first time
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while records.alive():
         assert time.monotonic() < deadline, "it lives for an hour"
         time.sleep(0.02)

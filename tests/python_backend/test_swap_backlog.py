@@ -18,7 +18,7 @@ from python_backend.serving.round_robin import run_to_end
 from python_backend.wire.contract import Limits, ScoringRows
 
 ROW_TOKENS, BUDGET = 20, 200  # ten rows a forward
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Call:

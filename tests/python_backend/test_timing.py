@@ -15,7 +15,7 @@ from scoring_rig import started
 
 from python_backend.wire.contract import Limits, ScoringRows
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 FORWARD_S = 2.0
 
 

@@ -40,7 +40,7 @@ def post_json(system: System, model: str, inputs: list[dict[str, Any]]) -> tuple
     url = f"http://{system.run.url}/v2/models/{model}/infer"
     request = urllib.request.Request(url, json.dumps({"inputs": inputs}).encode(), headers=KEY)
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=20)
+        urllib.request.urlopen(request, timeout=60)
     with caught.value as answer:
         text = answer.read().decode()
     print(f"\n{model} {caught.value.code}: {text}")
@@ -366,7 +366,7 @@ def test_a_key_in_the_body_that_is_no_text_is_no_key(live: System, model: str) -
     tensor = {"name": "dummy_var" if model == CRITIC_SAVE else "step", "shape": [1], "datatype": "INT64", "data": [1]}
     body = {"parameters": {"x-triton-training-key": 5}, "inputs": [tensor]}
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=20)
+        urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode()), timeout=60)
     with caught.value as answer:
         assert answer.code == 400
         assert "header x-triton-training-key: missing or wrong" in answer.read().decode()

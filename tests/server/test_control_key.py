@@ -30,7 +30,7 @@ def http_status(server: TritonServer, path: str, body: object = None, **headers:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"http://{server.section.http_url}{path}", data, headers)
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:

@@ -59,7 +59,7 @@ def peer(live: System, tmp_path: Path) -> Iterator[Peer]:
             yield Peer(line.partition("gateway: ")[2].partition(",")[0], certificate)
         finally:
             process.send_signal(signal.SIGTERM)
-            code = process.wait(30)
+            code = process.wait(120)
     assert code == 0
 
 

@@ -137,7 +137,7 @@ def test_the_judge_and_its_counters(server: TritonServer) -> None:
 
 def counters(server: TritonServer) -> dict[str, float]:
     """The judge's counters in the server's metrics."""
-    with urllib.request.urlopen(f"http://{server.section.metrics_url}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{server.section.metrics_url}/metrics", timeout=60) as page:
         text = page.read().decode()
     family = r'^rlhf_reward_function_total\{(?=.*model="reward_function_judge").*counter="(\w+)".*\} (\S+)$'
     return {name: float(value) for name, value in re.findall(family, text, re.MULTILINE)}

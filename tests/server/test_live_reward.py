@@ -123,7 +123,7 @@ def test_every_reply_names_its_version_and_none_fails_during_swaps(live: System,
 
 
 def metric(run: LiveRun, name: str) -> float:
-    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=60) as answer:
         found = re.search(rf'^{name}{{model="reward_model"}} (\S+)', answer.read().decode(), re.MULTILINE)
     assert found, name
     return float(found[1])

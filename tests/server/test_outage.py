@@ -95,7 +95,7 @@ class Run:
 
 def num_answered(run: LiveRun, model: str) -> int:
     """Requests that a server has answered, by its own count."""
-    with urllib.request.urlopen(f"http://{run.url}/v2/models/{model}/stats", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{run.url}/v2/models/{model}/stats", timeout=60) as answer:
         (stats,) = json.load(answer)["model_stats"]
     return int(stats["inference_stats"]["success"]["count"])
 

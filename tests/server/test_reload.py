@@ -215,7 +215,7 @@ def make_publisher(run: LiveRun, kind: type[Publisher]) -> Publisher:
         epoch=99,
         servers=[run.config.server.grpc_url],
         reload="swap",
-        timeout_s=30.0,
+        timeout_s=120.0,
         keep=12,
     )
 
@@ -264,7 +264,7 @@ def test_a_truncated_version_is_refused_and_the_old_one_serves_on(live: System) 
     assert "model.safetensors is damaged" in str(caught.value)
     assert live.run.store.current() == current
     assert_serves(live.run, current)
-    wait_for(lambda: rejections(live.run) == counted + 1, timeout_s=30.0)
+    wait_for(lambda: rejections(live.run) == counted + 1, timeout_s=120.0)
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def answers(url: str) -> bool:
     """Whether the critic of this server is ready."""
     with (
         contextlib.suppress(OSError),
-        urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/ready", timeout=5) as page,
+        urllib.request.urlopen(f"http://{url}/v2/models/{CRITIC}/ready", timeout=60) as page,
     ):
         return bool(page.status == 200)
     return False
@@ -298,7 +298,7 @@ def answers(url: str) -> bool:
 
 def rejections(run: LiveRun) -> int:
     """What the server's metrics say."""
-    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{run.config.server.metrics_url}/metrics", timeout=60) as answer:
         found = re.search(r'^rlhf_weights_rejected_total\{model="critic"\} (\d+)', answer.read().decode(), re.MULTILINE)
     return int(found[1]) if found else 0
 

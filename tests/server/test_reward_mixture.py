@@ -83,7 +83,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         workers = worker_processes(server)
         assert len(workers) == 8
         yield server
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive, [(worker.status(), worker.ppid()) for worker in alive]
 
 
@@ -208,10 +208,10 @@ def test_no_worker_outlives_a_server_that_is_killed_outright(tmp_path: Path) -> 
         its_own = [child for child in stub.children(recursive=True) if child in workers]
         assert len(its_own) == 4
         stub.kill()
-        _, alive = psutil.wait_procs(its_own, timeout=30)
+        _, alive = psutil.wait_procs(its_own, timeout=60)
         assert not alive
         psutil.Process(server.pid).kill()
-        _, alive = psutil.wait_procs(workers, timeout=30)
+        _, alive = psutil.wait_procs(workers, timeout=60)
         assert not alive
 
 
@@ -225,7 +225,7 @@ def test_a_reload_replaces_the_workers(tmp_path: Path) -> None:
             control.load("reward_function_length", parameters={"workers": "3"}, timeout_s=60)
         answer = ask(server.section.http_url, REWARD_MODEL, labelled(1), OUTPUTS)
         assert errors_of(answer) == [""]
-        _, alive = psutil.wait_procs(replaced, timeout=30)
+        _, alive = psutil.wait_procs(replaced, timeout=60)
         assert not alive
         assert len(worker_processes(server)) == 10
 

@@ -54,7 +54,7 @@ def test_regions_stay_as_long_as_any_of_their_processes(folder: Path) -> None:
     (folder / "rlhf-2-bbbbbbbb-region").symlink_to(folder / "somewhere")
     with contextlib.suppress(psutil.NoSuchProcess):  # its input has ended with its parent
         child.kill()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=60)
     (prefix,) = remove_abandoned()
     assert prefix.startswith(f"rlhf-{owner.pid}-")
     assert [path.name for path in sorted(folder.iterdir())] == ["rlhf-1-aaaaaaaa-region", "rlhf-2-bbbbbbbb-region"]
@@ -96,7 +96,7 @@ def test_the_next_start_removes_what_a_kill_left(tmp_path: Path) -> None:
     for stub in stubs:
         with contextlib.suppress(psutil.NoSuchProcess):
             stub.kill()
-    psutil.wait_procs(stubs, timeout=10)
+    psutil.wait_procs(stubs, timeout=60)
     assert server_processes(killed.pid) == []
     lines: list[str] = []
     with tiny_server(tmp_path, lines.append) as server:

@@ -78,7 +78,7 @@ def test_a_killed_model_is_replaced_while_the_others_answer(tmp_path: Path, mode
                 control.probe_scoring("reward_model", ("rewards",), 5.0)
             assert f"the process of {model} has died: reloading the model" in lines
             assert stub_of(server, model).pid != killed.pid
-            control.probe_scoring("critic", ("values",), 5.0)
+            control.probe_scoring("critic", ("values",), 60.0)
             control.probe_rejection("critic_train", 5.0)
         assert {name: stub_of(server, name).pid for name in others} == others
         assert supervisor.server is server
@@ -288,7 +288,7 @@ def test_a_model_that_hangs_again_takes_a_new_server(tmp_path: Path) -> None:
         block.unlink()
         until(lambda: supervisor.look() or supervisor.server is not first)
         with supervisor.server.control() as control:
-            control.probe_scoring("critic", ("values",), 5.0)
+            control.probe_scoring("critic", ("values",), 60.0)
     finally:
         supervisor.stop()
     assert server_processes(os.getpid()) == []
@@ -306,7 +306,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
         assert lines[0].startswith("tritonserver has not answered over ")
         assert first.poll() == -signal.SIGKILL
         with supervisor.server.control() as control:
-            control.probe_scoring("critic", ("values",), 5.0)
+            control.probe_scoring("critic", ("values",), 60.0)
     finally:
         supervisor.stop()
     assert server_processes(os.getpid()) == []
@@ -339,7 +339,7 @@ def test_nobody_meets_a_server_without_its_models(tmp_path: Path) -> None:
         while not control.is_live():
             time.sleep(0.01)
         assert control.is_ready("critic")
-        control.probe_scoring("critic", ("values",), 5.0)
+        control.probe_scoring("critic", ("values",), 60.0)
 
 
 def test_a_dead_model_is_told_from_other_errors(tmp_path: Path) -> None:
@@ -347,5 +347,5 @@ def test_a_dead_model_is_told_from_other_errors(tmp_path: Path) -> None:
     with tiny_server(tmp_path) as server, ControlPlane(server.section.grpc_url) as control:
         until(control.is_live)
         with pytest.raises(ControlPlaneError, match="no luck") as caught:
-            control.probe_scoring("critic", ("values",), 5.0)
+            control.probe_scoring("critic", ("values",), 60.0)
         assert type(caught.value) is ControlPlaneError

@@ -228,6 +228,6 @@ def test_two_servers_do_not_touch_each_other(tmp_path: Path) -> None:
             one.wait_ready()
             two.wait_ready()
         with ControlPlane(one.section.grpc_url) as control:
-            control.probe_scoring("critic", ("values",), timeout_s=10)
+            control.probe_scoring("critic", ("values",), timeout_s=60)
         with ControlPlane(two.section.grpc_url) as control, pytest.raises(ControlPlaneError):
-            control.probe_scoring("critic", ("values",), timeout_s=10)
+            control.probe_scoring("critic", ("values",), timeout_s=60)

@@ -96,7 +96,7 @@ def counts(finished: FinishedRun) -> dict[str, float]:
 
 def metric(finished: FinishedRun, name: str) -> float:
     """A counter of the reward model in the server's metrics."""
-    with urllib.request.urlopen(f"http://{finished.run.config.server.metrics_url}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{finished.run.config.server.metrics_url}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     start = f'rlhf_{name}_total{{model="{REWARD_MODEL}"}} '
     return next((float(line.removeprefix(start)) for line in lines if line.startswith(start)), 0.0)

@@ -22,7 +22,7 @@ from tests.support.settings import nested
 from trainer.checkpoint import CheckpointFolder
 from trainer.sidecar import follow
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Killed(BaseException):

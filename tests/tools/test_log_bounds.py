@@ -15,7 +15,7 @@ from small_disk import small_disk
 from tools.server.child import Child
 from tools.server.log import follow, set_aside_if_large
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -33,7 +33,7 @@ def control(server: TritonServer) -> Iterator[ControlPlane]:
 
 
 def test_probe_returns_the_outputs_asked_for(control: ControlPlane) -> None:
-    answer = control.probe_scoring("critic_infer", ("rewards", *OUTPUTS), timeout_s=10)
+    answer = control.probe_scoring("critic_infer", ("rewards", *OUTPUTS), timeout_s=60)
     assert {name: array.shape for name, array in answer.items()} == {
         "rewards": (1, 1),
         "values": (1, 2),
@@ -44,9 +44,9 @@ def test_probe_returns_the_outputs_asked_for(control: ControlPlane) -> None:
 def test_statistics_count_rows_batches_and_failures(control: ControlPlane) -> None:
     before = settled_statistics(control, "reward_model")
     for _ in range(3):
-        control.probe_scoring("reward_model", ("rewards",), timeout_s=10)
+        control.probe_scoring("reward_model", ("rewards",), timeout_s=60)
     with pytest.raises(ControlPlaneError):
-        control.probe_scoring("reward_model", ("values",), timeout_s=10)
+        control.probe_scoring("reward_model", ("values",), timeout_s=60)
     after = settled_statistics(control, "reward_model")
     assert after.inference_count - before.inference_count == 3
     assert after.execution_count - before.execution_count == 3
@@ -64,7 +64,7 @@ def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: Co
     def ask(model: str) -> None:
         while not done.is_set():
             try:
-                answer = control.probe_scoring(model, OUTPUTS, timeout_s=10)
+                answer = control.probe_scoring(model, OUTPUTS, timeout_s=60)
             except ControlPlaneError as error:
                 failures.append(error)
                 return
@@ -76,7 +76,7 @@ def test_reload_with_parameters_fails_no_request_and_never_goes_back(control: Co
     for version in (1, 2, 3):
         control.load("critic", parameters={"weights_version": str(version)}, timeout_s=30)
         assert control.active_parameters("critic")["weights_version"] == str(version)
-        assert control.probe_scoring("critic", OUTPUTS, timeout_s=10)["weights_version"] == version
+        assert control.probe_scoring("critic", OUTPUTS, timeout_s=60)["weights_version"] == version
     done.set()
     for caller in callers:
         caller.join()
@@ -100,18 +100,18 @@ def test_a_failed_reload_names_the_cause_and_keeps_the_old_instance(control: Con
         "critic could not be loaded: ValueError: invalid literal for int() with base 10: 'not a number' "
         "(model.py line 9)"
     )
-    assert control.probe_scoring("critic", OUTPUTS, timeout_s=10)["weights_version"] == 8
+    assert control.probe_scoring("critic", OUTPUTS, timeout_s=60)["weights_version"] == 8
     assert control.is_ready("critic")
 
 
 def test_rejection_probe_wants_the_models_own_refusal(server: TritonServer, control: ControlPlane) -> None:
-    control.probe_rejection("critic_train", timeout_s=10)
-    control.probe_rejection("critic_save", timeout_s=10)
+    control.probe_rejection("critic_train", timeout_s=60)
+    control.probe_rejection("critic_save", timeout_s=60)
     shutil.rmtree(server.repository / "critic_save")
     write_journal_model(server.repository, "critic_save", refuse=False)
     control.load("critic_save", timeout_s=30)
     with pytest.raises(ControlPlaneError, match="critic_save accepted dummy_var = -1"):
-        control.probe_rejection("critic_save", timeout_s=10)
+        control.probe_rejection("critic_save", timeout_s=60)
 
 
 def test_rejection_probe_does_not_take_a_refusal_of_the_server_for_the_models(
@@ -121,7 +121,7 @@ def test_rejection_probe_does_not_take_a_refusal_of_the_server_for_the_models(
     config.write_text(config.read_text().replace(" optional: true", ""))
     control.load("critic_save", timeout_s=30)
     with pytest.raises(ControlPlaneError, match="critic_save: expected 2 inputs but got 1"):
-        control.probe_rejection("critic_save", timeout_s=10)
+        control.probe_rejection("critic_save", timeout_s=60)
 
 
 def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mends_it(
@@ -130,10 +130,10 @@ def test_a_dead_stub_still_counts_as_ready_but_fails_the_probe_and_a_reload_mend
     stub = stub_of(server, "critic_train")
     stub.kill()
     with pytest.raises(ControlPlaneError, match="critic_train: its process has died"):
-        control.probe_rejection("critic_train", timeout_s=10)
+        control.probe_rejection("critic_train", timeout_s=60)
     assert control.is_ready("critic_train")
     control.load("critic_train", parameters={"nonce": "1"}, timeout_s=30)
-    control.probe_rejection("critic_train", timeout_s=10)
+    control.probe_rejection("critic_train", timeout_s=60)
 
 
 def test_every_call_has_a_deadline(server: TritonServer, control: ControlPlane) -> None:
@@ -146,7 +146,7 @@ def test_every_call_has_a_deadline(server: TritonServer, control: ControlPlane) 
 
 def test_unknown_model(control: ControlPlane) -> None:
     with pytest.raises(ControlPlaneError, match="'nothing'"):
-        control.load("nothing", timeout_s=10)
+        control.load("nothing", timeout_s=60)
     with pytest.raises(ControlPlaneError, match="'nothing'"):
         control.statistics("nothing")
 
@@ -193,7 +193,7 @@ def test_an_empty_output_is_no_answer(control: ControlPlane, monkeypatch: pytest
     monkeypatch.setattr(control, "_tokens_type", lambda model: "INT64")
     monkeypatch.setattr(control, "_call", lambda *_, **__: empty)
     with pytest.raises(ControlPlaneError, match="critic returned empty values, as a server with NumPy 2"):
-        control.probe_scoring("critic", ("values",), timeout_s=10)
+        control.probe_scoring("critic", ("values",), timeout_s=60)
 
 
 def test_a_load_that_hangs_holds_no_caller_up(
@@ -207,8 +207,8 @@ def test_a_load_that_hangs_holds_no_caller_up(
     for nonce in "12":
         with pytest.raises(ControlPlaneError, match=r"hanging could not be loaded: no answer within 1 s"):
             control.load("hanging", parameters={"nonce": nonce}, timeout_s=1)
-    assert control.probe_scoring("hanging", OUTPUTS, timeout_s=10)["values"].size  # the old process serves on
+    assert control.probe_scoring("hanging", OUTPUTS, timeout_s=60)["values"].size  # the old process serves on
     for ask in (control.is_ready, control.statistics, control.active_parameters):
         with contextlib.suppress(ControlPlaneError):  # an answer or an error, but not a hang
             ask("hanging")
-    assert control.probe_scoring("critic", OUTPUTS, timeout_s=10)["values"].size
+    assert control.probe_scoring("critic", OUTPUTS, timeout_s=60)["values"].size

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -159,9 +160,9 @@ def test_a_stop_while_nobody_serves_loses_nothing(
 
 def test_a_stop_long_after_the_last_wait_still_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """The patience begins with the stop, not with the sidecar's last publication."""
-    monkeypatch.setattr(trainer.progress, "STOP_PATIENCE_S", 0.5)
     rig.train(1)
-    time.sleep(0.6)
+    much_later = {"monotonic": lambda: time.monotonic() + 2 * trainer.progress.STOP_PATIENCE_S}
+    monkeypatch.setattr(trainer.progress, "time", SimpleNamespace(**{**vars(time), **much_later}))
     waited = []
 
     def wait_once(self: CriticVersions) -> None:

@@ -19,7 +19,7 @@ from trainer.checkpoint import CheckpointFolder
 from trainer.publish import Publisher
 
 pytest_plugins = ["sidecar_fixtures"]
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 
 
 def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
