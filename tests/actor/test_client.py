@@ -16,7 +16,6 @@ from fake_triton import Behaviour, FakeTriton
 from live_system import training_inputs
 
 from actor.scoring.client import TritonClient
-from actor.scoring.pool import ServerPool
 from actor.scoring.retry import RETRY_RESERVE, OverBudget, RequestCounters, RequestFailed, ServerFailed
 from python_backend.config import ClientSection
 from python_backend.wire.contract import CRITIC_SAVE, CRITIC_TRAIN, REWARD_MODEL
@@ -121,18 +120,6 @@ def test_a_dead_model_is_waited_for():
             seen = client.counters
             assert seen.outages <= 1, "none if its pause was over before the next attempt chose a server"
             assert seen == counted(requests=1, retries=2, outages=seen.outages, outage_seconds=seen.outage_seconds)
-
-    scene(play)
-
-
-def test_the_same_server_is_no_failover(monkeypatch: pytest.MonkeyPatch):
-    """Its pause may be over before the next attempt chooses a server."""
-    monkeypatch.setattr(ServerPool, "_pause_s", lambda self, losses: 0.0)
-
-    async def play() -> None:
-        async with FakeTriton(first("dead")) as server, client_of(server) as client:
-            await client.rewards(ROWS)
-            assert client.counters == counted(requests=1, retries=1)
 
     scene(play)
 

@@ -294,7 +294,7 @@ def signals_kept() -> Iterator[None]:
 
 def test_a_stopped_run_names_what_it_stops(tmp_path: Path, checkpoints: Checkpoints) -> None:
     path = write_yaml(tmp_path, "grpo", "functions", checkpoints)
-    run = tools.run.Run(path, load_config(path), [], None, None)  # type: ignore[arg-type]
+    run = tools.run.Run(path, load_config(path), [], None, None, accepts_changes=False)  # type: ignore[arg-type]
     assert run.parts == "before anything was started"
     run._supervisor = run._actor = object()  # type: ignore[assignment]
     assert run.parts == "actor and server"
