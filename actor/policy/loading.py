@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from python_backend.checkpoints.inspection import CheckpointError, stored_dtypes
-from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
+from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
 from python_backend.config import PolicySection
 
 
@@ -33,10 +33,10 @@ def load_model(settings: PolicySection) -> Any:
 
 
 def check_positions(model: Any, folder: Path, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """Keep the model's rotary table as loaded; raise CheckpointError if rows may exceed the model's positions."""
-    fix_rotary(model)
+    """Keep the model's forward pass as loaded; raise CheckpointError if rows may exceed the model's positions."""
+    fix_forward(model)
     config, longest = model.config.to_dict(), max_prompt_tokens + max_new_tokens
-    limit, reason = rotary_limit(config), "beyond which the model's rotary table changes with the row length"
+    limit, reason = stable_length(config), "beyond which the model's forward pass changes with the row length"
     if limit is None:
         limit, reason = max_positions(config), "the number of positions that the model has embeddings for"
         if limit is not None and longest > limit and _takes_rows_of(model, longest):

@@ -1,9 +1,10 @@
-"""Limits on row lengths, and rotary embeddings that do not depend on the other rows of a forward pass.
+"""Limits on row lengths, within which a forward pass depends neither on its other rows nor on earlier ones.
 
 For two rope types, the longest row of a forward pass decides which rotary table transformers uses for all rows.
 `longrope` (Phi-3 128k) switches tables beyond `original_max_position_embeddings`. `dynamic` recomputes its table beyond
 `max_position_embeddings` and keeps it for later forward passes. The table is stored in the module, so threads that
-share the module would race.
+share the module would race. BigBird's block-sparse attention becomes full attention for good at the first forward pass
+that is too short for it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ FIXED = "fixed"  # a rope type that `dynamic_rope_update` leaves alone
 
 
 def max_positions(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum row length of a model: its number of positions, or `rotary_limit` if that is smaller."""
+    """Return the maximum row length of a model: its number of positions, or `stable_length` if that is smaller."""
     text = config.get("text_config") or config
-    limits = (text.get("max_position_embeddings") or text.get("n_positions"), rotary_limit(config))
+    limits = (text.get("max_position_embeddings") or text.get("n_positions"), stable_length(config))
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
 
 
-def rotary_limit(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum row length for which transformers uses the rotary table as loaded; None if there is no limit.
+def stable_length(config: Mapping[str, Any]) -> int | None:
+    """Return the maximum row length for which transformers uses one rotary table, and full attention; None: any.
 
     A `longrope` model whose long and short factors are equal has only one table, and therefore no limit.
     """
@@ -31,6 +32,8 @@ def rotary_limit(config: Mapping[str, Any]) -> int | None:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     positions = text.get("max_position_embeddings")
     limits = []
+    if text.get("attention_type") == "block_sparse" and not text.get("is_encoder_decoder"):
+        limits.append((5 + 2 * text["num_random_blocks"]) * text["block_size"])  # as in transformers' BigBirdModel
     # `rope` contains the parameters, or maps each layer type to its parameters.
     for each in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         if "dynamic" in str(each.get("rope_type") or each.get("type")):
@@ -41,11 +44,13 @@ def rotary_limit(config: Mapping[str, Any]) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def fix_rotary(model: Any) -> None:
-    """Make every forward pass of `model` use the rotary table that it was loaded with.
+def fix_forward(model: Any) -> None:
+    """Make every forward pass of `model` use the rotary table that it was loaded with, and full attention.
 
-    Up to `rotary_limit`, the model's outputs equal those of transformers. The caller must reject longer rows.
+    Up to `stable_length`, the model's outputs equal those of transformers. The caller must reject longer rows.
     """
+    if getattr(model.base_model, "attention_type", None) == "block_sparse":
+        model.base_model.set_attention_type("original_full")
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):

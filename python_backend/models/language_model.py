@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from python_backend.checkpoints.inspection import inspect_checkpoint
+from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.models.collation import collate
 from python_backend.models.lean_decoder import lean_decoder
+from python_backend.models.limits import limits_of
 from python_backend.models.loading import load_causal_model
 from python_backend.models.logprobs import target_logprobs
-from python_backend.models.modeling import limits_of
 from python_backend.models.output_head import head_logprobs, linear_head
 from python_backend.models.precision import computing, in_float32, use_bfloat16
-from python_backend.models.token_head import compile_body
+from python_backend.models.token_head import compile_body, measure_causality
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.parallel.tensor_parallel import RankGroup
@@ -43,7 +43,7 @@ class LanguageModel:
         """Freeze the model and prepare its forward pass.
 
         Raises:
-            CheckpointError: `compile_forward` is set and there is no working compiler.
+            CheckpointError: the model is not causal; or `compile_forward` is set and there is no working compiler.
         """
         self.model = model.eval().requires_grad_(False)
         self.limits = limits_of(model)
@@ -55,6 +55,11 @@ class LanguageModel:
         self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
         with in_float32(model):
             self._head = linear_head(model)
+            if not measure_causality(model):
+                raise CheckpointError(
+                    f"{type(model).__name__} is not causal: its hidden state at a token depends on later tokens; use a "
+                    "decoder, or set is_decoder: true in its config.json if it was trained as one"
+                )
         if compile_forward:
             with self._computing():
                 compile_body(model, lambda ids, attention: model(input_ids=ids, attention_mask=attention))

@@ -32,7 +32,7 @@ from python_backend.checkpoints.inspection import (
     head_shape_error,
     inspect_checkpoint,
 )
-from python_backend.checkpoints.positions import fix_rotary, rotary_limit
+from python_backend.checkpoints.positions import fix_forward, stable_length
 from python_backend.checkpoints.safetensors_header import TensorInfo, read_header
 from python_backend.checkpoints.tensor_file import STORED_DTYPES
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
@@ -315,18 +315,17 @@ def _load(
     if lacking:
         raise CheckpointError(f"{info.folder}: the weights lack {', '.join(lacking[:4])}")
     model.config.architectures = [kind.__name__]
-    _keep_rotary(model, info)
+    _keep_stable(model, info)
     return model.eval()
 
 
-def _keep_rotary(model: Any, info: CheckpointInfo) -> None:
-    fix_rotary(model)
-    limit, positions = rotary_limit(model.config.to_dict()), getattr(model.config, "max_position_embeddings", None)
+def _keep_stable(model: Any, info: CheckpointInfo) -> None:
+    fix_forward(model)
+    limit, positions = stable_length(model.config.to_dict()), getattr(model.config, "max_position_embeddings", None)
     if limit and positions and limit < positions:
         logger.warning(
-            "%s: rows are limited to original_max_position_embeddings (%d), not max_position_embeddings (%d): a longer "
-            "row would change the rotary table of every row in its forward pass",
-            info.folder, limit, positions,
+            "%s: rows are limited to %d tokens, not max_position_embeddings (%d): a longer row would change the rotary "
+            "table or the attention of every row in its forward pass", info.folder, limit, positions,
         )  # fmt: skip
 
 

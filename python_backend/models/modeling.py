@@ -27,11 +27,11 @@ from python_backend.checkpoints.inspection import (
     inspect_checkpoint,
     reward_head,
 )
-from python_backend.checkpoints.positions import rotary_limit
 from python_backend.checkpoints.tokenization import TYPE_SHIFT
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.collation import collate
 from python_backend.models.heads import label_probabilities, merge_attributes, pool_last, pool_mean, standardise
+from python_backend.models.limits import limits_of
 from python_backend.models.loading import (
     check_finite,
     load_pooled_model,
@@ -40,9 +40,8 @@ from python_backend.models.loading import (
     twin,
     twin_with_head,
 )
-from python_backend.models.token_head import TokenHead, compile_body, head_of, keep_head_exact, measure_causality
+from python_backend.models.token_head import PooledHead, TokenHead, compile_body, head_of, measure_causality
 from python_backend.store.durable import disk_errors
-from python_backend.wire.contract import Limits
 
 if TYPE_CHECKING:  # slow to import, and needed only for models larger than one device
     from python_backend.parallel.tensor_parallel import RankGroup
@@ -57,25 +56,25 @@ class RewardModel:
     """A reward model: the head's outputs, pooled, merged and standardised, in fp32."""
 
     def __init__(
-        self, outputs: TokenHead | Any, *, pooling: str, weights: Tensor | None, num_outputs: int, constants: Constants,
-        skipped_pad_id: int | None = None, origin: CheckpointInfo | None = None,
+        self, outputs: TokenHead | PooledHead, *, pooling: str, weights: Tensor | None, num_outputs: int,
+        constants: Constants, skipped_pad_id: int | None = None, origin: CheckpointInfo | None = None,
     ) -> None:  # fmt: skip
         self.origin = origin  # checkpoint that it was loaded from
         self.reload: Callable[..., RewardModel] | None = None  # `load_reward` with the same settings
-        self.model = outputs.model if isinstance(outputs, TokenHead) else outputs
+        self.model = outputs.model
         self.num_outputs = num_outputs
         self.mean, self.std = constants.mean, constants.std
         self.limits = limits_of(self.model)
         self.skipped_pad_id = skipped_pad_id  # strip it from the end of sentences: transformers pools the token before
-        self._token_head = outputs if isinstance(outputs, TokenHead) else None
+        self._outputs = outputs
         self._pool = POOLS.get(pooling)
         self._weights = weights
         self.has_token_types = (getattr(self.model.config, "type_vocab_size", None) or 0) > 1
 
     def use_own_forward(self) -> None:
         """Use transformers' own forward pass instead of the lean one, for comparisons."""
-        if self._token_head is not None:
-            self._token_head.lean = None
+        if isinstance(self._outputs, TokenHead):
+            self._outputs.lean = None
 
     @torch.no_grad()
     def score(self, rows: Sequence[np.ndarray], width: int | None = None) -> np.ndarray:
@@ -95,12 +94,11 @@ class RewardModel:
         types: dict[str, Tensor] = {}
         if self.has_token_types and int(ids.max()) >> TYPE_SHIFT:
             types, ids = {"token_type_ids": ids >> TYPE_SHIFT}, ids % (1 << TYPE_SHIFT)
-        if self._token_head is None or self._pool is None:  # encoders have their own pooling, unaffected by padding
-            scores = self.model(input_ids=ids, attention_mask=attention, **types).logits
-        elif self._pool is pool_last:
-            scores = self._token_head.at_last(ids, attention, lengths, **types)
+        if isinstance(self._outputs, TokenHead) and self._pool is pool_last:
+            scores = self._outputs.at_last(ids, attention, lengths, **types)
         else:
-            scores = self._pool(self._token_head(ids, attention, **types), lengths)
+            scores = self._outputs(ids, attention, **types)
+            scores = scores if self._pool is None else self._pool(scores, lengths)
         merged = scores if self._weights is None else merge_attributes(scores, self._weights)
         return torch.cat([standardise(merged, self.mean, self.std), scores], dim=1).cpu().numpy()
 
@@ -138,10 +136,10 @@ class CriticModel:
         self._template: Any = model if group is None else group.skeleton(model) if like is None else like._template
         self.model = model.eval()
         self.mean, self.std = (constants or Constants()).mean, (constants or Constants()).std
-        self.limits = limits_of(model)
-        self.note = note  # where the value head comes from, for logs and reports
         known = None if like is None else like._token_head
         self._token_head: TokenHead = TokenHead(model, compile_forward=compile_forward, like=known)
+        self.limits = limits_of(model)
+        self.note = note  # where the value head comes from, for logs and reports
 
     @torch.no_grad()
     def values(self, rows: Sequence[np.ndarray], width: int | None = None) -> list[np.ndarray]:
@@ -235,11 +233,11 @@ def load_reward(
     constants = constants_for(info, standardization)
     num_outputs = 1 if merge_attributes else head.num_labels
     device = device if group is None else str(group.device)
-    outputs: Any
+    known: Any = None if like is None or copied is None else like._outputs
+    outputs: TokenHead | PooledHead
     skipped_pad_id = None
     if head.is_plain:
         model = load_token_model(info, read_head(info, head), dtype, group) if copied is None else copied
-        known = None if like is None or copied is None else like._token_head
         outputs = TokenHead(model.to(device), compile_forward=compile_forward, like=known)
         if pooling == "auto":
             pooling = "last"
@@ -250,9 +248,10 @@ def load_reward(
                 f"{info.folder}: the head {head.prefix} has its own pooling, which cannot be split; set "
                 "tensor_parallel: 1"
             )
-        outputs = _load_pooled(info, head, device, dtype, pooling) if copied is None else copied
+        model = _load_pooled(info, head, device, dtype, pooling) if copied is None else copied
+        outputs = PooledHead(model, like=known)
         if compile_forward:
-            compile_body(outputs, lambda ids, attention: outputs(input_ids=ids, attention_mask=attention))
+            compile_body(model, outputs)
     merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
         outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,
@@ -325,19 +324,6 @@ def quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def limits_of(model: Any) -> Limits:
-    """Return the limits of a Hugging Face model: vocabulary size and maximum row length in tokens.
-
-    Rows are also limited to `rotary_limit`: a longer row would change the rotary table.
-    """
-    positions = getattr(model.config, "max_position_embeddings", None)
-    for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            positions = module.num_embeddings - module.padding_idx - 1
-    known = [int(limit) for limit in (positions, rotary_limit(model.config.to_dict())) if limit]
-    return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
-
-
 def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pooling: Pooling) -> Any:
     if pooling != "auto":
         raise CheckpointError(
@@ -345,7 +331,6 @@ def _load_pooled(info: CheckpointInfo, head: Head, device: str, dtype: str, pool
             f"its {info.architecture or 'class'}; set pooling: auto"
         )
     model = load_pooled_model(info, head, dtype).to(device)
-    keep_head_exact(model)
     # A decoder's pooling searches for the padding id, which a row may contain: it would pool the wrong token.
     if measure_causality(model):
         raise CheckpointError(

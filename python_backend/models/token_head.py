@@ -1,4 +1,7 @@
-"""A transformer body with a linear head on each token: outputs `[B, S, A]` in fp32; differentiable."""
+"""Heads on a transformer body: a linear one on each token, or that of a classifier with its own pooling.
+
+Outputs are in fp32, differentiable, and those of each row alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.models.heads import pool_last
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
+from python_backend.models.padding import depends_on_padding, one_by_one
 
 PROBE_TOKENS = 4
 CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state; attention to later tokens changes it far more
@@ -20,7 +24,8 @@ class TokenHead:
     """The per-token forward pass of a classification model with a linear head.
 
     The constructor measures whether the body is causal. A causal body gets no attention mask: padding on the right
-    cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel.
+    cannot influence earlier tokens; this saves building masks and lets attention use its causal kernel. If padding
+    influences the tokens of another body in spite of its mask, rows run one by one (`one_by_one`).
     """
 
     def __init__(self, model: Any, *, compile_forward: bool = False, like: TokenHead | None = None) -> None:
@@ -32,6 +37,8 @@ class TokenHead:
         for parameter in self.head.parameters():
             parameter.data = parameter.data.clone()
         self.is_causal: bool = measure_causality(model) if like is None else like.is_causal
+        measures = like is None and not self.is_causal
+        self.one_by_one: bool = depends_on_padding(model, self._hidden) if measures else bool(like and like.one_by_one)
         self.is_compiled = compile_forward
         self._layered = _has_layers_of_its_own(model, self.head)
         self.lean: LeanDecoder | None = None
@@ -47,21 +54,58 @@ class TokenHead:
 
         `types`: `token_type_ids` `[B, S]`, for a body that has them.
         """
-        if self._layered:  # layers between body and head, as in ModernBERT's token classification class
-            return self.model(input_ids=ids, attention_mask=attention, **types).logits
-        if self.lean is not None and not torch.is_grad_enabled():
-            hidden = self.lean.hidden(ids)
-        elif self.is_causal:
-            hidden = self.model.base_model(input_ids=ids, use_cache=False)[0]
-        else:
-            hidden = self.model.base_model(input_ids=ids, attention_mask=attention, **types)[0]
-        return self.head(hidden)
+        if self.one_by_one:
+            return one_by_one(self._outputs, ids, attention, **types)
+        return self._outputs(ids, attention, **types)
 
     def at_last(self, ids: Tensor, attention: Tensor, lengths: Tensor, **types: Tensor) -> Tensor:
         """Return outputs `[B, A]` at index length-1 of each row."""
         if self.lean is not None and not torch.is_grad_enabled():
             return self.head(self.lean.last_hidden(ids, lengths))
         return pool_last(self(ids, attention, **types), lengths)
+
+    def _outputs(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+        if self._layered:  # layers between body and head, as in ModernBERT's token classification class
+            return self.model(input_ids=ids, attention_mask=attention, **types).logits
+        return self.head(self._hidden(ids, attention, **types))
+
+    def _hidden(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+        if not self.is_causal:
+            return self.model.base_model(input_ids=ids, attention_mask=attention, **types)[0]
+        if self.lean is not None and not torch.is_grad_enabled():
+            return self.lean.hidden(ids)
+        return self.model.base_model(input_ids=ids, use_cache=False)[0]
+
+
+class PooledHead:
+    """The forward pass of a classifier with its own pooling, one row at a time if its outputs depend on padding."""
+
+    def __init__(self, model: Any, *, like: PooledHead | None = None) -> None:
+        """Wrap `model`; `like` is the head of a model of the same architecture, whose measurement is reused."""
+        self.model = model.eval()
+        self._head = keep_head_exact(model)
+        probed = (self._hidden, self._features)  # tokens show it more clearly, but only the pooling may read padding
+        self.one_by_one: bool = like.one_by_one if like else any(depends_on_padding(model, each) for each in probed)
+
+    def __call__(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+        """Return outputs `[B, A]` of `ids` and `attention` as for `TokenHead`."""
+        if self.one_by_one:
+            return one_by_one(self._outputs, ids, attention, **types)
+        return self._outputs(ids, attention, **types)
+
+    def _outputs(self, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=attention, **types).logits
+
+    def _hidden(self, ids: Tensor, attention: Tensor) -> Tensor:
+        return self.model.base_model(input_ids=ids, attention_mask=attention)[0]
+
+    def _features(self, ids: Tensor, attention: Tensor) -> Tensor:
+        """Return the input of the head: a score itself may be close to 0, and its rounding is then no measure."""
+        found: list[Tensor] = []
+        watching = self._head.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0]))
+        self._outputs(ids, attention)
+        watching.remove()
+        return found[0]
 
 
 def head_of(model: Any) -> torch.nn.Linear:
@@ -91,12 +135,19 @@ def measure_causality(model: Any) -> bool:
 
     Compares two rows that differ only in their second half: hidden states of the first half must agree, those of the
     second must differ.
+
+    Raises:
+        CheckpointError: the model cannot compute the hidden states of token rows.
     """
-    size = min(PROBE_TOKENS, model.get_input_embeddings().num_embeddings)
     half = PROBE_TOKENS // 2
-    row = torch.arange(PROBE_TOKENS, device=model.device) % size
-    changed = torch.cat([row[:half], row[half:].flip(0)])
-    hidden, other = (model.base_model(input_ids=ids[None])[0].float() for ids in (row, changed))
+    try:
+        size = min(PROBE_TOKENS, model.get_input_embeddings().num_embeddings)
+        row = torch.arange(PROBE_TOKENS, device=model.device) % size
+        changed = torch.cat([row[:half], row[half:].flip(0)])
+        hidden, other = (model.base_model(input_ids=ids[None])[0].float() for ids in (row, changed))
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{type(model).__name__} cannot score rows of tokens: {reason[:300]}") from error
     difference = (hidden - other).abs().amax(dim=(0, 2))
     scale = float(hidden.abs().max())
     return bool((difference[:half] <= CAUSAL_TOLERANCE * scale).all() and (difference[half:] > 0).all())

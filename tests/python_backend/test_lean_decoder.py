@@ -36,8 +36,8 @@ def test_every_token_and_the_last_one_are_those_of_transformers(
     save_tiny(tmp_path / "reward", family, "reward", **settings)
     save_tiny(tmp_path / "critic", family, "critic", **settings)
     reward, critic = load_reward(tmp_path / "reward"), load_critic(tmp_path / "critic")
-    assert reward._token_head is not None
-    assert reward._token_head.lean is not None
+    assert reward._outputs is not None
+    assert reward._outputs.lean is not None
     assert critic._token_head.lean is not None
     lean_scores, lean_values = reward.score(rows(*lengths)), critic.values(rows(*lengths))
     reward.use_own_forward()

@@ -20,7 +20,7 @@ from actor.data.prompts import PromptError, PromptReader, read_prompts
 from actor.data.rollout import Prompt
 from actor.policy.policy import Policy
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from python_backend.checkpoints.positions import fix_rotary, max_positions, rotary_limit
+from python_backend.checkpoints.positions import fix_forward, max_positions, stable_length
 from python_backend.models.batching import padded_width
 from python_backend.models.language_model import load_language_model
 from python_backend.models.modeling import load_critic, load_reward, quiet_transformers, save_critic
@@ -144,7 +144,7 @@ def test_a_table_for_each_kind_of_layer():
         rope_parameters={kinds[0]: DYNAMIC, kinds[1]: {"rope_type": "default", "rope_theta": 10000.0}},
     )  # fmt: skip
     body = AutoModel.from_config(config).eval()
-    fix_rotary(body)
+    fix_forward(body)
     row, longer = (torch.from_numpy(each)[None] for each in rows(LIMIT, POSITIONS))
     before = body(input_ids=row)[0]
     body(input_ids=longer)
@@ -159,7 +159,7 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
     folder = save(tmp_path / "0", model, "critic")
     with caplog.at_level(logging.WARNING):
         critic = load_critic(folder)
-    assert ("rows are limited to original_max_position_embeddings (16), not max" in caplog.text) == (model != "dynamic")
+    assert ("rows are limited to 16 tokens, not max" in caplog.text) == (model != "dynamic")
     (tmp_path / "1").mkdir()
     save_critic(critic, tmp_path / "1")
     published = json.loads((tmp_path / "1" / "config.json").read_text())
@@ -213,7 +213,7 @@ def test_longer_rows_are_refused_and_padding_stops_before(tmp_path: Path, model:
     ],
 )  # fmt: skip
 def test_what_a_config_says(config: dict[str, Any], limit: int | None, positions: int | None):
-    assert rotary_limit(config) == limit
+    assert stable_length(config) == limit
     assert max_positions(config) == positions
 
 

@@ -39,6 +39,11 @@ class ShardedCritic(CriticModel):
     def __init__(self, critic: CriticModel, ranks: Ranks, precision: str) -> None:
         """Shard the weights of `critic`, which all ranks have loaded, to train it in `precision`; collective."""
         super().__init__(critic.model, constants=Constants(critic.mean, critic.std), note=critic.note, like=critic)
+        if self._token_head.one_by_one:  # FSDP gathers weights in each, and ranks would not run equally many
+            raise CheckpointError(
+                f"each row needs a forward pass of its own in {type(self.model).__name__}, which several ranks do not "
+                "support; set trainer.ranks: 1"
+            )
         self.ranks = ranks
         self._token_head.lean = None  # it reads the weights of the layers, which are not gathered for it
         outputs = self._token_head

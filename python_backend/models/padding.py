@@ -1,0 +1,89 @@
+"""Finds models in which a row's outputs depend on its padding, and runs these on one row at a time.
+
+Convolutions (ConvBERT), Fourier transforms (FNet), a summary of the last position (XLNet) and hashed attention (YOSO)
+mix padding into the tokens. A row's outputs would then depend on the rows that share its forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.limits import limits_of
+
+logger = logging.getLogger(__name__)
+Forward = Callable[..., Tensor]
+SHORT, LONG = 3, 9  # tokens of the two probe rows
+WIDE = 72  # a width above the 64 tokens of a chunk of attention, as in Reformer
+SAME_SHAPE = 1e-5  # relative to the largest output: forward passes that differ in nothing but the padding id
+ANOTHER_SHAPE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # rounding depends on the shape of a forward pass
+
+
+@torch.no_grad()
+def depends_on_padding(model: Any, forward: Forward) -> bool:
+    """Return whether the outputs of `forward` for a row depend on its padding, and log by how much.
+
+    Compares a short row alone, beside a longer one, with another padding id, and behind it in a wider batch.
+
+    Args:
+        forward: maps ids and attention mask `[B, S]` to outputs `[B, S, H]` or `[B, A]`.
+
+    Raises:
+        CheckpointError: the forward pass draws random numbers (Reformer), so that nothing could be reproduced.
+    """
+    random_state = _random_state(model.device)
+    limits = limits_of(model)
+    long = torch.arange(1, 1 + LONG, device=model.device) % limits.vocab_size
+    short = long[-SHORT:]
+
+    def outputs(rows: list[Tensor], width: int, padding: int = 0) -> list[Tensor]:
+        ids = torch.stack([F.pad(row, (0, width - len(row)), value=padding) for row in rows])
+        attention = torch.stack([F.pad(torch.ones_like(row), (0, width - len(row))) for row in rows])
+        found = forward(ids, attention).float()
+        return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
+
+    (alone,), (beside, longer), (changed, _) = (
+        outputs([short], SHORT), outputs([short, long], LONG), outputs([short, long], LONG, padding=1)
+    )  # fmt: skip
+    behind = outputs([long, short], min(WIDE, limits.max_length or WIDE))
+
+    def difference(*pairs: tuple[Tensor, Tensor]) -> float:
+        return max(float((a - b).abs().max()) / (float(b.abs().max()) or 1.0) for a, b in pairs)
+
+    if not torch.equal(random_state, _random_state(model.device)):
+        raise CheckpointError(
+            f"{type(model).__name__} draws random numbers in each forward pass, so its outputs cannot be "
+            "reproduced; use another architecture"
+        )
+    by_content = difference((changed, beside))
+    by_shape = difference((beside, alone), (behind[0], longer), (behind[1], alone))
+    if by_content <= SAME_SHAPE and by_shape <= ANOTHER_SHAPE[model.dtype]:
+        return False
+    logger.warning(
+        "%s: padding changes the outputs of a row by %.2g of the largest, so that each row gets a forward pass of its "
+        "own", type(model).__name__, max(by_content, by_shape),
+    )  # fmt: skip
+    return True
+
+
+def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+    """Return the outputs of `forward` for rows padded on the right, from one forward pass per row, without padding.
+
+    Outputs of tokens `[B, S, A]` are 0 at padding; those of rows are `[B, A]`. Waits for the device once.
+    """
+    outputs = []
+    for i, length in enumerate(attention.sum(1).tolist()):
+        row = {name: each[i : i + 1, :length] for name, each in types.items()}
+        found = forward(ids[i : i + 1, :length], attention[i : i + 1, :length], **row)[0]
+        outputs.append(F.pad(found, (0, 0, 0, ids.shape[1] - length)) if found.ndim == 2 else found)
+    return torch.stack(outputs)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
