@@ -130,8 +130,9 @@ def ours(model: Any, prompts: list[np.ndarray], lengths: list[int], slots: int) 
     written: dict[int, list[int]] = {}
     draws = torch.rand(len(prompts), max(lengths), dtype=torch.float64)
     decoder_of(lengths)(model, Rules(max(lengths), [], [0, 1, 2]), slots=slots).run(
-        prompts, draws, lambda index, response: written.update({index: response.tokens})
-    )
+        prompts, lambda index: iter(draws[index].tolist()),
+        lambda index, response: written.update({index: response.tokens}),
+    )  # fmt: skip
     return written
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actor.data.prompt_files import PromptError, read_rows, source_of
-from python_backend.checkpoints.positions import max_positions, rotary_limit
+from python_backend.checkpoints.positions import max_positions, stable_length
 from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, fingerprint, load_tokenizer
 from python_backend.config import ConfigError, RunConfig
 from python_backend.config.required_files import has_chat_template
@@ -36,7 +36,7 @@ def _check_lengths(config: RunConfig) -> None:
     Of the policy, only a rotary table that depends on the length can be known here; the actor checks the rest.
     """
     prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
-    limits = {"actor.policy.checkpoint": rotary_limit(_settings(config.actor.policy.checkpoint)) or prompt + new}
+    limits = {"actor.policy.checkpoint": stable_length(_settings(config.actor.policy.checkpoint)) or prompt + new}
     for role, section in config.served_sections.items():
         known = (section.max_length, max_positions(_settings(section.checkpoint)))
         limits[f"{role}.checkpoint"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)

@@ -19,7 +19,9 @@ class SlotCache(Cache):
     """Keys and values `[rows, heads, columns, size]` of every layer; a forward pass sees a window of them."""
 
     def __init__(self, rows: int, columns: int, layers: int) -> None:
-        self.columns = columns
+        self.columns, self._rows = columns, rows
+        self.seen: Tensor | None = None
+        """bool `[rows, V]`: the tokens of each row, for a repetition penalty; None before `see`."""
         super().__init__(layers=[_SlotLayer(rows, columns) for _ in range(layers)])
 
     def look_at(self, first: int, last: int, begin: int, end: int) -> None:
@@ -28,10 +30,20 @@ class SlotCache(Cache):
             layer.window = (first, last, begin, end)
 
     def copy_row(self, source: int, target: int, begin: int, end: int) -> None:
-        """Copy columns `begin:end` of row `source` to row `target`."""
+        """Copy columns `begin:end` of row `source` to row `target`, and what it has seen."""
+        if self.seen is not None:
+            self.seen[target] = self.seen[source]
         for layer in self.layers:
             for whole in layer.tensors():
                 whole[target, :, begin:end] = whole[source, :, begin:end]
+
+    def see(self, first: int, rows: list[list[int]], vocabulary: int, device: torch.device) -> None:
+        """Set the tokens seen by the rows from `first` on."""
+        if self.seen is None:
+            self.seen = torch.zeros(self._rows, vocabulary, dtype=torch.bool, device=device)
+        for row, tokens in enumerate(rows, first):
+            self.seen[row] = False
+            self.seen[row, tokens] = True
 
     def shift(self, rows: int, begin: int, end: int) -> None:
         """Move the columns `begin:end` of the first `rows` to the left edge."""

@@ -19,13 +19,14 @@ from transformers import (
 )
 
 from actor.generation.cache import cache_layers
-from actor.generation.slots import Decoder, Finished, Response, Rules, draw, finite_normaliser, warpers_of
+from actor.generation.slots import Decoder, Draws, Finished, Response, Rules, draw, finite_normaliser, warpers_of
 from python_backend.config import GenerationSection
 from python_backend.models.precision import in_float32
 
 logger = logging.getLogger(__name__)
 PROOF_TOKENS = 4  # decoded per prompt to compare slot-based decoding with plain forward passes
 MORE_STOP_TOKENS = 16
+DRAWN_AT_ONCE = 64
 NEAR = 0.01  # total variation distance: at most one token in a hundred would be drawn differently
 
 
@@ -37,9 +38,14 @@ class Generation:
 
     def __init__(
         self, model: Any, tokenizer: Any, settings: GenerationSection, *, eos_ids: list[int], pad_id: int,
-        banned_ids: list[int],
+        banned_ids: list[int], token_budget: int | None = None,
     ) -> None:  # fmt: skip
-        """`model`: a causal LM, with its adapters if it has any."""
+        """
+        Args:
+            model: a causal LM, with its adapters if it has any.
+            token_budget: maximum tokens of one forward pass over prompts.
+        """
+        self._token_budget = token_budget
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
         self._eos_ids, self._pad_id, self._banned_ids = eos_ids, pad_id, banned_ids
         # How many trailing tokens to decode when looking for a stop string. A token is at least one byte; the extra
@@ -74,15 +80,11 @@ class Generation:
         if not rows:
             return
         chosen, seen = [prompts[row] for row in rows], lambda index, response: finished(rows[index], response)
-        draws = None
-        if not greedy:
-            shape = len(prompts), self._settings.max_new_tokens
-            draws = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-            draws = draws[rows.start : rows.stop]
+        draws = None if greedy else lambda index: uniform_draws(seed, rows[index])
         if not self._decodes:
             self._plain(chosen, seen, draws)
             return
-        decoder = Decoder(self._model, self._rules(), slots=self._settings.batch_size)
+        decoder = Decoder(self._model, self._rules(), slots=self._settings.batch_size, token_budget=self._token_budget)
         decoder.run(chosen, draws, seen)
 
     def _rules(self) -> Rules:
@@ -147,7 +149,7 @@ class Generation:
             distances.append((logits.softmax(-1) - torch.stack(seen[index])).abs().sum(-1) / 2)
         return float(torch.cat(distances).max())
 
-    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, draws: Tensor | None) -> None:
+    def _plain(self, prompts: Sequence[np.ndarray], finished: Finished, draws: Draws | None) -> None:
         """Generate with `transformers`, in batches of `batch_size` prompts of similar length."""
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         size = self._settings.batch_size
@@ -160,7 +162,7 @@ class Generation:
             attention = (torch.arange(width)[None] >= width - lengths[:, None]).long()
             device = self._model.device
             stop = _Stop(width, self._has_stop)
-            drawing = [] if draws is None else [_Draw(self._rules(), width, draws[batch])]
+            drawing = [] if draws is None else [_Draw(self._rules(), [draws(index) for index in batch])]
             with _no_defaults(self._model):
                 output = self._model.generate(
                     ids.to(device), attention_mask=attention.to(device),
@@ -191,14 +193,24 @@ class _Draw(LogitsProcessor):
     transformers samples from torch's global generator, which the dropout of an update in another thread uses, too.
     """
 
-    def __init__(self, rules: Rules, prompt_width: int, draws: Tensor) -> None:
-        self._warpers, self._width, self._draws = warpers_of(rules), prompt_width, draws
+    def __init__(self, rules: Rules, draws: list[Iterator[float]]) -> None:
+        self._warpers, self._draws = warpers_of(rules), draws
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         finite_normaliser(scores)
-        drawn = self._draws[:, input_ids.shape[1] - self._width].to(scores.device)
+        drawn = torch.tensor([next(row) for row in self._draws], dtype=torch.float64, device=scores.device)
         chosen = draw(self._warpers(input_ids, scores), drawn)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+
+
+def uniform_draws(seed: int, index: int) -> Iterator[float]:
+    """Yield the draws, uniform in [0, 1), for the tokens of the response to prompt `index`.
+
+    Philox computes each number from its key and position: rows have independent numbers, on whatever rank they are.
+    """
+    generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
+    while True:
+        yield from generator.random(DRAWN_AT_ONCE).tolist()
 
 
 class _Stop(StoppingCriteria):

@@ -7,8 +7,9 @@ copies its cache at each token, and continuous batching, which is built for page
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Response:
     logprobs: list[float] | None = None  # nats, per token, at the sampling temperature, before top-k and top-p
 
 
+Draws = Callable[[int], Iterator[float]]
 Finished = Callable[[int, Response], None]
 Watch = Callable[[list[int], Tensor], None]
 
@@ -61,6 +63,7 @@ class _Row:
     start: int  # cache column of its first token
     tokens: list[int]  # prompt and response
     prompt_length: int
+    draws: Iterator[float] | None
     logprobs: list[float] = field(default_factory=list)  # of the response's tokens
 
     @property
@@ -71,9 +74,16 @@ class _Row:
 class Decoder:
     """Slot-based decoding with one model."""
 
-    def __init__(self, model: Any, rules: Rules, *, slots: int, watch: Watch = lambda *_: None) -> None:
-        """`watch`: called with prompt indices and their next-token logits `[rows, V]` (banned tokens: -inf)."""
+    def __init__(
+        self, model: Any, rules: Rules, *, slots: int, token_budget: int | None = None, watch: Watch = lambda *_: None
+    ) -> None:
+        """
+        Args:
+            token_budget: maximum tokens of one forward pass over prompts, padding included; a longer one runs alone.
+            watch: called with prompt indices and their next-token logits `[rows, V]` (banned tokens: -inf).
+        """
         self._model, self._rules, self._slots, self._watch = model, rules, slots, watch
+        self._token_budget = token_budget
         self._layers = cache_layers(model)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._warpers = warpers_of(rules)
@@ -82,13 +92,13 @@ class Decoder:
         )
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[np.ndarray], draws: Tensor | None, finished: Finished) -> None:
+    def run(self, prompts: Sequence[np.ndarray], draws: Draws | None, finished: Finished) -> None:
         """Generate a response to each prompt.
 
         Args:
             prompts: int64 `[length]` each.
-            draws: float64 `[N, max_new_tokens]`, uniform in [0, 1): one draw per token, fixed in advance so that a
-                response does not depend on the rows decoded beside it. None: take the most likely tokens.
+            draws: given a prompt's index, yields a number for each token of its response, uniform in [0, 1). Numbers
+                of its own make a response independent of the rows beside it. None: take the most likely tokens.
             finished: called with the prompt's index and the response as soon as the response ends.
 
         Raises:
@@ -106,16 +116,27 @@ class Decoder:
         while waiting or rows:
             free = slots - len(rows)
             if waiting and (not rows or free >= max(1, slots // REFILL_SHARE)):
-                new = [waiting.popleft() for _ in range(min(free, len(waiting)))]
+                new = self._next_prompts(prompts, waiting, free)
                 if not rows:
                     end = len(prompts[new[0]])
                 rows += self._take_in(cache, [prompts[i] for i in new], new, len(rows), end, draws)
             else:
                 if end == cache.columns:
                     end = self._make_room(cache, rows, end)
-                self._write_on(cache, rows, end, draws)
+                self._write_on(cache, rows, end)
                 end += 1
             self._let_go(cache, rows, end, finished)
+
+    def _next_prompts(self, prompts: Sequence[np.ndarray], waiting: deque[int], free: int) -> list[int]:
+        """Remove and return up to `free` prompts for one forward pass, which computes a shared prompt once."""
+        new: list[int] = []
+        distinct: set[bytes] = set()
+        while waiting and len(new) < free:
+            distinct.add(prompts[waiting[0]].tobytes())
+            if len(distinct) > 1 and len(distinct) * len(prompts[new[0]]) > (self._token_budget or math.inf):
+                break
+            new.append(waiting.popleft())
+        return new
 
     def _take_in(
         self,
@@ -124,7 +145,7 @@ class Decoder:
         indices: list[int],
         first: int,
         end: int,
-        draws: Tensor | None,
+        draws: Draws | None,
     ) -> list[_Row]:
         """Run one forward pass over new prompts, into the columns before `end`; return rows with their first tokens.
 
@@ -136,20 +157,25 @@ class Decoder:
         for row, i in zip(ids, distinct, strict=True):
             row[width - len(prompts[i]) :] = torch.from_numpy(prompts[i])
         order = [*distinct, *(i for i in range(len(prompts)) if i not in set(distinct))]
-        rows = [_Row(indices[i], end - len(prompts[i]), prompts[i].tolist(), len(prompts[i])) for i in order]
+        rows = [
+            _Row(indices[i], end - len(prompts[i]), prompts[i].tolist(), len(prompts[i]), draws and draws(indices[i]))
+            for i in order
+        ]
         cache.look_at(first, first + len(distinct), end - width, end - width)
         logits = self._logits(cache, rows[: len(distinct)], ids, end - width, end)
+        if self._rules.repetition_penalty != 1.0:
+            cache.see(first, [row.tokens for row in rows[: len(distinct)]], logits.shape[-1], logits.device)
         for slot in range(len(distinct), len(order)):
             cache.copy_row(first + sources[order[slot]], first + slot, rows[slot].start, end)
-        self._append(rows, logits[[sources[i] for i in order]], draws)
+        self._append(cache, first, rows, logits[[sources[i] for i in order]])
         return rows
 
-    def _write_on(self, cache: SlotCache, rows: list[_Row], end: int, draws: Tensor | None) -> None:
+    def _write_on(self, cache: SlotCache, rows: list[_Row], end: int) -> None:
         """Run one forward pass over the last token of every row and draw the next tokens."""
         begin = min(row.start for row in rows)
         cache.look_at(0, len(rows), begin, end)
         ids = torch.tensor([row.tokens[-1:] for row in rows])
-        self._append(rows, self._logits(cache, rows, ids, begin, end + 1), draws)
+        self._append(cache, 0, rows, self._logits(cache, rows, ids, begin, end + 1))
 
     def _logits(self, cache: SlotCache, rows: list[_Row], ids: Tensor, begin: int, end: int) -> Tensor:
         """Return next-token logits, float32 `[rows, V]`; `ids` occupy the last columns before `end`."""
@@ -166,8 +192,8 @@ class Decoder:
         )  # fmt: skip
         return output.logits[:, -1].float()
 
-    def _append(self, rows: list[_Row], logits: Tensor, draws: Tensor | None) -> None:
-        """Draw the next token of every row from `logits` `[rows, V]`, and record its log-prob.
+    def _append(self, cache: SlotCache, first: int, rows: list[_Row], logits: Tensor) -> None:
+        """Draw the next token of every row, in slots from `first` on, from `logits` `[rows, V]`; record its log-prob.
 
         The log-prob belongs to the distribution that the update trains: at the sampling temperature and without banned
         tokens, but before the repetition penalty, `min_new_tokens`, top-k and top-p.
@@ -176,35 +202,37 @@ class Decoder:
         self._watch([row.index for row in rows], logits)
         scaled = logits if self._rules.temperature == 1.0 else logits / self._rules.temperature
         normaliser = finite_normaliser(scaled)
-        allowed = self._restricted(rows, logits)
-        if draws is None:
-            chosen = allowed.argmax(-1)
+        seen = None if cache.seen is None else cache.seen[first : first + len(rows)]
+        allowed = self._restricted(rows, logits, seen)
+        drawn = [next(row.draws) for row in rows if row.draws]
+        if drawn:
+            uniform = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
+            chosen = draw(self._warpers(None, allowed), uniform)
         else:
-            drawn = draws[[row.index for row in rows], [row.written for row in rows]].to(logits.device)
-            chosen = draw(self._warpers(None, allowed), drawn)
+            chosen = allowed.argmax(-1)
+        if seen is not None:
+            seen.scatter_(1, chosen[:, None], True)
         logprobs = scaled.gather(-1, chosen[:, None])[:, 0] - normaliser
         for row, token, logprob in zip(rows, chosen.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
 
-    def _restricted(self, rows: list[_Row], logits: Tensor) -> Tensor:
-        """Return logits with the repetition penalty, and end-of-sequence tokens banned before `min_new_tokens`.
+    def _restricted(self, rows: list[_Row], logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Return logits with the repetition penalty on `seen` tokens, and no end of sequence before `min_new_tokens`.
 
         `logits` itself stays unchanged, because neither rule is part of the log-probs.
         """
         rules = self._rules
         early = [i for i, row in enumerate(rows) if row.written < rules.min_new_tokens]
-        if rules.repetition_penalty == 1.0 and not early:
-            return logits
-        logits = logits.clone()
-        if rules.repetition_penalty != 1.0:
-            for row, scores in zip(rows, logits, strict=True):
-                seen = torch.tensor(sorted(set(row.tokens)), device=logits.device)
-                scores[seen] = torch.where(
-                    scores[seen] < 0, scores[seen] * rules.repetition_penalty, scores[seen] / rules.repetition_penalty
-                )
-        known = self._eos[self._eos < logits.shape[-1]]  # a tokenizer may have EOS ids beyond the model's vocabulary
-        logits[torch.tensor(early, dtype=torch.int64, device=logits.device)[:, None], known] = -torch.inf
+        if seen is not None:
+            penalty = rules.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        if early:
+            logits = logits.clone()
+            known = self._eos[
+                self._eos < logits.shape[-1]
+            ]  # a tokenizer may have EOS ids beyond the model's vocabulary
+            logits[torch.tensor(early, device=logits.device)[:, None], known] = -torch.inf
         return logits
 
     def _let_go(self, cache: SlotCache, rows: list[_Row], end: int, finished: Finished) -> None:

@@ -91,7 +91,7 @@ class Policy:
         self.eos_ids, self.pad_id, self.banned_ids = special.eos_ids, special.pad_id, special.banned_ids
         self.generation = Generation(
             self._causal(self.sampler), self.tokenizer, generation, eos_ids=self.eos_ids, pad_id=self.pad_id,
-            banned_ids=self.banned_ids,
+            banned_ids=self.banned_ids, token_budget=settings.token_budget,
         )  # fmt: skip
         with in_float32(self._causal(self.sampler)):
             self._head_is_linear = linear_head(self._causal(self.sampler)) is not None

@@ -12,7 +12,7 @@ from typing import Any
 from actor.algorithms.experience import critic_payload
 from actor.data.rollout import PPOBatch, Prompt, Rollout, ScoredRollout, Scores
 from actor.data.step_inputs import StepInputs
-from actor.generation.engine import Generation
+from actor.generation.engine import Generation, uniform_draws
 from actor.loop import PPORun
 from actor.run.metrics import Timers
 from actor.scoring.client import TrainAnswer, TritonClient
@@ -32,12 +32,8 @@ class GivenLengths(Generation):
 
     def run(self, prompts: Sequence[Any], finished: Any, *, seed: int, greedy: bool = False) -> None:
         """Generate as the parent class does, except that each response ends at its given length."""
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        draws = torch.rand(len(prompts), self._settings.max_new_tokens, dtype=torch.float64, generator=generator)
         decoder = decoder_of(self.lengths)(self._model, self._rules(), slots=self._settings.batch_size)
-        decoder.run(prompts, draws, finished)
+        decoder.run(prompts, lambda index: uniform_draws(seed, index), finished)
 
 
 class PaddedServices:

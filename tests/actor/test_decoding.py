@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from actor.generation import engine
 from actor.generation.cache import SlotCache, cache_layers
-from actor.generation.engine import Generation
+from actor.generation.engine import Generation, uniform_draws
 from actor.generation.slots import Decoder, Response, Rules, draw
 from python_backend.config import GenerationSection
 from python_backend.models.logprobs import target_logprobs
@@ -182,15 +185,41 @@ def test_first_tokens_have_the_distribution_of_generate(settings: dict[str, Any]
 
 def test_a_penalty_counts_each_token_once_and_no_padding() -> None:
     """Against the published rule: logits of seen tokens are divided by it where positive, multiplied where not."""
-    model, prompts = make_model("llama"), make_prompts(5)
-    written = texts(generation(model, max_new_tokens=1, repetition_penalty=3.0), prompts, greedy=True)
+    model, prompts = make_model("llama", eos_bias=2.0), [*make_prompts(5), *make_prompts(2)]  # some share their prompt
+    written = texts(generation(model, repetition_penalty=3.0), prompts, greedy=True)
+    assert len({len(response) for response in written}) > 2  # rows change their slots
     for prompt, response in zip(prompts, written, strict=True):
-        with torch.no_grad():
-            logits = model(torch.from_numpy(prompt)[None]).logits[0, -1]
-        for token in set(prompt.tolist()):
-            logits[token] = logits[token] * 3.0 if logits[token] < 0 else logits[token] / 3.0
-        logits[[0, 1]] = -torch.inf
-        assert response == [int(logits.argmax())]
+        for i, chosen in enumerate(response):
+            row = torch.tensor([*prompt.tolist(), *response[:i]])
+            with torch.no_grad():
+                logits = model(row[None]).logits[0, -1]
+            for token in set(row.tolist()):
+                logits[token] = logits[token] * 3.0 if logits[token] < 0 else logits[token] / 3.0
+            logits[[0, 1]] = -torch.inf
+            assert chosen == int(logits.argmax())
+
+
+def test_draws_depend_on_seed_and_prompt_alone_and_are_made_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [list(islice(uniform_draws(7, index), 200)) for index in range(3)]
+    assert whole == [list(islice(uniform_draws(7, index), 200)) for index in range(3)]
+    assert len({value for row in [*whole, list(islice(uniform_draws(8, 0), 200))] for value in row}) == 800
+    assert 0.45 < np.mean(whole) < 0.55
+    asked: list[int] = []
+
+    def counted(seed: int, index: int) -> Iterator[float]:
+        for value in uniform_draws(seed, index):
+            asked.append(index)
+            yield value
+
+    monkeypatch.setattr(engine, "uniform_draws", counted)
+    monkeypatch.setattr(torch, "rand", None)  # no matrix of all draws that could be needed
+    model, prompts = make_model("llama", eos_bias=2.0), make_prompts(5)
+    written = texts(generation(model), prompts, seed=7)
+    assert [asked.count(i) for i in range(5)] == [len(text) for text in written]
+    ranked: dict[int, list[int]] = {}
+    for rows in (range(3, 5), range(3)):
+        generation(model).run_rows(rows, prompts, lambda i, r: ranked.update({i: r.tokens}), seed=7, greedy=False)
+    assert [ranked[i] for i in range(5)] == written
 
 
 def test_a_model_with_a_recurrent_state_is_written_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
@@ -262,9 +291,9 @@ def test_an_end_of_sequence_that_the_model_does_not_know_is_left_out() -> None:
     assert all(4 <= len(text) <= 6 for text in texts(written_by, prompts))
 
 
-@pytest.mark.parametrize("slots", [3, 8, 16])
-def test_prompts_of_a_group_go_through_one_forward(slots: int) -> None:
-    """Fewer rows in the forwards over prompts, and the same responses as without the group's other rows."""
+@pytest.mark.parametrize(("slots", "token_budget"), [(3, None), (8, None), (16, None), (16, 40), (16, 1)])
+def test_prompts_of_a_group_go_through_one_forward(slots: int, token_budget: int | None) -> None:
+    """Fewer rows in the forwards over prompts, within the budget, and the same responses as without the others."""
     model, distinct = make_model("llama", eos_bias=2.0), make_prompts(3)
     prompts = [prompt for prompt in distinct for _ in range(4)]
     draws = torch.rand(len(prompts), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -274,19 +303,22 @@ def test_prompts_of_a_group_go_through_one_forward(slots: int) -> None:
         def _logits(self, cache: SlotCache, rows: list[Any], ids: torch.Tensor, *window: int) -> torch.Tensor:
             if not rows[0].written:
                 rows_in.append(len(ids))
+                assert len(ids) == 1 or ids.numel() <= (token_budget or math.inf)
             return super()._logits(cache, rows, ids, *window)
 
     def written(order: list[int]) -> list[list[int]]:
         found: dict[int, Response] = {}
-        Watched(model, Rules(16, [EOS], [0, 1]), slots=slots).run(
-            [prompts[i] for i in order], draws[order], lambda i, response: found.update({i: response})
-        )
+        rules = Rules(16, [EOS], [0, 1], repetition_penalty=1.3)
+        Watched(model, rules, slots=slots, token_budget=token_budget).run(
+            [prompts[i] for i in order], lambda i: iter(draws[order[i]].tolist()),
+            lambda i, response: found.update({i: response}),
+        )  # fmt: skip
         return [found[i].tokens for i in range(len(order))]
 
     together = written(list(range(len(prompts))))
     assert sum(rows_in) < len(prompts)
     if slots >= len(prompts):
-        assert rows_in == [len(distinct)]
+        assert rows_in == {None: [3], 40: [2, 1], 1: [1, 1, 1]}[token_budget]
     alone = [written([i])[0] for i in range(len(prompts))]
     assert together == alone
 
