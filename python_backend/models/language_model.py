@@ -55,7 +55,7 @@ class LanguageModel:
         self._lean = lean_decoder(model) if precision == "float32" and not compile_forward else None
         with in_float32(model):
             self._head = linear_head(model)
-            if not measure_causality(model):
+            if not measure_causality(model, use_cache=False):
                 raise CheckpointError(
                     f"{type(model).__name__} is not causal: its hidden state at a token depends on later tokens; use a "
                     "decoder, or set is_decoder: true in its config.json if it was trained as one"

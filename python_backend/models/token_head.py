@@ -130,8 +130,10 @@ def keep_head_exact(model: Any) -> torch.nn.Linear:
 
 
 @torch.no_grad()
-def measure_causality(model: Any) -> bool:
+def measure_causality(model: Any, **inputs: Any) -> bool:
     """Return whether the body's hidden state at a token depends only on that token and earlier ones.
+
+    `inputs`: further arguments of the body's forward pass.
 
     Compares two rows that differ only in their second half: hidden states of the first half must agree, those of the
     second must differ.
@@ -144,7 +146,7 @@ def measure_causality(model: Any) -> bool:
         size = min(PROBE_TOKENS, model.get_input_embeddings().num_embeddings)
         row = torch.arange(PROBE_TOKENS, device=model.device) % size
         changed = torch.cat([row[:half], row[half:].flip(0)])
-        hidden, other = (model.base_model(input_ids=ids[None])[0].float() for ids in (row, changed))
+        hidden, other = (model.base_model(input_ids=ids[None], **inputs)[0].float() for ids in (row, changed))
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:  # raised by a model's own code
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{type(model).__name__} cannot score rows of tokens: {reason[:300]}") from error

@@ -74,6 +74,15 @@ def test_tied_embeddings_and_plain_sampling(tmp_path: Path):
     assert_direct(tmp_path, model, rows_of([1, 1]), temperature=1.0, banned_token_ids=[])  # nothing to predict
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_a_model_that_sees_later_tokens_is_no_reference(tmp_path: Path, family: str):
+    save_tiny(tmp_path / "0", family, "language")
+    with pytest.raises(CheckpointError, match=r"is not causal.*set is_decoder: true"):
+        load_language_model(tmp_path / "0", **SAMPLING)
+    save_tiny(tmp_path / "1", family, "language", is_decoder=True)
+    assert_direct(tmp_path / "1", load_language_model(tmp_path / "1", **SAMPLING), rows_of())
+
+
 def test_a_wider_forward_changes_nothing(tmp_path: Path):
     save_tiny(tmp_path, "llama", "language")
     model = load_language_model(tmp_path, **SAMPLING)
