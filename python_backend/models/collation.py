@@ -1,12 +1,30 @@
-"""Collates token rows of different lengths into one padded batch."""
+"""Collates token rows of different lengths into one padded batch, unless padding changes a model's outputs.
+
+Convolutions (ConvBERT), Fourier transforms (FNet), a summary of the last position (XLNet) and hashed attention (YOSO)
+mix padding into the tokens. A row's outputs would then depend on the rows that share its forward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.checkpoints.positions import stable_length
+from python_backend.wire.contract import Limits
+
+logger = logging.getLogger(__name__)
+Forward = Callable[..., Tensor]
+SHORT, LONG = 3, 9  # tokens of the two probe rows
+WIDE = 72  # a width above the 64 tokens of a chunk of attention, as in Reformer
+SAME_SHAPE = 1e-5  # relative to the largest output: forward passes that differ in nothing but the padding id
+ANOTHER_SHAPE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # rounding depends on the shape of a forward pass
 
 
 def collate(
@@ -24,3 +42,81 @@ def collate(
         ids[i, : row.size] = torch.from_numpy(row)
     attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
     return ids.to(device), attention.to(device), lengths.to(device)
+
+
+def limits_of(model: Any) -> Limits:
+    """Return the limits of a Hugging Face model: vocabulary size and maximum row length in tokens.
+
+    Rows are also limited to `stable_length`: a longer row would change the forward pass of others.
+    """
+    positions = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():  # RoBERTa's position ids start after its padding index
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            positions = module.num_embeddings - module.padding_idx - 1
+    limits = positions, stable_length(model.config.to_dict())
+    known = [int(limit) for limit in limits if limit and limit > 0]  # XLNet's positions are -1: it has no limit
+    return Limits(model.get_input_embeddings().num_embeddings, min(known, default=None))
+
+
+@torch.no_grad()
+def depends_on_padding(model: Any, forward: Forward) -> bool:
+    """Return whether the outputs of `forward` for a row depend on its padding, and log by how much.
+
+    Compares a short row alone, beside a longer one, with another padding id, and behind it in a wider batch.
+
+    Args:
+        forward: maps ids and attention mask `[B, S]` to outputs `[B, S, H]` or `[B, A]`.
+
+    Raises:
+        CheckpointError: the forward pass draws random numbers (Reformer), so that nothing could be reproduced.
+    """
+    random_state = _random_state(model.device)
+    limits = limits_of(model)
+    long = torch.arange(1, 1 + LONG, device=model.device) % limits.vocab_size
+    short = long[-SHORT:]
+
+    def outputs(rows: list[Tensor], width: int, padding: int = 0) -> list[Tensor]:
+        ids = torch.stack([F.pad(row, (0, width - len(row)), value=padding) for row in rows])
+        attention = torch.stack([F.pad(torch.ones_like(row), (0, width - len(row))) for row in rows])
+        found = forward(ids, attention).float()
+        return [each[: len(row)] if found.ndim == 3 else each for each, row in zip(found, rows, strict=True)]
+
+    (alone,), (beside, longer), (changed, _) = (
+        outputs([short], SHORT), outputs([short, long], LONG), outputs([short, long], LONG, padding=1)
+    )  # fmt: skip
+    behind = outputs([long, short], min(WIDE, limits.max_length or WIDE))
+
+    def difference(*pairs: tuple[Tensor, Tensor]) -> float:
+        return max(float((a - b).abs().max()) / (float(b.abs().max()) or 1.0) for a, b in pairs)
+
+    if not torch.equal(random_state, _random_state(model.device)):
+        raise CheckpointError(
+            f"{type(model).__name__} draws random numbers in each forward pass, so its outputs cannot be "
+            "reproduced; use another architecture"
+        )
+    by_content = difference((changed, beside))
+    by_shape = difference((beside, alone), (behind[0], longer), (behind[1], alone))
+    if by_content <= SAME_SHAPE and by_shape <= ANOTHER_SHAPE[model.dtype]:
+        return False
+    logger.warning(
+        "%s: padding changes the outputs of a row by %.2g of the largest, so that each row gets a forward pass of its "
+        "own", type(model).__name__, max(by_content, by_shape),
+    )  # fmt: skip
+    return True
+
+
+def one_by_one(forward: Forward, ids: Tensor, attention: Tensor, **types: Tensor) -> Tensor:
+    """Return the outputs of `forward` for rows padded on the right, from one forward pass per row, without padding.
+
+    Outputs of tokens `[B, S, A]` are 0 at padding; those of rows are `[B, A]`. Waits for the device once.
+    """
+    outputs = []
+    for i, length in enumerate(attention.sum(1).tolist()):
+        row = {name: each[i : i + 1, :length] for name, each in types.items()}
+        found = forward(ids[i : i + 1, :length], attention[i : i + 1, :length], **row)[0]
+        outputs.append(F.pad(found, (0, 0, 0, ids.shape[1] - length)) if found.ndim == 2 else found)
+    return torch.stack(outputs)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

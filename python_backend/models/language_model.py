@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from python_backend.models.collation import collate
+from python_backend.models.collation import collate, limits_of
 from python_backend.models.lean_decoder import lean_decoder
-from python_backend.models.limits import limits_of
 from python_backend.models.loading import load_causal_model
 from python_backend.models.logprobs import target_logprobs
 from python_backend.models.output_head import head_logprobs, linear_head

@@ -29,9 +29,8 @@ from python_backend.checkpoints.inspection import (
 )
 from python_backend.checkpoints.tokenization import TYPE_SHIFT
 from python_backend.models.adapters import MergedWeights
-from python_backend.models.collation import collate
+from python_backend.models.collation import collate, limits_of
 from python_backend.models.heads import label_probabilities, merge_attributes, pool_last, pool_mean, standardise
-from python_backend.models.limits import limits_of
 from python_backend.models.loading import (
     check_finite,
     load_pooled_model,

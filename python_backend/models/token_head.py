@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import CheckpointError
+from python_backend.models.collation import depends_on_padding, one_by_one
 from python_backend.models.heads import pool_last
 from python_backend.models.lean_decoder import LeanDecoder, lean_decoder
-from python_backend.models.padding import depends_on_padding, one_by_one
 
 PROBE_TOKENS = 4
 CAUSAL_TOLERANCE = 1e-5  # relative to the largest hidden state; attention to later tokens changes it far more

@@ -11,7 +11,7 @@ from torch import Tensor
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.config import ModelSection, RunConfig
 from python_backend.config.live_models import live_models
-from python_backend.models.limits import limits_of
+from python_backend.models.collation import limits_of
 from python_backend.models.precision import use_bfloat16
 from tools.calibrate.calibration import cached
 from tools.plan.live_bytes import counting, model_bytes, num_bytes
