@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,7 @@ from tritonclient.utils import deserialize_bytes_tensor
 from actor.scoring.client import TritonClient
 from python_backend.config import ClientSection, GatewaySection
 from tools.gateway.app import create_app
+from tools.gateway.connections import bounded
 
 DTYPES = {"INT64": np.int64, "INT32": np.int32}
 
@@ -122,7 +124,7 @@ class Caller:
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         """Return status and JSON of the reply; bytes are sent as they are."""
-        content = {"data": body} if isinstance(body, bytes) else {"json": body}
+        content = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
         headers = {"Content-Type": "application/json", **options.pop("headers", {})}
         async with self.session.post(self.url + path, **content, headers=headers, **options) as reply:
             return reply.status, await reply.json()
@@ -146,8 +148,9 @@ async def gateway(
 ) -> AsyncIterator[Caller]:
     """Run the gateway in this event loop, in front of the servers at `urls`; `client`: changes of its client."""
     calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **(client or {})})
-    app = create_app(TritonClient("unused:1", calling), GatewaySection(**{"port": 0, **settings}), key)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    section = GatewaySection(**{"port": 0, **settings})
+    app = create_app(TritonClient("unused:1", calling), section, key)
+    server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))
     try:

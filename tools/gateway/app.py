@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -10,7 +11,7 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from actor.scoring.client import TritonClient
 from python_backend.config import GatewaySection
 from python_backend.wire.printable import printable
+from tools.gateway.bodies import max_rows
 from tools.gateway.json_api import json_router
 from tools.gateway.openrlhf import openrlhf_router
 from tools.gateway.rows import GatewayError
@@ -27,8 +29,15 @@ from tools.gateway.slime import slime_router
 from tools.gateway.vllm import vllm_router
 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")  # without a key
-RETRY_AFTER_S = "1"
 MOST_PROBLEMS = 3  # of an invalid body, in its error message
+NO_KEY = "no valid key: send `Authorization: Bearer KEY`, or put the key into the URL, http://:KEY@host"
+HEADERS = {
+    HTTPStatus.SERVICE_UNAVAILABLE: {"retry-after": "1"},
+    HTTPStatus.UNAUTHORIZED: {"www-authenticate": "Bearer"},
+}
+BODY_S = 30.0  # for a body to arrive
+SMALL_BODY_BYTES = 65_536
+MAX_ITEMS = 500_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
 NOT_JSON = "not JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
 KINDS = {"completion", "chat", "texts", "rows", "str"}  # pydantic's names of union members, which no client sent
@@ -49,7 +58,7 @@ def create_app(client: TritonClient, settings: GatewaySection, key: str | None =
     for router in (json_router, openrlhf_router, slime_router):
         app.include_router(router(source))
     app.include_router(vllm_router(source, settings.model))
-    app.add_middleware(RequestGuard, max_body_bytes=settings.max_body_bytes, key=key)
+    app.add_middleware(RequestGuard, settings=settings, key=key)
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(StarletteHTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
@@ -71,38 +80,83 @@ def create_app(client: TritonClient, settings: GatewaySection, key: str | None =
 
 
 class RequestGuard:
-    """ASGI middleware: refuses requests without the key, and bodies above the limit before they are in memory."""
+    """ASGI middleware: refuses requests without the key, and bodies above the limits, before they cost memory.
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, key: str | None) -> None:
-        self._app, self._max_body_bytes, self._key = app, max_body_bytes, key
+    At most `max_body_bytes` of large bodies are in memory at a time; further ones wait in their clients.
+    """
+
+    def __init__(self, app: ASGIApp, *, settings: GatewaySection, key: str | None) -> None:
+        self._app, self._key, self._max_rows = app, key, settings.max_rows
+        self._max_body_bytes = self._room = settings.max_body_bytes
+        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection."""
+        """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if self._key and scope["path"] not in OPEN_PATHS and not carries(headers.get("authorization", ""), self._key):
-            message = "no valid key: send `Authorization: Bearer KEY`, or put the key into the URL, http://:KEY@host"
-            reply = error_reply(HTTPStatus.UNAUTHORIZED, message)
-            reply.headers["www-authenticate"] = "Bearer"
+        try:
+            is_open = scope["path"] in OPEN_PATHS
+            if self._key and not is_open and not carries(headers.get("authorization", ""), self._key):
+                raise GatewayError(401, NO_KEY)
+            async with contextlib.AsyncExitStack() as reserved:
+                size = int(headers.get("content-length", 0))
+                body = await self._body(receive, size, 0 if is_open else self._max_body_bytes, reserved)
+                await self._app(scope, _replayed(body, receive), send)
+        except GatewayError as error:  # those of the routes have their own handler
+            reply = error_reply(error.status, str(error))
+            reply.headers["connection"] = "close"  # instead of waiting for the rest of the body
             await reply(scope, receive, send)
-            return
-        too_large = HTTPException(413, f"the body exceeds {self._max_body_bytes} bytes (gateway.max_body_bytes)")
-        if int(headers.get("content-length", 0)) > self._max_body_bytes:
-            await error_reply(HTTPStatus(413), too_large.detail)(scope, receive, send)
-            return
-        received = 0
 
-        async def receive_bounded() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
-                raise too_large
-            return message
+    async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:
+        """Return the body. Raises GatewayError if it is late or exceeds a limit; `size`: as the client declares it."""
+        max_rows.set(self._max_rows)
+        body, has_room, more, clock = bytearray(), False, True, asyncio.get_running_loop().time
+        deadline = clock() + BODY_S
+        while more:
+            try:
+                message = await asyncio.wait_for(receive(), deadline - clock())
+            except asyncio.TimeoutError as error:
+                raise GatewayError(408, f"the body did not arrive within {BODY_S:g} s") from error
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if max(size, len(body)) > limit:
+                raise GatewayError(413, f"the body exceeds {limit} bytes (gateway.max_body_bytes)")
+            if len(body) > SMALL_BODY_BYTES and not has_room:
+                await reserved.enter_async_context(self._reserved(size or limit))
+                has_room, deadline = True, clock() + BODY_S
+        if len(body) > MAX_ITEMS and _num_items(body) > MAX_ITEMS:
+            raise GatewayError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
+        return bytes(body)
 
-        await self._app(scope, receive_bounded, send)
+    @contextlib.asynccontextmanager
+    async def _reserved(self, size: int) -> AsyncIterator[None]:
+        async with self._turn:  # first come, first served
+            while self._room < size:
+                self._freed.clear()
+                await self._freed.wait()
+            self._room -= size
+        try:
+            yield
+        finally:
+            self._room += size
+            self._freed.set()
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def _num_items(body: bytearray) -> int:
+    """Return how many texts, objects and arrays there are in JSON, up to a little more than MAX_ITEMS."""
+    parts = body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * MAX_ITEMS + 2)
+    return len(parts) // 2 + sum(part.count(b"{") + part.count(b"[") for part in parts[::2])
 
 
 def carries(header: str, key: str) -> bool:
@@ -117,8 +171,7 @@ def carries(header: str, key: str) -> bool:
 def error_reply(status: HTTPStatus, message: str) -> JSONResponse:
     """Return the reply to a failed request, in the shape of OpenAI's and vLLM's errors."""
     error = {"message": printable(message), "type": status.phrase, "param": None, "code": status.value}
-    retry = {"retry-after": RETRY_AFTER_S} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
-    return JSONResponse({"error": error}, status.value, retry)
+    return JSONResponse({"error": error}, status.value, HEADERS.get(status))
 
 
 async def _gateway_error(_: Request, error: Exception) -> JSONResponse:

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from contextvars import ContextVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from tools.gateway.rows import check_number
+
+MAX_FIELDS = 64  # of an object; each unknown one is an error message
+T = TypeVar("T")
+max_rows: ContextVar[int] = ContextVar("max_rows")
+"""`gateway.max_rows` in the task of a request; pydantic hands no settings to the classes of its bodies."""
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, list) and value:
+        check_number(len(value), max_rows.get())
+    return value
+
+
+# A list stops at its first invalid item: the errors of millions would need gigabytes.
+Rows = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_few)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
     """Base class of request bodies. A number in a string is no number, and an unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"{len(data)} fields, must be at most {MAX_FIELDS}")
+        return data
 
 
 class ChatMessage(BaseModel):
@@ -21,7 +46,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
     @field_validator("content")
     @classmethod
@@ -41,7 +66,7 @@ class ChatMessage(BaseModel):
         return self
 
 
-Chat = Annotated[list[ChatMessage], Field(min_length=1)]
+Chat = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 def plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:

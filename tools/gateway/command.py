@@ -15,8 +15,6 @@ from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import is_json, say
 from tools.arguments import parse_or_complete
 
-KEEP_ALIVE_S = 75  # longer than clients pool idle connections, which would otherwise break under their next request
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 2 if the gateway cannot start."""
@@ -53,17 +51,13 @@ async def serve(config: RunConfig) -> None:
     import uvicorn
 
     from tools.gateway.app import create_app
+    from tools.gateway.connections import bounded
 
     settings = config.gateway
     client = TritonClient(config.server.http_url, config.actor.client)
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(client, settings, check_key(settings)), settings.host, settings.port, log_level="warning",
-            log_config=log_config,
-            ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key, timeout_keep_alive=KEEP_ALIVE_S,
-        )
-    )  # fmt: skip
+    app = create_app(client, settings, check_key(settings))
+    server = uvicorn.Server(bounded(app, settings, log_config=log_config))
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn handles them, and raises them again when it has stopped
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     bound = server.config.bind_socket()

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.wire.contract import MESSAGES
-from tools.gateway.bodies import Body, Chat, TokenId, plain
+from tools.gateway.bodies import Body, Chat, Rows, TokenIds, plain
 from tools.gateway.rows import GatewayError, Row, RowResult, chat_row, check_all, reply_row
 from tools.gateway.scoring import RewardSource
 
@@ -30,7 +30,7 @@ class RewardInput(Body):
     """The response to `prompt`."""
     messages: Chat | None = None
     """A whole chat, rendered with the reward model's chat template."""
-    tokens: list[TokenId] | None = None
+    tokens: TokenIds | None = None
     """Ids of the reward model's tokenizer, special tokens included; no padding."""
     prompt_length: Annotated[int, Field(ge=0)] = 0
     """Leading `tokens` that belong to the prompt, in which a process reward looks for no steps."""
@@ -55,7 +55,7 @@ class RewardInput(Body):
     def row(self) -> Row:
         """Return the row to score."""
         if self.text is not None or self.tokens is not None:
-            return Row(self.text or "", self.tokens, self.metadata, self.prompt_length)
+            return Row((self.text or "",), self.tokens, self.metadata, self.prompt_length)
         if self.messages is not None:
             return chat_row(plain(self.messages), self.metadata)
         assert self.prompt is not None
@@ -67,7 +67,7 @@ class RewardInput(Body):
 class RewardsRequest(Body):
     """Rows to score, of any kinds and lengths."""
 
-    inputs: Annotated[list[RewardInput], Field(min_length=1)]
+    inputs: Annotated[Rows[RewardInput], Field(min_length=1)]
     probabilities: bool = False
     """Return the probabilities of the reward checkpoint's labels."""
     timing: bool = False

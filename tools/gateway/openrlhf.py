@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from tools.gateway.bodies import Body
+from tools.gateway.bodies import Body, Rows
 from tools.gateway.rows import GatewayError, Row, sequence_rewards, text_row
 from tools.gateway.scoring import RewardSource
 
@@ -18,11 +18,11 @@ from tools.gateway.scoring import RewardSource
 class OpenRLHFRequest(Body):
     """A request of OpenRLHF's `SingleTurnAgentExecutor`."""
 
-    query: list[str]
+    query: Rows[str]
     """Prompt and response of each row as one text."""
-    prompts: list[str] | None = None
+    prompts: Rows[str] | None = None
     """The prompts alone, for reward functions."""
-    labels: list[Any] | None = None
+    labels: Rows[Any] | None = None
     """Column `label` of each row, for reward functions."""
 
 
@@ -67,5 +67,5 @@ def _rows(request: OpenRLHFRequest) -> list[Row]:
 
 def _row(query: str, prompt: str | None, label: dict[str, Any]) -> Row:
     if prompt is None or not query.startswith(prompt):  # the tokenizer may have changed the prompt
-        return Row(query, metadata=label)
+        return Row((query,), metadata=label)
     return text_row(prompt, query[len(prompt) :], label)

@@ -25,14 +25,20 @@ class GatewayError(RlhfError):
 class Row:
     """One row to score: token ids, or a text that the reward model tokenises itself.
 
-    Of a chat, `text` is the reply and `metadata` has the messages before it.
+    Of a chat, the text is the reply and `metadata` has the messages before it.
     """
 
-    text: str = ""
+    parts: tuple[str, ...] = ()
+    """The text: prompt and response are joined only when they are sent, as many rows may share one of them."""
     tokens: list[int] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     prompt_length: int = 0
     """Leading `tokens` that belong to the prompt, in which a process reward looks for no steps."""
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.parts)
 
     @property
     def is_chat(self) -> bool:
@@ -49,7 +55,7 @@ class Row:
 
 def text_row(prompt: str, response: str, metadata: dict[str, Any]) -> Row:
     """Return the row of a prompt and its response, which reward functions receive as two texts."""
-    return Row(prompt + response, metadata={**metadata, PROMPT_KEY: prompt, RESPONSE_KEY: response})
+    return Row((prompt, response), metadata={**metadata, PROMPT_KEY: prompt, RESPONSE_KEY: response})
 
 
 def chat_row(messages: list[Message], metadata: dict[str, Any]) -> Row:
@@ -62,7 +68,7 @@ def chat_row(messages: list[Message], metadata: dict[str, Any]) -> Row:
     reply = last.get("content") if last.get("role") == "assistant" and last.keys() == {"role", "content"} else None
     if not isinstance(reply, str) or not reply:
         return Row(metadata={**metadata, MESSAGES: messages})
-    return Row(reply, metadata={**metadata, MESSAGES: messages[:-1], RESPONSE_KEY: reply})
+    return Row((reply,), metadata={**metadata, MESSAGES: messages[:-1], RESPONSE_KEY: reply})
 
 
 def reply_row(prompt: str | list[Message], response: str, metadata: dict[str, Any]) -> Row:
@@ -104,6 +110,12 @@ def sequence_rewards(results: list[RowResult], name: str) -> list[float]:
             f"the reward model returns {several} rewards per row, this protocol has one: set reward.merge_attributes",
         )
     return [result.rewards[0] for result in results]
+
+
+def check_number(number: int, most: int) -> None:
+    """Raise GatewayError unless a request of this number of rows may be scored."""
+    if not 1 <= number <= most:
+        raise GatewayError(413 if number else 400, f"{number} rows, must be 1 to {most} (gateway.max_rows) per request")
 
 
 def check_all(results: list[RowResult], name: str) -> None:

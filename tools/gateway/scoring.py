@@ -43,7 +43,7 @@ from python_backend.wire.contract import (
     TOKENS,
     sentence_texts,
 )
-from tools.gateway.rows import GatewayError, Row, RowResult
+from tools.gateway.rows import GatewayError, Row, RowResult, check_number
 
 # Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row.
 GATHER_S = 0.002
@@ -103,7 +103,7 @@ class RewardSource:
     def __init__(self, client: TritonClient, settings: GatewaySection) -> None:
         self._client = client
         self._deadline_s, self._rows_per_request = settings.deadline_s, settings.rows_per_request
-        self._max_rows = settings.max_rows
+        self._max_rows, self._max_bytes = settings.max_rows, settings.max_body_bytes
         self._open: dict[_Kind, _Batch] = {}
         self._served: ServedReward | None = None
         self._asking = asyncio.Lock()
@@ -158,10 +158,11 @@ class RewardSource:
 
         Raises GatewayError if there is no row or too many, or if no server has answered yet.
         """
-        if not 1 <= len(rows) <= self._max_rows:
-            status = 413 if rows else 400
+        check_number(len(rows), self._max_rows)
+        size = sum(len(part) for row in rows for part in row.parts)  # of /score, far more than its body
+        if size > self._max_bytes:
             raise GatewayError(
-                status, f"{len(rows)} rows, must be 1 to {self._max_rows} (gateway.max_rows) per request"
+                413, f"{size} characters in all rows, must be at most gateway.max_body_bytes: send fewer"
             )
         extra = frozenset([*([PROBABILITIES] if probabilities else ()), *((QUEUE_US, COMPUTE_US) if timing else ())])
         if (await self.served()).groupwise:
@@ -286,7 +287,7 @@ def _unscorable(row: Row) -> RowResult | None:
     if row.tokens == []:
         return _failure(HTTPStatus.BAD_REQUEST, "tokens: empty, an empty sequence cannot be scored")
     messages = row.metadata.get(MESSAGES) or []
-    for text in (row.text, *(str(message.get("content") or "") for message in messages)):
+    for text in (*row.parts, *(str(message.get("content") or "") for message in messages)):
         if found := re.search("[\ud800-\udfff]", text):
             cause = f"text: character {found.start()} is {found[0]!a}, half of a character, which UTF-8 cannot encode"
             return _failure(HTTPStatus.BAD_REQUEST, cause)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import AliasChoices, Discriminator, Field, Tag
 
-from tools.gateway.bodies import Body, Chat, TokenId, plain
+from tools.gateway.bodies import Body, Chat, Rows, TokenIds, plain
 from tools.gateway.rows import GatewayError, Row, chat_row, check_all, text_row
 from tools.gateway.scoring import RewardSource
 
@@ -30,12 +30,12 @@ def _kind_of(value: Any) -> str:
     return "texts" if isinstance(first, str) else "rows" if isinstance(first, list) else "tokens"
 
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Tokens = Annotated[TokenIds, Field(min_length=1)]
 Input = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[str], Tag("texts")]
+    | Annotated[Rows[str], Tag("texts")]
     | Annotated[Tokens, Tag("tokens")]
-    | Annotated[list[Tokens], Tag("rows")],
+    | Annotated[Rows[Tokens], Tag("rows")],
     Discriminator(_kind_of),
 ]
 
@@ -71,7 +71,7 @@ class PoolingCompletionRequest(PoolingOptions):
         kind = _kind_of(value)
         if kind in ("text", "tokens"):
             value = [value]
-        return [Row(item) if isinstance(item, str) else Row(tokens=item) for item in value]
+        return [Row((item,)) if isinstance(item, str) else Row(tokens=item) for item in value]
 
 
 class PoolingChatRequest(PoolingOptions):
@@ -94,7 +94,7 @@ PoolingRequest = Annotated[
 
 
 Texts = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[str], Tag("texts"), Field(min_length=1)], Discriminator(_kind_of)
+    Annotated[str, Tag("text")] | Annotated[Rows[str], Field(min_length=1), Tag("texts")], Discriminator(_kind_of)
 ]
 
 

@@ -1,0 +1,137 @@
+"""What one client sends must not take the gateway from the others: rows, bodies, heads, and connections are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from fake_reward import Caller, FakeReward, gateway
+
+from tools.gateway import app, connections
+
+DEADLINE_S = 20.0
+LONG = "x" * 200_000
+# Bodies of at most 3 MB, which took 100 MB to 1 GB.
+BOMBS: list[tuple[str, Any, int, str]] = [
+    ("/score", {"text_1": LONG, "text_2": ["a"] * 5000}, 413, "5000 rows, must be 1 to 2000 (gateway.max_rows)"),
+    ("/score", {"text_1": [LONG], "text_2": ["a"] * 1500}, 413, "300001500 characters in all rows, must be at most"),
+    ("/v1/rewards", {"inputs": [{}] * 2000}, 400, "inputs.0: has no content"),
+    ("/v1/rewards", {"inputs": [{}] * 100_000}, 413, "100000 rows, must be 1 to 2000"),
+    ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs.0.tokens.0"),
+    ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs.0.messages.0"),
+    ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "70000 fields, must be at most 64"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "500000 texts, objects"),
+    ("/get_reward", {"query": [1] * 2000}, 400, "query.0"),
+    ("/remote_rm", {"prompt": [{"role": "user", "content": [1] * 200_000}], "response": ""}, 400, "content"),
+    ("/classify", {"input": [[]] * 2000}, 400, "input.0"),
+    ("/get_reward", {str(i): 1 for i in range(70_000)}, 400, "70000 fields"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "status", "told"), BOMBS)
+def test_what_would_multiply_in_memory_is_refused_before(path: str, body: Any, status: int, told: str) -> None:
+    async def play() -> None:
+        async with FakeReward(text="pair") as server, gateway(server.url, max_rows=2000) as caller:
+            await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
+            data = json.dumps(body).encode()
+            tracemalloc.start()
+            message = await caller.error(path, data, status)
+            _, peak = tracemalloc.get_traced_memory()
+            assert told in message
+            assert len(message) < 500
+            assert peak < 60e6
+            assert len(server.received) == 1
+
+    try:
+        asyncio.run(play())
+    finally:
+        tracemalloc.stop()
+
+
+def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
+    async def play() -> None:
+        async with (
+            FakeReward(lambda model, number: "wait") as server,
+            gateway(server.url, max_body_bytes=300_000, rows_per_request=1) as caller,
+        ):
+            texts = [LONG, LONG, "small"]
+            posts = [asyncio.create_task(caller.post("/get_reward", {"query": [text]})) for text in texts]
+            while server.in_flight < 2:
+                await asyncio.sleep(0)
+            for _ in range(5):
+                await caller.get("/readyz")
+            assert server.in_flight == 2
+            server.go.set()
+            assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
+
+    asyncio.run(play())
+
+
+async def answer(caller: Caller, *parts: bytes) -> bytes:
+    """Return what the gateway sends until it closes the connection; b"" if it sends nothing or resets it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(caller.url.rpartition(":")[2]))
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), DEADLINE_S)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+POST = b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"
+LATE = [(b"",), (b"GET /hea",), (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"GET /hea"), (POST + b"\r\n", b'{"que')]
+
+
+@pytest.mark.parametrize("parts", LATE, ids=["silent", "half a head", "half of a second head", "half a body"])
+def test_a_connection_on_which_no_request_arrives_is_closed(
+    parts: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((connections, "HEAD_S"), (connections, "KEEP_ALIVE_S"), (app, "BODY_S")):
+        monkeypatch.setattr(module, name, 0.05)
+
+    async def play() -> None:
+        async with FakeReward() as server, gateway(server.url) as caller:
+            found = await answer(caller, *parts)
+            assert (b"408" in found) == (parts[0] == POST + b"\r\n")
+            assert not server.received
+
+    asyncio.run(play())
+
+
+def test_silent_connections_keep_no_client_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
+
+    async def play() -> None:
+        async with FakeReward() as server, gateway(server.url) as caller:
+            port = int(caller.url.rpartition(":")[2])
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+            for _ in range(5):
+                assert (await caller.post("/get_reward", {"query": ["abc"]}))[1]["rewards"] == [3]
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(silent[0][0].read(), DEADLINE_S) == b""
+            for _, writer in silent:
+                writer.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+def test_heads_and_bodies_are_bounded_before_the_key_is_checked(key: str | None) -> None:
+    async def play() -> None:
+        async with FakeReward() as server, gateway(server.url, key=key) as caller:
+            head = b"GET /healthz HTTP/1.1\r\nHost: a\r\n"
+            assert b" 200 " in await answer(caller, head + b"Connection: close\r\nX: " + b"a" * 10_000 + b"\r\n\r\n")
+            for long in (b"X: " + b"a" * 4_000_000, b"X: a\r\n" * 500_000):
+                assert b" 200 " not in await answer(caller, head + b"Connection: close\r\n", long + b"\r\n\r\n")
+            assert b" 413 " in await answer(caller, head + b"Content-Length: 1000\r\n\r\n", b" " * 1000)
+            if key:  # closed without the body
+                assert b" 401 " in await answer(caller, POST + b"\r\n")
+
+    asyncio.run(play())
