@@ -117,6 +117,22 @@ def test_rows_of_several_requests_share_one_to_triton() -> None:
     play(scene, rows_per_request=8)
 
 
+def test_callers_share_no_request_if_functions_score_the_rows() -> None:
+    """Else a slow row of one would cost the others their rewards."""
+
+    async def scene(caller: Caller, server: FakeReward) -> None:
+        await caller.post("/remote_rm", {"prompt": "", "response": "warm", "label": None})
+        server.received.clear()
+        bodies = [{"inputs": [{"text": name * i} for i in range(1, 11)]} for name in "abc"]
+        replies = await asyncio.gather(*(caller.post("/v1/rewards", body) for body in bodies))
+        assert [reply["rewards"] for _, reply in replies] == [list(range(1, 11))] * 3
+        sent = list(map(rows_of, server.received))
+        assert sorted(map(len, sent)) == [2, 2, 2, 8, 8, 8]
+        assert all(len(set("".join(texts))) == 1 for texts in sent)
+
+    play(scene, "verdict", rows_per_request=8)
+
+
 def test_terms_of_a_sum_and_metadata_reach_both_sides() -> None:
     async def scene(caller: Caller, server: FakeReward) -> None:
         row = {"prompt": "2+3=", "response": "5", "metadata": {"answer": "5"}}

@@ -1,4 +1,4 @@
-"""Scores rows through the actor's client of Triton; rows of all callers share requests.
+"""Scores rows through the actor's client of Triton; rows of all callers share requests if only a model scores them.
 
 If a reward function is groupwise, a request to Triton is one group instead: rows of one caller with the same group id
 or prompt.
@@ -45,7 +45,8 @@ from python_backend.wire.contract import (
 )
 from tools.gateway.rows import GatewayError, Row, RowResult, check_number
 
-# Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row.
+# Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row. It is
+# answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
 GATHER_S = 0.002
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
 OUR_NAMES = {
@@ -88,6 +89,7 @@ class _Kind:
 
     are_tokens: bool
     extra: frozenset[str]  # outputs in addition to those of every request
+    caller: object = None  # whose rows they are; None: of all callers
 
 
 @dataclass(eq=False)
@@ -165,9 +167,11 @@ class RewardSource:
                 413, f"{size} characters in all rows, must be at most gateway.max_body_bytes: send fewer"
             )
         extra = frozenset([*([PROBABILITIES] if probabilities else ()), *((QUEUE_US, COMPUTE_US) if timing else ())])
-        if (await self.served()).groupwise:
+        served = await self.served()
+        if served.groupwise:
             return await self._score_groups(rows, extra)
-        return list(await asyncio.gather(*(self._result(row, extra) for row in rows)))
+        caller = object() if served.components else None
+        return list(await asyncio.gather(*(self._result(row, extra, caller) for row in rows)))
 
     async def _score_groups(self, rows: Sequence[Row], extra: frozenset[str]) -> list[RowResult]:
         groups: dict[Hashable, list[int]] = {}
@@ -193,10 +197,10 @@ class RewardSource:
             return await self._results(rows, kind, deadline, divisible=False)
         return [failure] * len(rows)
 
-    async def _result(self, row: Row, extra: frozenset[str]) -> RowResult:
+    async def _result(self, row: Row, extra: frozenset[str], caller: object) -> RowResult:
         if failure := _unscorable(row):
             return failure
-        kind = _Kind(row.tokens is not None, extra)
+        kind = _Kind(row.tokens is not None, extra, caller)
         batch = self._open.get(kind)
         if batch is None:
             batch = self._open[kind] = _Batch()
@@ -211,7 +215,7 @@ class RewardSource:
 
     async def _send(self, batch: _Batch, kind: _Kind) -> list[RowResult]:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(batch.full.wait(), GATHER_S)
+            await asyncio.wait_for(batch.full.wait(), 0 if kind.caller else GATHER_S)
         if self._open.get(kind) is batch:
             del self._open[kind]
         return await self._results(batch.rows, kind, asyncio.get_running_loop().time() + self._deadline_s)
