@@ -16,6 +16,7 @@ from typing import Any
 
 from python_backend.errors import RlhfError
 from python_backend.rewards.counts import count
+from python_backend.rewards.opener import opener_for
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0
 MAX_REPLY_BYTES = 4_000_000
@@ -31,13 +32,6 @@ class _WorthRetrying(Exception):
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
         self.after_s = after_s
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Makes a redirect an error: urllib would send the key to the new address, and turn POST into GET."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class ChatEndpoint:
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._key, self._max_retries, self._timeout_s = key, max_retries, request_timeout_s
         self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._opener = opener_for(base_url)
 
     def complete(self, body: Mapping[str, Any], deadline: float) -> Reply:
         """Return the reply to a request. Raises EndpointFailed; `deadline` is a time of `time.monotonic`."""

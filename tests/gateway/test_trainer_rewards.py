@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_reward import FakeReward, gateway
 
+from python_backend.rewards.chat_endpoint import ChatEndpoint, EndpointFailed
 from tools.gateway import trainer_rewards
-from tools.gateway.trainer_rewards import RewardUnavailable, compute_score, trl_reward
+from tools.gateway.trainer_rewards import RewardUnavailable, compute_score, rewards_of, trl_reward
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -87,6 +91,49 @@ def test_no_reward_is_invented_without_a_server(monkeypatch: pytest.MonkeyPatch,
     play(monkeypatch, call, client={"retries": 0, "max_outage_s": 0})
     with pytest.raises(RewardUnavailable, match="no answer"):  # the gateway is gone too
         trl_reward(["a"], ["b"])
+
+
+@pytest.mark.parametrize("ask", [lambda url: rewards_of([{"text": "a"}], url), lambda url: judge_at(url)])
+@pytest.mark.parametrize("way", ["redirect", "http_proxy"])
+def test_the_key_reaches_no_other_address(way: str, ask: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            if self.server is not elsewhere:
+                self.send_response(302)
+                self.send_header("Location", other)
+            else:
+                keys.append(self.headers["Authorization"])
+                self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_POST
+
+    elsewhere, _ = servers = [ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) for _ in range(2)]
+    threads = [threading.Thread(target=server.serve_forever, args=[0.01]) for server in servers]
+    other, url = (f"http://127.0.0.1:{server.server_port}" for server in servers)
+    for name in ("no_proxy", "NO_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if way == "http_proxy":
+        monkeypatch.setenv(way, other)
+    monkeypatch.setenv("REWARD_GATEWAY_KEY", "sesame")
+    for thread in threads:
+        thread.start()
+    try:
+        with pytest.raises((RewardUnavailable, EndpointFailed), match="302"):
+            ask(url)
+    finally:
+        for server, thread in zip(servers, threads, strict=True):
+            server.shutdown()
+            thread.join()
+            server.server_close()
+    assert keys == []
+
+
+def judge_at(url: str) -> Any:
+    return ChatEndpoint(url, "sesame", max_retries=0, request_timeout_s=10.0).complete({}, time.monotonic() + 10.0)
 
 
 def test_a_key_and_an_address_are_required(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Reward functions for TRL and verl that request rewards from the gateway.
 
-Imports only the standard library, so that the file can also be copied into a trainer's environment. The environment
-variable REWARD_GATEWAY_URL has the gateway's address, REWARD_GATEWAY_KEY its key if it requires one.
+Needs the standard library and this checkout alone. The environment variable REWARD_GATEWAY_URL has the gateway's
+address, REWARD_GATEWAY_KEY its key if it requires one.
 
 A response without a reward is None for TRL, which leaves it out of its update, and an error for verl, which has no such
 value. While no gateway or server answers, the functions wait for it, and then fail.
@@ -18,6 +18,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from python_backend.rewards.opener import opener_for
 
 logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
@@ -119,7 +121,7 @@ def _post(body: Mapping[str, Any], url: str | None) -> dict[str, Any]:
     give_up, pause_s = time.monotonic() + WAIT_S, 0.5
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            with opener_for(url).open(request, timeout=TIMEOUT_S) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             cause = f"{url}: {error.code}: {_message(error)}"
