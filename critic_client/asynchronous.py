@@ -217,7 +217,7 @@ class AsyncCriticClient:
 
     async def _outputs_with_rewards(self, client: TritonClient) -> frozenset[str]:
         """Return the outputs of critic_infer. Raises CriticClientError if there are no rewards of the same tokens."""
-        if contract.CRITIC_INFER not in client.outputs:
+        if contract.CRITIC_INFER not in client.declared:
             reward = await self._described(contract.REWARD_MODEL, "no reward: its YAML needs a section `reward`")
             assert self._critic is not None
             if reward.get("tokenizer_fingerprint") != self._critic.get("tokenizer_fingerprint"):
@@ -226,7 +226,7 @@ class AsyncCriticClient:
                     "`values` here, and send texts to the gateway for rewards"
                 )
             await client.model_parameters(contract.CRITIC_INFER)
-        return client.outputs[contract.CRITIC_INFER]
+        return client.outputs(contract.CRITIC_INFER)
 
     async def _described(self, model: str, missing: str) -> dict[str, str]:
         try:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actor.scoring.connection import HTTPConnection, Message, parameters_of
+from actor.scoring.connection import SAME_ON_ALL_SERVERS, Config, Expected, HTTPConnection, Message, parameters_of
 from actor.scoring.ordering import Turn, Turns
 from actor.scoring.pool import ServerPool
 from actor.scoring.retry import (
@@ -62,16 +62,18 @@ class TritonClient:
         *,
         training_key: str | None = None,
         retry_reserve: int = RETRY_RESERVE,
+        expected: Mapping[str, Expected] | None = None,
     ) -> None:
         """
         Args:
             url: the server's address, unless `settings.servers` is set.
             training_key: sent with every request, if set.
             retry_reserve: size of each retry budget.
+            expected: parameters that models must have; default: those of the first answer to `model_parameters`.
         """
         self.counters = RequestCounters()
-        self.outputs: dict[str, frozenset[str]] = {}
-        """Names of each model's outputs, known once `model_parameters` has been called."""
+        self.declared: dict[str, Config] = {}
+        """Configuration of each model for which `model_parameters` was called, as a server returned it last."""
         self._tokens_dtype: np.dtype = np.dtype(np.int64)
         self._settings = settings
         self._train_retries = min(settings.retries, settings.train_retries)
@@ -87,8 +89,8 @@ class TritonClient:
         self._has_trained = False  # from then on, training requests outlast a sidecar that is away
         self._callers: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._parameters: dict[str, dict[str, str]] = {}  # by model, as the run was checked against
-        connect = functools.partial(HTTPConnection, settings=settings, expected=self._parameters)
+        self._expected: dict[str, Expected] = {**(expected or {})}
+        connect = functools.partial(HTTPConnection, settings=settings, expected=self._expected, declared=self.declared)
         self._servers = ServerPool(settings.servers or [url], connect, settings, self.counters)
 
     async def __aenter__(self) -> TritonClient:
@@ -114,17 +116,27 @@ class TritonClient:
         """
 
         async def ask(connection: HTTPConnection) -> dict[str, str]:
-            config = await connection.http.get_model_config(model)
+            config = await connection.config(model)
             declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", [])}
             if declared.get(contract.TOKENS) == "TYPE_INT32":
                 self._tokens_dtype = np.dtype(np.int32)
-            self.outputs[model] = frozenset(tensor["name"] for tensor in config.get("output", []))
-            self._parameters[model] = parameters_of(config)
-            return self._parameters[model]
+            parameters = parameters_of(config)
+            self._expected.setdefault(model, {key: parameters.get(key) for key in SAME_ON_ALL_SERVERS})
+            return parameters
 
         attempts = Attempts(model, self._settings, self._scoring_budget, retries=min(1, self._settings.retries))
         with self._calling():
             return await self._until_answered(attempts, ask, self._settings.deadline_s, patient=False)
+
+    def outputs(self, model: str) -> frozenset[str]:
+        """Return the names of a model's outputs; call `model_parameters` before."""
+        return frozenset(tensor["name"] for tensor in self.declared[model].get("output", []))
+
+    @property
+    def difference(self) -> str:
+        """How the servers differ from what is expected, if all of them do, and so get no requests; else empty."""
+        found = [(server.url, server.connection.difference) for server in self._servers.servers]
+        return "; ".join(f"{url}: {why}" for url, why in found) if all(why for _, why in found) else ""
 
     async def why_not_ready(self, model: str) -> str | None:
         """Probe all servers; return why none of them is ready to answer this model, or None if one is."""

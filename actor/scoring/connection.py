@@ -40,6 +40,8 @@ else:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Config = Mapping[str, Any]  # of a model, as Triton returns it
+Expected = Mapping[str, str | None]  # parameters of a model; None: it has no such parameter
 PROBE_TIMEOUT_S = 5.0
 MORE_CONNECTIONS = 8  # beyond the requests in flight, so that probes never wait for a connection
 SAME_ON_ALL_SERVERS = (
@@ -67,13 +69,26 @@ class Message:
 class HTTPConnection:
     """A pool of connections to one server."""
 
-    def __init__(self, url: str, *, settings: ClientSection, expected: Mapping[str, Mapping[str, str]]) -> None:
-        """`expected`: parameters by model; a server with others is not ready. Read at each probe."""
-        self._url, self._expected = url, expected
-        self._difference: str | None = None
+    def __init__(
+        self, url: str, *, settings: ClientSection, expected: Mapping[str, Expected], declared: dict[str, Config]
+    ) -> None:
+        """
+        Args:
+            expected: parameters by model; a server with others gets no requests. Read at each check.
+            declared: receives the configurations of models as they are found.
+        """
+        self._url, self._expected, self._declared = url, expected, declared
+        self.difference: str | None = None
+        """How the server was found to differ from `expected`."""
+        self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
+        self._checking = asyncio.Lock()
         limit = settings.max_in_flight + MORE_CONNECTIONS
         # No connection timeout here: `answer` sets the only deadline.
         self.http = InferenceServerClient(url, conn_limit=limit, conn_timeout=None)
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(self._connected)
+        trace.freeze()
+        self.http._stub.trace_configs.append(trace)  # tritonclient passes no options to its session
 
     async def answer(
         self, ask: Callable[[HTTPConnection], Awaitable[T]], deadline_s: float, *, repeat_after_s: float | None = None
@@ -92,6 +107,7 @@ class HTTPConnection:
                     repeat_after_s *= 2
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            self.difference = None
             raise trouble_of(error, deadline_s) from error
 
     async def infer(self, message: Message) -> dict[str, np.ndarray]:
@@ -99,33 +115,45 @@ class HTTPConnection:
         wanted = [InferRequestedOutput(name, binary_data=True) for name in message.outputs]
         # The client library changes the dictionary of headers.
         answer = await self.http.infer(message.model, message.inputs, outputs=wanted, headers=dict(message.headers))
+        async with self._checking:
+            if message.model in self._expected and self._num_checked < (connected := self._num_connected):
+                await self.config(message.model)
+                self._num_checked = connected
         return {name: answer.as_numpy(name) for name in message.outputs}
 
+    async def config(self, model: str) -> Config:
+        """Return the configuration of a model. Raises Trouble if its parameters are not as expected; see `infer`."""
+        config = await self.http.get_model_config(model)
+        theirs, ours = parameters_of(config), self._expected.get(model, {})
+        different = [key for key in ours if theirs.get(key) != ours[key]]
+        if not different:
+            self.difference, self._declared[model] = None, config
+            return config
+        found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
+        difference = f"{model} has {different[0]} {found}, but {wanted} is expected"
+        if difference != self.difference:
+            logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
+        self.difference = difference
+        raise Trouble(Kind.DIFFERENT, "cannot be used", difference)
+
     async def why_not_ready(self, model: str) -> str | None:
-        """Return why the model is not ready, or serves something else than expected; None if it is. Raises Trouble."""
+        """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""
         if not await self.answer(lambda this: this.http.is_model_ready(model), PROBE_TIMEOUT_S):
             return f"{model} not ready"
-        if model not in self._expected:
-            return None
-        config = await self.answer(lambda this: this.http.get_model_config(model), PROBE_TIMEOUT_S)
-        theirs, ours = parameters_of(config), self._expected[model]
-        different = [key for key in SAME_ON_ALL_SERVERS if theirs.get(key) != ours.get(key)]
-        if not different:
-            return None
-        key = different[0]
-        difference = f"{model} has {key} {theirs.get(key)}, but the run started with {ours.get(key)}"
-        if difference != self._difference:
-            self._difference = difference
-            logger.warning("%s gets no requests: %s; serve it with the configuration of the run", self._url, difference)
-        return difference
+        if model in self._expected:
+            await self.answer(lambda this: this.config(model), PROBE_TIMEOUT_S)
+        return None
+
+    async def _connected(self, *_: Any) -> None:
+        self._num_connected += 1  # perhaps to a server that was started again, with another configuration
 
     async def close(self) -> None:
         """Close all connections; requests in flight fail."""
         await self.http.close()
 
 
-def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `parameters` of a model configuration as Triton returns it."""
+def parameters_of(config: Config) -> dict[str, str]:
+    """Return the `parameters` of a model configuration."""
     return {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
 
 

@@ -61,6 +61,7 @@ class Kind(Enum):
 
     UNREACHABLE = "no connection, so nothing was sent"
     UNLOADED = "the server has unloaded the model, as it does before it stops; the request was not executed"
+    DIFFERENT = "the server serves other models than expected; the response, if any, does not count"
     LOST = "the connection broke, or no response came in time"
     DEAD = "the model's process has died"
     BUSY = "the server is busy: 503"
@@ -75,7 +76,7 @@ class Kind(Enum):
     @property
     def is_refusal(self) -> bool:
         """Whether nothing was executed, and the server would refuse every request for now."""
-        return self in (Kind.UNREACHABLE, Kind.UNLOADED)
+        return self in (Kind.UNREACHABLE, Kind.UNLOADED, Kind.DIFFERENT)
 
 
 class Trouble(Exception):

@@ -78,4 +78,4 @@ def test_a_server_whose_scores_mean_something_else_does_not_come_back(setting: s
                 await client.rewards(ROWS)
 
     scene(play)
-    assert caplog.text.count("but the run started with ours") == 1
+    assert caplog.text.count("but ours is expected") == 1

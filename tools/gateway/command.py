@@ -13,7 +13,9 @@ from python_backend.config import ConfigError, GatewaySection, RunConfig, load_c
 from python_backend.config.command_line import log_to_stderr, report, run_parser
 from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import is_json, say
+from python_backend.wire.contract import REWARD_MODEL
 from tools.arguments import parse_or_complete
+from tools.render.rewards import reward_parameters
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +56,8 @@ async def serve(config: RunConfig) -> None:
     from tools.gateway.connections import bounded
 
     settings = config.gateway
-    client = TritonClient(config.server.http_url, config.actor.client)
+    expected = {REWARD_MODEL: reward_parameters(config)}
+    client = TritonClient(config.server.http_url, config.actor.client, expected=expected)
     log_config = None if is_json() else uvicorn.config.LOGGING_CONFIG  # None: its loggers use the root's handler
     app = create_app(client, settings, check_key(settings))
     server = uvicorn.Server(bounded(app, settings, log_config=log_config))

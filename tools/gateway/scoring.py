@@ -19,6 +19,7 @@ from http import HTTPStatus
 import numpy as np
 
 from actor.scoring.client import TritonClient
+from actor.scoring.connection import Config, parameters_of
 from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed
 from python_backend.config import GatewaySection
 from python_backend.rewards.groups import BadGroup, group_key
@@ -49,6 +50,7 @@ from tools.gateway.rows import GatewayError, Row, RowResult, check_number
 # answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
 GATHER_S = 0.002
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
+OTHER_REWARDS = "the rewards are not those of this gateway's YAML; give both the same `reward` and `rewards`"
 OUR_NAMES = {
     SENTENCES: "text",
     TEXT_PAIRS: "response",
@@ -108,21 +110,24 @@ class RewardSource:
         self._max_rows, self._max_bytes = settings.max_rows, settings.max_body_bytes
         self._open: dict[_Kind, _Batch] = {}
         self._served: ServedReward | None = None
+        self._config: Config = {}  # that `_served` describes
         self._asking = asyncio.Lock()
 
     async def served(self) -> ServedReward:
-        """Return the server's declaration, which is requested once.
+        """Return what the servers declare; it is read again when one of them was connected to again.
 
-        Raises GatewayError if no server answers within `gateway.deadline_s`.
+        Raises GatewayError if no server answers within `gateway.deadline_s`, or all serve other rewards than expected.
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         async with self._asking:
-            if self._served is None:
-                parameters = await self._declared(deadline)
+            config = await self._declared(deadline)
+            if self._served is None or config is not self._config:
+                parameters = parameters_of(config)
                 names = tuple(json.loads(parameters.get(REWARD_COMPONENTS) or "[]"))
                 optional = {REWARD_COMPONENTS, REWARD_ERRORS} if names else set()
-                outputs = self._client.outputs[REWARD_MODEL]
+                outputs = self._client.outputs(REWARD_MODEL)
                 optional |= {REWARD_VERSION} & outputs
+                self._config = config
                 self._served = ServedReward(
                     names,
                     (REWARDS, *sorted(optional)),
@@ -136,15 +141,19 @@ class RewardSource:
                 )
         return self._served
 
-    async def _declared(self, deadline: float) -> dict[str, str]:
+    async def _declared(self, deadline: float) -> Config:
         while True:
+            if difference := self._client.difference:
+                raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, f"{OTHER_REWARDS}: {difference}")
+            if REWARD_MODEL in self._client.declared:
+                return self._client.declared[REWARD_MODEL]
             try:
-                return await self._client.model_parameters(REWARD_MODEL)
+                await self._client.model_parameters(REWARD_MODEL)
             except RequestFailed as error:
                 is_late = asyncio.get_running_loop().time() + ASK_AGAIN_S > deadline
                 if is_late or isinstance(error, RequestRefused):
                     raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-            await asyncio.sleep(ASK_AGAIN_S)
+                await asyncio.sleep(ASK_AGAIN_S)
 
     async def why_not_ready(self) -> str | None:
         """Return why no server can answer; None if one can."""

@@ -44,23 +44,16 @@ def render_rewards(
     """
     assert config.rewards
     tokenizer = tokenizer_folder(config)
-    sums = {
-        REWARD_COMPONENTS: json.dumps(list(config.rewards)),
-        REWARD_WEIGHTS: json.dumps([term.weight for term in config.rewards.values()]),
-    }
+    declared = {name: value for name, value in reward_parameters(config).items() if value is not None}
+    sums = {name: declared[name] for name in (REWARD_COMPONENTS, REWARD_WEIGHTS)}
     live = reward_is_live(config)
     whole = {
-        **sums,
-        "text": config.reward.text,
+        **declared,
         "checkpoint": str(place(tokenizer)),
         "tokenizer_fingerprint": fingerprint(tokenizer),
     }
     if live:
         whole[STORE] = str(place(config.run.reward_weights_dir))
-    if any(term.groupwise for term in config.functions.values()):
-        whole[GROUPWISE] = "true"
-    if config.uses_reward_model:
-        whole |= {name: value for name, value in client_parameters(config.reward).items() if value is not None}
     batch = config.reward.max_batch_size
     texts = {}
     for name, term in config.functions.items():
@@ -92,6 +85,18 @@ def _hidden_variables(term: RewardTerm, config: RunConfig) -> list[str]:
         *judges,
     ]
     return sorted({key for key in keys if isinstance(key, str)} - {term.options.get(KEY_OPTION)})
+
+
+def reward_parameters(config: RunConfig) -> dict[str, str | None]:
+    """Return the parameters of reward_model that say which rewards it serves; None: it has no such parameter."""
+    terms = config.rewards or {}
+    return {
+        REWARD_COMPONENTS: json.dumps(list(terms)) if terms else None,
+        REWARD_WEIGHTS: json.dumps([term.weight for term in terms.values()]) if terms else None,
+        "text": config.reward.text,
+        GROUPWISE: "true" if any(term.groupwise for term in config.functions.values()) else None,
+        **(client_parameters(config.reward) if config.uses_reward_model else {}),
+    }
 
 
 def _function_parameters(term: RewardTerm, config: RunConfig, place: Callable[[Path], Path]) -> dict[str, str]:
