@@ -69,7 +69,8 @@ class TritonClient:
             url: the server's address, unless `settings.servers` is set.
             training_key: sent with every request, if set.
             retry_reserve: size of each retry budget.
-            expected: parameters that models must have; default: those of the first answer to `model_parameters`.
+            expected: parameters that models must have; requests fail with ServersDiffer while no server has them.
+                Default: those of the first answer to `model_parameters`, and requests wait for a server with the same.
         """
         self.counters = RequestCounters()
         self.declared: dict[str, Config] = {}
@@ -91,7 +92,9 @@ class TritonClient:
         self._is_closed = False
         self._expected: dict[str, Expected] = {**(expected or {})}
         connect = functools.partial(HTTPConnection, settings=settings, expected=self._expected, declared=self.declared)
-        self._servers = ServerPool(settings.servers or [url], connect, settings, self.counters)
+        self._servers = ServerPool(
+            settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
+        )
 
     async def __aenter__(self) -> TritonClient:
         return self
@@ -131,12 +134,6 @@ class TritonClient:
     def outputs(self, model: str) -> frozenset[str]:
         """Return the names of a model's outputs; call `model_parameters` before."""
         return frozenset(tensor["name"] for tensor in self.declared[model].get("output", []))
-
-    @property
-    def difference(self) -> str:
-        """How the servers differ from what is expected, if all of them do, and so get no requests; else empty."""
-        found = [(server.url, server.connection.difference) for server in self._servers.servers]
-        return "; ".join(f"{url}: {why}" for url, why in found) if all(why for _, why in found) else ""
 
     async def why_not_ready(self, model: str) -> str | None:
         """Probe all servers; return why none of them is ready to answer this model, or None if one is."""

@@ -78,8 +78,7 @@ class HTTPConnection:
             declared: receives the configurations of models as they are found.
         """
         self._url, self._expected, self._declared = url, expected, declared
-        self.difference: str | None = None
-        """How the server was found to differ from `expected`."""
+        self._difference = ""
         self._num_connected = self._num_checked = 0  # connections made so far, and before the last check
         self._checking = asyncio.Lock()
         limit = settings.max_in_flight + MORE_CONNECTIONS
@@ -107,7 +106,6 @@ class HTTPConnection:
                     repeat_after_s *= 2
                 return await ask(self)
         except (InferenceServerException, aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            self.difference = None
             raise trouble_of(error, deadline_s) from error
 
     async def infer(self, message: Message) -> dict[str, np.ndarray]:
@@ -127,14 +125,14 @@ class HTTPConnection:
         theirs, ours = parameters_of(config), self._expected.get(model, {})
         different = [key for key in ours if theirs.get(key) != ours[key]]
         if not different:
-            self.difference, self._declared[model] = None, config
+            self._declared[model] = config
             return config
         found, wanted = (values.get(different[0]) or "none" for values in (theirs, ours))
-        difference = f"{model} has {different[0]} {found}, but {wanted} is expected"
-        if difference != self.difference:
+        difference = f"{model} has {different[0]} {found}, but {wanted} is expected; start both from the same YAML"
+        if difference != self._difference:
             logger.warning("%s gets no requests: %s; serve it with the same configuration", self._url, difference)
-        self.difference = difference
-        raise Trouble(Kind.DIFFERENT, "cannot be used", difference)
+        self._difference = difference
+        raise Trouble(Kind.DIFFERENT, "serves another configuration", difference)
 
     async def why_not_ready(self, model: str) -> str | None:
         """Return why the model is not ready; None if it is. Raises Trouble, also if it is not what is expected."""

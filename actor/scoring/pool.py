@@ -22,6 +22,7 @@ from actor.scoring.retry import (
     Kind,
     RequestCounters,
     RequestFailed,
+    ServersDiffer,
     Trouble,
     jittered,
 )
@@ -38,9 +39,13 @@ class ServerPool(Generic[C]):
 
     def __init__(
         self, addresses: Sequence[str], connect: Callable[[str], C], settings: ClientSection, counters: RequestCounters,
-        *, hint: str = HINT,
+        *, hint: str = HINT, waits_for_same: bool = True,
     ) -> None:  # fmt: skip
-        """`hint` ends the message if no server is healthy for `max_outage_s`."""
+        """
+        Args:
+            hint: ends the message if no server is healthy for `max_outage_s`.
+            waits_for_same: requests wait for a server that is not Kind.DIFFERENT, instead of failing at once.
+        """
         self.servers: list[Server[C]] = []
         self._gone: list[Server[C]] = []  # no longer in DNS, with requests still in flight
         self._looking_up = asyncio.Lock()
@@ -52,6 +57,7 @@ class ServerPool(Generic[C]):
         self._outage: Outage | None = None
         self._reminder: asyncio.Task[None] | None = None
         self._turn = 0  # counts choices
+        self._waits_for_same = waits_for_same
         self._writer: Server[C] | None = None
 
     def writer(self, model: str) -> str | None:
@@ -232,6 +238,7 @@ class ServerPool(Generic[C]):
             return
         server.down = trouble.why or trouble.what
         server.losses += 1
+        self._refuse(server, trouble)
         if len(self.servers) > 1:
             level = logging.INFO if trouble.kind is Kind.UNLOADED else logging.WARNING  # draining is not a fault
             logger.log(level, "%s gets no requests until it is ready again: %s", server.url, server.down)
@@ -251,6 +258,7 @@ class ServerPool(Generic[C]):
                 logger.warning("%s gets no requests: %s", server.url, error)
                 break
             if server.down is None:
+                server.unusable = None
                 server.suspended.clear()
                 if len(self.servers) > 1:
                     logger.info("%s is ready%s", server.url, " again" if server.losses else " and joins")
@@ -268,8 +276,15 @@ class ServerPool(Generic[C]):
         try:
             causes = [await server.connection.why_not_ready(model) for model in sorted(self._models)]
         except Trouble as trouble:
+            self._refuse(server, trouble)
             return trouble.why or trouble.what
         return "; ".join(cause for cause in causes if cause) or None
+
+    def _refuse(self, server: Server[C], trouble: Trouble) -> None:
+        """Let waiting requests fail if the server serves something else, and all others cannot be used either."""
+        if trouble.kind is Kind.DIFFERENT and not self._waits_for_same:
+            server.unusable = ServersDiffer(f"{server.url} {trouble.what}: {trouble.why}")
+            self._change()
 
     async def _why_not_there(self, server: Server[C], model: str) -> str | None:
         """Return why this server is not ready to answer the model, with its address; None if it is."""

@@ -34,6 +34,10 @@ class RequestRefused(RequestFailed):
         self.why = why
 
 
+class ServersDiffer(RequestFailed):
+    """No server serves what this process expects; the message names both."""
+
+
 class OverBudget(RequestFailed):
     """The request could have been retried, but the shared retry budget is spent."""
 
@@ -192,7 +196,8 @@ class Attempts:
         sentence = trouble.sentence(self.model, url, self.retried + 1)
         if trouble.kind is Kind.WRONG:
             return RequestRefused(sentence, trouble.why)
-        return (ServerFailed if trouble.kind is Kind.FAILED else RequestFailed)(sentence)
+        kinds = {Kind.FAILED: ServerFailed, Kind.DIFFERENT: ServersDiffer}
+        return kinds.get(trouble.kind, RequestFailed)(sentence)
 
 
 def jittered(longest_s: float) -> float:

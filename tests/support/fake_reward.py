@@ -18,6 +18,7 @@ from tritonclient.utils import deserialize_bytes_tensor
 
 from actor.scoring.client import TritonClient
 from python_backend.config import ClientSection, GatewaySection
+from python_backend.wire.contract import REWARD_MODEL
 from tools.gateway.app import create_app
 from tools.gateway.connections import bounded
 
@@ -144,12 +145,20 @@ class Caller:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    *urls: str, key: str | None = None, client: dict[str, Any] | None = None, **settings: Any
+    *urls: str,
+    key: str | None = None,
+    client: dict[str, Any] | None = None,
+    expected: dict[str, str | None] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Caller]:
-    """Run the gateway in this event loop, in front of the servers at `urls`; `client`: changes of its client."""
+    """Run the gateway in this event loop, in front of the servers at `urls`.
+
+    `client`: changes of its client. `expected`: parameters that the reward model must have.
+    """
     calling = ClientSection(**{"backoff_s": 0.001, "deadline_s": 20.0, "servers": urls, **(client or {})})
     section = GatewaySection(**{"port": 0, **settings})
-    app = create_app(TritonClient("unused:1", calling), section, key)
+    triton = TritonClient("unused:1", calling, expected={REWARD_MODEL: expected} if expected else None)
+    app = create_app(triton, section, key)
     server = uvicorn.Server(bounded(app, section))
     bound = server.config.bind_socket()
     task = asyncio.create_task(server.serve([bound]))

@@ -20,7 +20,7 @@ import numpy as np
 
 from actor.scoring.client import TritonClient
 from actor.scoring.connection import Config, parameters_of
-from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed
+from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from python_backend.config import GatewaySection
 from python_backend.rewards.groups import BadGroup, group_key
 from python_backend.wire.contract import (
@@ -50,7 +50,6 @@ from tools.gateway.rows import GatewayError, Row, RowResult, check_number
 # answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
 GATHER_S = 0.002
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
-OTHER_REWARDS = "the rewards are not those of this gateway's YAML; give both the same `reward` and `rewards`"
 OUR_NAMES = {
     SENTENCES: "text",
     TEXT_PAIRS: "response",
@@ -116,7 +115,7 @@ class RewardSource:
     async def served(self) -> ServedReward:
         """Return what the servers declare; it is read again when one of them was connected to again.
 
-        Raises GatewayError if no server answers within `gateway.deadline_s`, or all serve other rewards than expected.
+        Raises GatewayError if no server answers within `gateway.deadline_s`, or all serve other rewards than the YAML.
         """
         deadline = asyncio.get_running_loop().time() + self._deadline_s
         async with self._asking:
@@ -143,15 +142,13 @@ class RewardSource:
 
     async def _declared(self, deadline: float) -> Config:
         while True:
-            if difference := self._client.difference:
-                raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, f"{OTHER_REWARDS}: {difference}")
             if REWARD_MODEL in self._client.declared:
                 return self._client.declared[REWARD_MODEL]
             try:
                 await self._client.model_parameters(REWARD_MODEL)
             except RequestFailed as error:
                 is_late = asyncio.get_running_loop().time() + ASK_AGAIN_S > deadline
-                if is_late or isinstance(error, RequestRefused):
+                if is_late or isinstance(error, (RequestRefused, ServersDiffer)):
                     raise GatewayError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
                 await asyncio.sleep(ASK_AGAIN_S)
 
