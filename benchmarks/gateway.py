@@ -154,9 +154,10 @@ def serve_gateway(ports: list[int], triton: str) -> None:
     import uvicorn
 
     from tools.gateway.app import create_app
+    from tools.gateway.connections import bounded
 
-    app = create_app(TritonClient(triton, ClientSection()), GatewaySection())
-    uvicorn.run(app, host=HOST, port=ports[0], log_level="warning")
+    settings = GatewaySection(host=HOST, port=ports[0])
+    uvicorn.Server(bounded(create_app(TritonClient(triton, ClientSection()), settings), settings)).run()
 
 
 def serve_rm(ports: list[int], checkpoint: str, threads: int) -> None:
