@@ -9,6 +9,7 @@ import http.client
 import json
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,19 +129,30 @@ def _grpc_input(tensor: Tensor) -> Any:
     )
 
 
+def scored_tokens(rows: np.ndarray) -> dict[str, Any]:
+    """Return the body of an inference request of token rows `[B, S]`."""
+    tensor = {"name": "tokens", "datatype": "INT64", "shape": list(rows.shape), "data": rows.ravel().tolist()}
+    return {"inputs": [tensor]}
+
+
+def numbers_of(answer: Any) -> dict[str, Any]:
+    """Return the outputs of an inference request that are numbers, by name."""
+    return {item["name"]: item["data"] for item in answer["outputs"] if item["datatype"] == "FP32"}
+
+
 class GoodClient:
     """Scores the same rows repeatedly in a background thread, as an actor would."""
 
-    def __init__(self, url: str, model: str, rows: np.ndarray) -> None:
-        """`rows`: int64 `[B, S]`."""
+    def __init__(
+        self, url: str, path: str, body: Any, read: Callable[[Any], dict[str, Any]], headers: Mapping[str, str]
+    ) -> None:
+        """`read`: returns the numbers of a reply, by name."""
         self.longest_s = 0.0
         self.answered = 0
         self.wrong: list[str] = []
         self.outages: list[str] = []
-        self._url, self._path = url, f"/v2/models/{model}/infer"
-        tensor = {"name": "tokens", "datatype": "INT64", "shape": list(rows.shape), "data": rows.ravel().tolist()}
-        self._body = json.dumps({"inputs": [tensor]}).encode()
-        self._expected: dict[str, np.ndarray] | None = None
+        self._url, self._path, self._body, self._headers = url, path, json.dumps(body).encode(), {**headers}
+        self._read, self._expected = read, dict[str, Any]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="good-client", daemon=True)
 
@@ -162,7 +174,7 @@ class GoodClient:
         begin = time.monotonic()
         connection = http.client.HTTPConnection(self._url, timeout=HANG_S)
         try:
-            connection.request("POST", self._path, self._body)
+            connection.request("POST", self._path, self._body, self._headers)
             answer = connection.getresponse()
             content = answer.read()
         except (OSError, http.client.HTTPException) as error:
@@ -177,10 +189,7 @@ class GoodClient:
         self._compare(json.loads(content))
 
     def _compare(self, answer: dict[str, Any]) -> None:
-        found = {
-            item["name"]: np.asarray(item["data"], np.float64)
-            for item in answer["outputs"] if item["datatype"] == "FP32"
-        }  # fmt: skip
+        found = {name: np.asarray(values, np.float64) for name, values in self._read(answer).items()}
         self._expected = self._expected or found
         self.answered += 1
         for name, array in self._expected.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from chaos.fuzz.gateway import KEY_VARIABLE as GATEWAY_KEY_VARIABLE
 from chaos.fuzz.requests import POSITIONS, VOCAB_SIZE
 from python_backend.config import RunConfig, load_config
 from python_backend.config.sections import UNMEASURED
@@ -21,6 +22,11 @@ STAGES: dict[str, dict[str, Any]] = {
         "reward": {"text": "pair"},
         "server": {"training_key_env": KEY_VARIABLE},
         "actor": {"kl": {"reference": "triton"}},
+    },
+    "gateway": {
+        "rewards": {"model": {}, "length": {"function": "chaos.fuzz.requests:num_tokens", "weight": 0.1}},
+        "reward": {"text": "pair"},
+        "gateway": {"port": 0, "key_env": GATEWAY_KEY_VARIABLE},
     },
 }
 

@@ -6,6 +6,7 @@ Needs only numpy and the standard library. The same seed gives the same requests
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ METADATA_TEXTS = (
     b"{}", b"", b"null", b"[]", b'"text"', b"{", b"\xff", b'{"a":' + b"[" * 5000, b'{"messages": "\\ud800"}',
     b'{"messages": [{"role": "user", "content": "\\ud800 \\u001b[2J"}]}', b'{"messages": [{"role": 5}]}',
     b'{"messages": [{"role": "user", "content": {"a": [1]}}]}', b'{"messages": []}', b'{"prompt": 5, "response": []}',
+    b'{"a":' + b"[" * 600 + b"]" * 600 + b"}", b'{"do": "raise"}', b'{"do": "fork"}',
     b'{"a": NaN, "b": 1e999, "c": ' + b"9" * 5000 + b"}", b'{"messages": [' + b'{"role":"u","content":""},' * 20_000,
 )  # fmt: skip
 PARAMETERS: tuple[dict[str, Any], ...] = (
@@ -94,7 +96,11 @@ class Request:
 
 
 def num_tokens(sample: Sample) -> float:
-    """Reward function of the fuzz test: return the number of tokens."""
+    """Reward function of the fuzz test: return the number of tokens, unless the metadata makes it fail or fork."""
+    if sample.metadata.get("do") == "raise":
+        raise ValueError("as the metadata says")
+    if sample.metadata.get("do") == "fork":
+        os.fork()  # both processes return
     return float(len(sample.tokens))
 
 

@@ -27,12 +27,12 @@ class GatewaySection(Section):
     deadline_s: Seconds = 60.0
     """Longest wait for the rewards of a row; it includes retries and waiting for a server."""
     max_body_bytes: Count = 16_000_000
-    """Maximum size of a request's body."""
+    """Maximum size of a request's body, of the texts of all its rows, and of all large bodies in memory at a time."""
     max_rows: Count = 4096
     """Maximum rows in one request."""
     rows_per_request: Count = 32
-    """Maximum rows in one request to Triton. Rows that arrive within 2 ms, of all clients, share a request; one that
-    the server refuses does not affect the others."""
+    """Maximum rows in one request to Triton. Without reward functions, rows that arrive within 2 ms, of all clients,
+    share a request; one that the server refuses does not affect the others."""
 
     @model_validator(mode="after")
     def _certificate_for_key(self) -> GatewaySection:

@@ -24,7 +24,7 @@ BOMBS: list[tuple[str, Any, int, str]] = [
     ("/v1/rewards", {"inputs": [{"tokens": ["a"] * 200_000}]}, 400, "inputs.0.tokens.0"),
     ("/v1/rewards", {"inputs": [{"messages": [{}] * 100_000}]}, 400, "inputs.0.messages.0"),
     ("/v1/rewards", {"inputs": [{str(i): 1 for i in range(70_000)}]}, 400, "70000 fields, must be at most 64"),
-    ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "500000 texts, objects"),
+    ("/v1/rewards", {"inputs": [{"text": "a", "metadata": {"a": [[]] * 600_000}}]}, 413, "250000 texts, objects"),
     ("/get_reward", {"query": [1] * 2000}, 400, "query.0"),
     ("/remote_rm", {"prompt": [{"role": "user", "content": [1] * 200_000}], "response": ""}, 400, "content"),
     ("/classify", {"input": [[]] * 2000}, 400, "input.0"),

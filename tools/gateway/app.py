@@ -37,7 +37,7 @@ HEADERS = {
 }
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
-MAX_ITEMS = 500_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
+MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
 NOT_JSON = "not JSON: it is not UTF-8, nested too deeply, or has a number with too many digits"
 KINDS = {"completion", "chat", "texts", "rows", "str"}  # pydantic's names of union members, which no client sent
@@ -96,8 +96,8 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        is_open = scope["path"] in OPEN_PATHS
         try:
-            is_open = scope["path"] in OPEN_PATHS
             if self._key and not is_open and not carries(headers.get("authorization", ""), self._key):
                 raise GatewayError(401, NO_KEY)
             async with contextlib.AsyncExitStack() as reserved:
@@ -106,7 +106,8 @@ class RequestGuard:
                 await self._app(scope, _replayed(body, receive), send)
         except GatewayError as error:  # those of the routes have their own handler
             reply = error_reply(error.status, str(error))
-            reply.headers["connection"] = "close"  # instead of waiting for the rest of the body
+            if is_open or error.status != HTTPStatus.REQUEST_ENTITY_TOO_LARGE:  # clients read 413 after the whole body
+                reply.headers["connection"] = "close"
             await reply(scope, receive, send)
 
     async def _body(self, receive: Receive, size: int, limit: int, reserved: contextlib.AsyncExitStack) -> bytes:

@@ -32,7 +32,7 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) >= (self.limit_concurrency or MAX_CONNECTIONS):
             ours = [one for one in self.connections if isinstance(one, BoundedProtocol)]
             silent = [(one.timeout_keep_alive_task.when(), id(one), one) for one in ours if one.timeout_keep_alive_task]
-            for _, _, first in sorted(silent)[:1]:
+            for _, _, first in sorted(silent)[: 1 + len(silent) // 20]:  # several, as sorting takes a millisecond
                 self.connections.discard(first)  # at once, as uvicorn counts them
                 first.transport.abort()
         self.timeout_keep_alive_task = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
@@ -42,7 +42,8 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(None)
 
     def _unset_keepalive_if_required(self) -> None:
-        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():  # else a part of a head came
+        is_under_way = self.conn.their_state is not h11.IDLE and self.conn.our_state is not h11.DONE
+        if is_under_way or self.transport.is_closing():  # else a part of a head came, or more of a refused body
             super()._unset_keepalive_if_required()
 
 

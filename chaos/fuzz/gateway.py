@@ -1,0 +1,132 @@
+"""Attacks on the gateway: bodies, heads and connections that could cost it more than they cost a client."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from chaos.fuzz.client import HANG_S, Answer
+from chaos.fuzz.requests import METADATA_TEXTS
+from python_backend.config import RunConfig
+
+KEY_VARIABLE, KEY = "FUZZ_GATEWAY_KEY", "sesame"
+HEADERS = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+TEXTS = ("a", "word ", '"\\', "\u00e4\U0001f600")
+ROWS = (1, 2, 1500, 4096, 4097, 200_000)
+INVALID: tuple[Any, ...] = ({}, [], 5, {"text": 1}, {"tokens": ["a"] * 100}, {"messages": [{}] * 100})
+ITEMS: tuple[Any, ...] = ({}, [], "", "\u0101", {"a": 1}, 1000, 1.5)
+MOST_OPEN = 2500  # connections left open: more than the gateway takes
+
+
+@dataclass
+class Attack:
+    """Content of one connection, or of several that are left open, as no answer is expected."""
+
+    name: str
+    content: bytes
+    left_open: int = 0
+
+
+def make_attack(generator: random.Random) -> Attack:
+    """Return an attack of any kind."""
+    name = generator.choice([*ATTACKS])
+    left_open = generator.choice((10, 100, 300)) if name == LEFT_OPEN else 0
+    return Attack(name, ATTACKS[name](generator), left_open)
+
+
+class GatewayProcess:
+    """`python -m tools gateway`; `peak_mb` is its most memory above that at the first `look`."""
+
+    def __init__(self, config: RunConfig, path: Path) -> None:
+        command = [sys.executable, "-m", "tools", "gateway", "--config", str(path)]
+        environment = {**os.environ, KEY_VARIABLE: KEY}
+        server = f"server.http_port={config.server.http_port}"
+        self._process = subprocess.Popen([*command, server], stdout=subprocess.PIPE, text=True, env=environment)
+        assert self._process.stdout is not None
+        self.address = re.sub(r"^.*http://|,.*\n", "", self._process.stdout.readline())
+        self.peak_mb, self._idle_mb = 0.0, 0.0
+        self._open: list[socket.socket] = []
+
+    def look(self) -> None:
+        """Measure the memory; raises psutil.NoSuchProcess if the gateway has ended."""
+        memory_mb = psutil.Process(self._process.pid).memory_info().rss / 1e6
+        self._idle_mb = self._idle_mb or memory_mb
+        self.peak_mb = max(self.peak_mb, memory_mb - self._idle_mb)
+
+    def send(self, attack: Attack) -> Answer:
+        """Send an attack; the status of the answer is None if the connection broke."""
+        begin, status = time.monotonic(), b""
+        host, port = self.address.split(":")
+        try:
+            for _ in range(attack.left_open or 1):
+                connection = socket.create_connection((host, int(port)), HANG_S)
+                self._open.append(connection)
+                connection.sendall(attack.content)
+            if not attack.left_open:
+                status = connection.recv(4096)
+        except OSError as error:
+            return Answer(None, f"{type(error).__name__}: {error}", time.monotonic() - begin)
+        finally:
+            del self._open[:-MOST_OPEN]
+        found = re.match(rb"HTTP/1.1 (\d+)", status)
+        return Answer(found[1].decode() if found else attack.name, status.decode("latin-1"), time.monotonic() - begin)
+
+    def stop(self) -> None:
+        """Stop the process."""
+        self._process.terminate()
+        self._process.wait()
+
+
+def _head(path: str, length: int, headers: dict[str, str]) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: fuzz", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
+
+
+def _post(path: str, body: Any, headers: dict[str, str] = HEADERS) -> bytes:
+    content = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+    return _head(path, len(content), headers) + content
+
+
+def _text(g: random.Random, *lengths: int) -> str:
+    return g.choice(TEXTS) * g.choice(lengths)
+
+
+def _places(items: list[Any]) -> list[dict[str, Any]]:
+    fields = {str(i): item for i, item in enumerate(items[::4])}
+    return [
+        {"inputs": [{"text": "a", "metadata": {"a": items}}]}, {"inputs": [{"tokens": items}]}, {"inputs": items},
+        {"inputs": [{"text": "a"}], **fields}, {"inputs": [{"text": "a", "metadata": fields}]},
+    ]  # fmt: skip
+
+
+LEFT_OPEN = "left open"
+ATTACKS: dict[str, Callable[[random.Random], bytes]] = {
+    "product": lambda g: _post("/score", {"text_1": _text(g, 1, 1000, 1_000_000), "text_2": ["b"] * g.choice(ROWS)}),
+    "long texts": lambda g: _post("/get_reward", {"query": [_text(g, 10_000, 300_000, 3_000_000)] * g.choice((1, 5))}),
+    "invalid inputs": lambda g: _post("/v1/rewards", {"inputs": [g.choice(INVALID)] * g.choice(ROWS)}),
+    "invalid query": lambda g: _post("/get_reward", {"query": [g.choice(INVALID)] * g.choice(ROWS)}),
+    "items": lambda g: _post(
+        "/v1/rewards", g.choice(_places([g.choice(ITEMS)] * g.choice((1000, 400_000, 2_000_000))))
+    ),
+    "metadata": lambda g: _post(
+        "/v1/rewards", b'{"inputs": [{"text": "a"}, {"text": "a", "metadata": %s}]}' % g.choice(METADATA_TEXTS)
+    ),
+    "long head": lambda g: _head("/get_reward", 0, {"X": "a" * g.choice((60_000, 1_000_000, 50_000_000))}),
+    "many headers": lambda g: _head("/get_reward", 0, {f"X{i}": "a" for i in range(g.choice((1000, 100_000)))}),
+    "no key": lambda g: _post(g.choice(("/get_reward", "/healthz")), b" " * g.choice((10, 100_000, 17_000_000)), {}),
+    LEFT_OPEN: lambda g: g.choice(
+        (b"", b"GET /hea", _head("/healthz", 10, {}) + b"{", _head("/get_reward", 10, HEADERS))
+    ),
+}
