@@ -30,6 +30,8 @@ from tools.render.reference import reference_parameters
 from tools.render.rewards import Render, render_rewards
 from tools.render.rules import check_rules
 from tools.render.token_rewards import process_of, token_reward_parameters
+from tools.server.shell_command import shell_command
+from tools.server.triton_home import ServerStartError
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CONFIG = ROOT / "configs" / "default.yaml"
@@ -340,9 +342,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{out}: {'not up to date; render it again' if drifts else 'up to date'}")
             return 1 if drifts else 0
         written = render_repository(config, out, resolve_paths=resolve)
+        print(f"{out}: {len(written)} files written, the others were up to date")
+        print(f"to serve it here:\n{shell_command(config, out, ['--config', str(args.config), *args.overrides])}")
+    except ServerStartError as error:
+        print(f"it cannot be served here: {error}")
     except REPORTED as error:
         return report(error)
-    print(f"{out}: {len(written)} files written, the others were up to date")
     return 0
 
 

@@ -6,6 +6,7 @@ Other commands and tests start their servers with `start_server`.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
 from tools.demo.pretrained import PRETRAINED
 from tools.server.ports import with_free_ports
+from tools.server.shell_command import shell_command
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerAborted, ServerStartError, find_tritonserver, lay_out_backends
 from tools.server.tritonserver import TritonServer
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 2 if the server cannot start."""
     parser = run_parser("Render the model repository and serve it.")
     parser.add_argument("--tritonserver", type=Path, help="the executable; default: the one in the wheel, else on PATH")
+    parser.add_argument("--print-command", action="store_true", help="print how to start a plain tritonserver instead")
     arguments = parse_or_complete(parser, argv)
     overrides = list(arguments.overrides)
     if arguments.tritonserver is not None:
@@ -49,8 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = StopSignals()
     supervisor = None
     try:
+        if arguments.print_command:
+            with stop.raising(), contextlib.redirect_stdout(sys.stderr):
+                command = rendered_command(_prepared(arguments.config, overrides))
+            print(command)
+            return 0
         with stop.raising():
-            config = _prepare(arguments.config, overrides)
+            config = _prepared(arguments.config, overrides)
         supervisor = Supervisor(lambda: start_server(config, log=say, check=stop.check), log=say)
         say("serving; Ctrl-C drains and stops it")
         while True:
@@ -70,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             say("stopped")
 
 
-def _prepare(path: Path, overrides: list[str]) -> RunConfig:
-    """Make what the server needs and does not find; return the configuration to serve."""
+def _prepared(path: Path, overrides: list[str]) -> RunConfig:
+    """Return the configuration with measured settings and fixed ports, once the files that it names exist."""
     config = load_config(path, overrides)
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
@@ -81,10 +89,18 @@ def _prepare(path: Path, overrides: list[str]) -> RunConfig:
         overrides = [*made, *overrides]
         config = load_config(path, overrides)
     check_files(config, server=True)
-    overrides += settle(config, say)
+    overrides = [*overrides, *settle(config, say)]
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)
     return with_fixed_ports(config)
+
+
+def rendered_command(config: RunConfig) -> str:
+    """Render the run's model repository and return the shell's lines that serve it; see `shell_command`."""
+    from tools.render_configs import render_repository
+
+    render_repository(config, repository_of(config))
+    return shell_command(config, repository_of(config))
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -136,7 +152,8 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
     command = [sys.executable, "-u", "-m", *arguments]
-    code = subprocess.run(command, check=False, start_new_session=True).returncode
+    output = sys.stderr if sys.stdout is sys.stderr else None
+    code = subprocess.run(command, check=False, start_new_session=True, stdout=output).returncode
     if code != 0:
         raise ServerStartError(
             f"{what} failed: `python -m {arguments[0]}` ended with exit code {code}; its output above says why"

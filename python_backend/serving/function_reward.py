@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ class TritonPythonModel:
         self._texts = RoundRobin("texts")
         self._groupwise = parameters.optional(contract.GROUPWISE) == "true"
         call = FunctionCall(
-            parameters.text("function"), float(parameters.text("timeout_s")), self._groupwise,
+            os.fsdecode(parameters.text("function").encode()), float(parameters.text("timeout_s")), self._groupwise,
             json.loads(parameters.optional("options") or "{}"),
             json.loads(parameters.optional("hidden_variables") or "[]"),
         )  # fmt: skip

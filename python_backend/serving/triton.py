@@ -18,6 +18,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from python_backend.errors import RlhfError
+from python_backend.path_alias import plain_alias
 from python_backend.wire.contract import OPTIONAL_OUTPUTS, UNNAMED, ContractError
 from python_backend.wire.printable import printable
 
@@ -52,8 +53,12 @@ class Parameters:
             raise ValueError(f"{self.model}/config.pbtxt: parameter {name} is not an integer: {error}") from error
 
     def path(self, name: str) -> Path:
-        """Return a required parameter as an absolute path; relative ones start at tritonserver's working directory."""
-        return Path(self.text(name)).absolute()
+        """Return a required parameter as an absolute path; relative ones start at tritonserver's working directory.
+
+        A path that is not ASCII is replaced by an alias: file names in this process must be ASCII.
+        """
+        path = Path(self.text(name)).absolute()
+        return path if str(path).isascii() else plain_alias(path)
 
 
 class Unavailable(RlhfError):

@@ -16,11 +16,22 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from python_backend import errors
 from python_backend.errors import RlhfError
+from python_backend.path_alias import plain_alias
 
 STUB = "triton_python_backend_stub"
 _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 _SYSTEM_BACKENDS = Path("/opt/tritonserver/backends")
+PYTHON_DIR = Path(sys.prefix) / "bin"
+"""Folder to put first on PATH: a stub finds site-packages through the first python3 there, and ignores PYTHONPATH."""
+SETTINGS = {
+    "PYTHONDONTWRITEBYTECODE": "1",  # for Python processes that models start; stubs ignore it
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Further environment variables of the server."""
+_PACKAGE = Path(errors.__file__).parent
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -80,7 +91,10 @@ def lay_out_backends(home: TritonHome, into: Path) -> Path:
         return home.backend_source_dir
     folder = into.absolute() / "python"
     folder.mkdir(parents=True, exist_ok=True)
-    for source in (*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub):
+    sources = [*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub]
+    if not str(_PACKAGE).isascii():  # an editable install names it in UTF-8, which the stub's Python cannot open
+        sources.append(_PACKAGE)
+    for source in sources:
         link = folder / source.name
         fresh = link.with_name(f".{link.name}.{os.getpid()}")
         fresh.symlink_to(source)
@@ -90,16 +104,13 @@ def lay_out_backends(home: TritonHome, into: Path) -> Path:
 
 def server_environment(home: TritonHome) -> dict[str, str]:
     """Return the environment for the server: a copy of this process's, changed so that stubs use the running Python."""
-    environment = dict(os.environ)
-    libraries = [*(str(folder) for folder in home.library_path), environment.get("LD_LIBRARY_PATH", "")]
-    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, libraries))
-    # The stub finds site-packages through the first python3 on PATH, and ignores PYTHONPATH.
-    path = environment.get("PATH", os.defpath)
-    environment["PATH"] = os.pathsep.join([str(Path(sys.prefix) / "bin"), path])
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # for Python processes that models start; stubs ignore it
-    environment["HF_HUB_OFFLINE"] = "1"
-    environment["TOKENIZERS_PARALLELISM"] = "false"
-    return environment
+    libraries = [*map(str, home.library_path), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {
+        **os.environ,
+        **SETTINGS,
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+        "PATH": os.pathsep.join([str(plain_alias(PYTHON_DIR)), os.environ.get("PATH", os.defpath)]),
+    }
 
 
 def accepts(home: TritonHome, option: str) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from python_backend.config import ServerSection
+from python_backend.path_alias import plain_alias
 from python_backend.stop_signal import how_ended
 from python_backend.store.control_key import closing_arguments
 from python_backend.store.durable import write_json
@@ -248,24 +249,11 @@ class TritonServer:
         ]
 
     def _command(self) -> list[str]:
-        section = self.section
+        repository, backends = plain_alias(self.repository.absolute()), plain_alias(self._backends)
         return [
-            str(self.home.binary),
-            f"--model-repository={self.repository.absolute()}",
-            f"--backend-directory={self._backends}",
+            *server_command(self.home, repository, backends, self.section, self._control_key, self._trace_endpoint),
             f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
-            *SERVER_ARGUMENTS,
             "--exit-on-error=false",  # `load_and_probe` then finds out why a model does not load
-            f"--exit-timeout-secs={section.exit_timeout_s}",
-            f"--http-address={section.host}",
-            f"--http-port={section.http_port}",
-            f"--grpc-address={section.host}",
-            f"--grpc-port={section.grpc_port}",
-            f"--metrics-address={section.host}",
-            f"--metrics-port={section.metrics_port}",
-            *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(self.home, BODY_LIMIT) else []),
-            *closing_arguments(self._control_key),
-            *(tracing_arguments(self._trace_endpoint) if self._trace_endpoint else ()),
         ]
 
     def _raise_if_stub_failed(self) -> None:
@@ -278,6 +266,28 @@ class TritonServer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)  # the connection breaks a moment before the exit code is available
         self.raise_if_dead()
+
+
+def server_command(
+    home: TritonHome, repository: Path, backends: Path, section: ServerSection, key: str, trace_endpoint: str | None
+) -> list[str]:
+    """Return the command line of a server of all models in `repository`; see `TritonServer`."""
+    return [
+        str(home.binary),
+        f"--model-repository={repository}",
+        f"--backend-directory={backends}",
+        *SERVER_ARGUMENTS,
+        f"--exit-timeout-secs={section.exit_timeout_s}",
+        f"--http-address={section.host}",
+        f"--http-port={section.http_port}",
+        f"--grpc-address={section.host}",
+        f"--grpc-port={section.grpc_port}",
+        f"--metrics-address={section.host}",
+        f"--metrics-port={section.metrics_port}",
+        *([f"{BODY_LIMIT}={LARGEST_BODY_BYTES}"] if accepts(home, BODY_LIMIT) else []),
+        *closing_arguments(key),
+        *(tracing_arguments(trace_endpoint) if trace_endpoint else ()),
+    ]
 
 
 def _hide_argument(pid: int, secret: str) -> None:
