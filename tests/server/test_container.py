@@ -15,6 +15,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from shebang import SHEBANG
 from tiny_models import tiny_server, write_repository, write_scoring_model
 
 from python_backend.config import RunConfig
@@ -28,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # In place of tritonserver: on SIGTERM it ends with the number of models that the server under test still has.
-FAKE_TRITONSERVER = """#!{python}
-import signal, sys
+FAKE_TRITONSERVER = (
+    SHEBANG
+    + """import signal, sys
 sys.path.insert(0, {root!r})
 from tools.server.drain import _loaded
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(_loaded({url!r}, "tiny"))))
@@ -37,6 +39,7 @@ print("serving", flush=True)
 while True:
     signal.pause()
 """
+)
 ENTRY_POINT = """
 import functools, sys
 from pathlib import Path
@@ -70,7 +73,7 @@ def test_a_stopped_container_and_the_drain_command_unload_every_model(
         assert control.is_ready("critic")
         monkeypatch.setenv(VARIABLE, "tiny")
         url = server.section.http_url
-        fake = FAKE_TRITONSERVER.format(python=sys.executable, root=str(ROOT), url=url)
+        fake = FAKE_TRITONSERVER.format(root=str(ROOT), url=url)
         with start_entry_point(tmp_path, fake, "-c", ENTRY_POINT, url) as container:
             assert container.stdout is not None
             while container.stdout.readline() != "serving\n":

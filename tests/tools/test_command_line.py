@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from live_system import Checkpoints, make_run
+from shebang import SHEBANG
 
 from python_backend.config.command_line import add_run_arguments
 from tools.__main__ import COMMANDS
@@ -57,7 +58,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert callable(pkgutil.resolve_name(named[1]))
     module, _, function = named[1].partition(":")
     path = tmp_path_factory.mktemp("bin") / "rlhf-triton"
-    path.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    path.write_text(f"{SHEBANG}import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 

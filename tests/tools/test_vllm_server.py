@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
+from shebang import SHEBANG
 
 from python_backend.config import ConfigError, RunConfig
 from tools.server.child import ChildDied
 from tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
 
-SCRIPT = """#!{python}
-import http.server, subprocess, sys
+SCRIPT = (
+    SHEBANG
+    + """import http.server, subprocess, sys
 print("started", flush=True)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # as vLLM's engine
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,6 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
+)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -42,7 +44,7 @@ def run_config(folder: Path, *, script: str = SCRIPT, max_tokens: int = 20, **po
     (folder / "policy").mkdir()
     (folder / "policy/config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     command = folder / "vllm"
-    command.write_text(script.format(python=sys.executable))
+    command.write_text(script)
     command.chmod(0o755)
     generation = {
         "engine": "vllm",
@@ -101,7 +103,7 @@ def test_a_server_that_dies_is_started_again_and_nothing_is_left(tmp_path: Path)
 
 
 def test_a_server_that_cannot_start_is_an_error_with_its_log(tmp_path: Path):
-    config = run_config(tmp_path, script="#!{python}\nimport sys\nsys.exit('no such device')\n")
+    config = run_config(tmp_path, script=f"{SHEBANG}import sys\nsys.exit('no such device')\n")
     server = VllmServer(config, log=print)
     with pytest.raises(ChildDied, match="no such device"):
         server.await_ready(lambda: time.sleep(0.02))

@@ -15,7 +15,7 @@ from tools.server.ports import with_free_ports
 from tools.server.triton_home import PYTHON_DIR, SETTINGS, find_tritonserver, lay_out_backends
 from tools.server.tritonserver import server_command
 
-_PID, _KEY = "the-shell", "control-key"  # placeholders that need no quotes, for `$$` and `$key`
+_SHELL, _KEY = "/proc/@@/", "@@key"  # need no quotes; become `/proc/$$/` and `"$key"`
 
 
 def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequence[str] = ()) -> str:
@@ -32,31 +32,33 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
     key_file = (config.run.weights_dir.parent / FILE).absolute()
     key_in(key_file)
     compile_ahead(repository)
-    opened: list[str] = []
+    descriptors: dict[Path, int] = {}
 
     def alias(path: Path) -> Path:
-        """As `plain_alias`, for the shell's process, which tritonserver replaces."""
+        """As `plain_alias`, with a file that the shell opens before it becomes the server."""
         odd = odd_part(path)
         if odd is None:
             return path
-        opened.append(f"exec {9 - len(opened)}<{shlex.quote(str(odd))}\n")
-        return Path(f"/proc/{_PID}/fd/{10 - len(opened)}", path.relative_to(odd))
+        return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
 
-    places = alias(repository.absolute()), alias(backends)
+    python_dir, places = alias(PYTHON_DIR), (alias(repository.absolute()), alias(backends))
     command = server_command(home, *places, with_free_ports(config.server), _KEY, config.run.trace_endpoint)
-    python_dir = shlex.quote(str(alias(PYTHON_DIR)))
-    missing = any(not (model.store / "CURRENT").exists() for model in live_models(config))
-    first = f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null\n" if missing else ""
-    options = " \\\n  ".join(map(shlex.quote, command))
-    text = (
-        f"cd {shlex.quote(str(Path.cwd()))}\n"
-        "umask 077\n"
-        f"{''.join(opened)}"
-        f'export PATH={python_dir}:"$PATH"\n'
-        f"{first}"
-        f"export LD_LIBRARY_PATH={':'.join(shlex.quote(str(folder)) for folder in home.library_path)}\n"
-        f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}\n"
-        f'key="${{{VARIABLE}:-$(cat {shlex.quote(str(key_file))})}}"\n'
-        f"exec {options}\n"
-    )
-    return "sh -e <<'END'\n" + text.replace(_PID, "$$").replace(f"={_KEY}", '="$key"') + "END"
+    has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
+    lines = [
+        "sh -e <<'END'",
+        f"cd {_quoted(Path.cwd())}",
+        "umask 077",
+        *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
+        f'export PATH={_quoted(python_dir)}:"$PATH"',
+        *([] if has_versions else [f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]),
+        f'export LD_LIBRARY_PATH={":".join(map(_quoted, home.library_path))}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"',
+        f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",
+        f'key="${{{VARIABLE}:-$(cat {_quoted(key_file)})}}"',
+        "exec " + " \\\n  ".join(map(_quoted, command)).replace(f"={_KEY}", '="$key"'),
+        "END",
+    ]
+    return "\n".join(lines)
+
+
+def _quoted(text: Path | str) -> str:
+    return shlex.quote(str(text)).replace(_SHELL, "/proc/$$/")
