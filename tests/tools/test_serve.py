@@ -36,9 +36,12 @@ def wait_until_gone(parent_pid: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server-0")])
+@pytest.mark.parametrize(("number", "own"), [(signal.SIGINT, "."), (signal.SIGTERM, "server 0 ü")])
 def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str) -> None:
-    """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers."""
+    """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers.
+
+    The Python backend would not find its files in such a folder, which has a space and an umlaut.
+    """
     write_repository(run_dir / own / "model_repository")
     shared = {path.name for path in run_dir.iterdir()}
     process = serve(run_dir, *([] if own == "." else [f"server.dir={run_dir / own}"]))
