@@ -53,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervisor = None
     try:
         if arguments.print_command:
+            from tools.render_configs import render_repository  # as in `start_server`
+
             with stop.raising(), contextlib.redirect_stdout(sys.stderr):
-                command = rendered_command(_prepared(arguments.config, overrides))
-            print(command)
+                config = _prepared(arguments.config, overrides)
+                render_repository(config, repository_of(config))
+            print(shell_command(config, repository_of(config)))
             return 0
         with stop.raising():
             config = _prepared(arguments.config, overrides)
@@ -93,14 +96,6 @@ def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     config = load_config(path, overrides)
     ensure_first_version(config, path, overrides)
     return with_fixed_ports(config)
-
-
-def rendered_command(config: RunConfig) -> str:
-    """Render the run's model repository and return the shell's lines that serve it; see `shell_command`."""
-    from tools.render_configs import render_repository
-
-    render_repository(config, repository_of(config))
-    return shell_command(config, repository_of(config))
 
 
 def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
@@ -152,7 +147,7 @@ def _run_module(what: str, arguments: Sequence[str]) -> None:
     say(what)
     # The child has its own session, so Ctrl-C reaches only this process; its exception makes `run` kill the child.
     command = [sys.executable, "-u", "-m", *arguments]
-    output = sys.stderr if sys.stdout is sys.stderr else None
+    output = sys.stdout if sys.stdout is sys.stderr else None  # as `say`
     code = subprocess.run(command, check=False, start_new_session=True, stdout=output).returncode
     if code != 0:
         raise ServerStartError(

@@ -148,6 +148,14 @@ def test_a_python_without_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_tritonserver(None)
 
 
+def test_a_python_that_the_stub_cannot_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "base_prefix", "/home/jörg/python")
+    with pytest.raises(
+        ServerStartError, match="installed in /home/jörg/python, .* a Python that is installed elsewhere"
+    ):
+        find_tritonserver(None)
+
+
 def test_no_stub_for_this_python(wheel: TritonHome, tmp_path: Path) -> None:
     binary = copy_of(wheel, tmp_path, {OTHER: OTHER})
     with pytest.raises(ServerStartError, match=rf"no python backend stub for Python {PYTHON} .* {OTHER}:"):

@@ -36,28 +36,28 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
 
     def alias(path: Path) -> Path:
         """As `plain_alias`, with a file that the shell opens before it becomes the server."""
-        odd = odd_part(path)
-        if odd is None:
+        if (odd := odd_part(path)) is None:
             return path
         return Path(f"{_SHELL}fd/{descriptors.setdefault(odd, 9 - len(descriptors))}", path.relative_to(odd))
 
-    python_dir, places = alias(PYTHON_DIR), (alias(repository.absolute()), alias(backends))
-    command = server_command(home, *places, with_free_ports(config.server), _KEY, config.run.trace_endpoint)
+    python_dir, models, backend = map(alias, (PYTHON_DIR, repository.absolute(), backends))
+    command = server_command(home, models, backend, with_free_ports(config.server), _KEY, config.run.trace_endpoint)
     has_versions = all((model.store / "CURRENT").exists() for model in live_models(config))
-    lines = [
-        "sh -e <<'END'",
-        f"cd {_quoted(Path.cwd())}",
-        "umask 077",
-        *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
-        f'export PATH={_quoted(python_dir)}:"$PATH"',
-        *([] if has_versions else [f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]),
-        f'export LD_LIBRARY_PATH={":".join(map(_quoted, home.library_path))}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"',
-        f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",
-        f'key="${{{VARIABLE}:-$(cat {_quoted(key_file)})}}"',
-        "exec " + " \\\n  ".join(map(_quoted, command)).replace(f"={_KEY}", '="$key"'),
-        "END",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "sh -e <<'END'",
+            f"cd {_quoted(Path.cwd())}",
+            "umask 077",
+            *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
+            f'export PATH={_quoted(python_dir)}:"$PATH"',
+            *([] if has_versions else [f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]),
+            f'export LD_LIBRARY_PATH={":".join(map(_quoted, home.library_path))}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"',
+            f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",
+            f'key="${{{VARIABLE}:-$(cat {_quoted(key_file)})}}"',
+            "exec " + " \\\n  ".join(map(_quoted, command)).replace(f"={_KEY}", '="$key"'),
+            "END",
+        ]
+    )
 
 
 def _quoted(text: Path | str) -> str:
