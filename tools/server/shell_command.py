@@ -51,7 +51,8 @@ def shell_command(config: RunConfig, repository: Path, trainer_arguments: Sequen
             *(f"exec {number}<{_quoted(odd)}" for odd, number in descriptors.items()),
             f'export PATH={_quoted(python_dir)}:"$PATH"',
             *([] if has_versions else [f"python3 -m trainer {shlex.join(trainer_arguments)} --init-only </dev/null"]),
-            f'export LD_LIBRARY_PATH={":".join(map(_quoted, home.library_path))}"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"',
+            f"export LD_LIBRARY_PATH={':'.join(map(_quoted, home.library_path))}"
+            + '"${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"',
             f"export {' '.join(f'{name}={value}' for name, value in SETTINGS.items())}",
             f'key="${{{VARIABLE}:-$(cat {_quoted(key_file)})}}"',
             "exec " + " \\\n  ".join(map(_quoted, command)).replace(f"={_KEY}", '="$key"'),

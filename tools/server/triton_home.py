@@ -148,8 +148,8 @@ def libpython_dir() -> Path:
     """Return the folder of the running interpreter's libpython; the stub embeds it and needs the same patch release."""
     if not sys.base_prefix.isascii():
         raise ServerStartError(
-            f"this Python is installed in {sys.base_prefix}, but Triton's python backend finds no standard library in a "
-            "folder with characters beyond ASCII: create the virtual environment with a Python that is installed "
+            f"this Python is installed in {sys.base_prefix}, but Triton's python backend finds no standard library "
+            "in a folder with characters beyond ASCII: create the virtual environment with a Python that is installed "
             "elsewhere, such as /usr/bin/python3 (the environment itself may stay)"
         )
     name = f"libpython{_PYTHON}.so.1.0"
