@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from python_backend.config import ServerSection
+from python_backend.path_alias import plain_alias
 from tools.server.container import BODY_LIMIT
 from tools.server.triton_home import (
     STUB,
@@ -73,7 +74,7 @@ def test_environment_of_the_server(wheel: TritonHome, monkeypatch: pytest.Monkey
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     environment = server_environment(wheel)
-    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.prefix) / "bin")
+    assert environment["PATH"].split(os.pathsep)[0] == str(plain_alias(Path(sys.prefix) / "bin"))
     assert environment["LD_LIBRARY_PATH"].split(os.pathsep) == [*map(str, wheel.library_path), "/mine"]
     assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
     assert environment["HF_HUB_OFFLINE"] == "1"

@@ -16,7 +16,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from python_backend import errors
 from python_backend.errors import RlhfError
 from python_backend.path_alias import plain_alias
 
@@ -31,7 +30,7 @@ SETTINGS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Further environment variables of the server."""
-_PACKAGE = Path(errors.__file__).parent
+_PACKAGE = Path(__file__).absolute().parents[2] / "python_backend"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -91,10 +90,9 @@ def lay_out_backends(home: TritonHome, into: Path) -> Path:
         return home.backend_source_dir
     folder = into.absolute() / "python"
     folder.mkdir(parents=True, exist_ok=True)
-    sources = [*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub]
-    if not str(_PACKAGE).isascii():  # an editable install names it in UTF-8, which the stub's Python cannot open
-        sources.append(_PACKAGE)
-    for source in sources:
+    # A stub cannot open the package where an editable install names it beyond ASCII.
+    odd = [] if str(_PACKAGE).isascii() else [_PACKAGE]
+    for source in (*(home.backend_source_dir / "python" / name for name in _BACKEND_FILES), home.stub, *odd):
         link = folder / source.name
         fresh = link.with_name(f".{link.name}.{os.getpid()}")
         fresh.symlink_to(source)

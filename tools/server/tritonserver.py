@@ -249,9 +249,9 @@ class TritonServer:
         ]
 
     def _command(self) -> list[str]:
-        repository, backends = plain_alias(self.repository.absolute()), plain_alias(self._backends)
+        places = plain_alias(self.repository.absolute()), plain_alias(self._backends)
         return [
-            *server_command(self.home, repository, backends, self.section, self._control_key, self._trace_endpoint),
+            *server_command(self.home, *places, self.section, self._control_key, self._trace_endpoint),
             f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
             "--exit-on-error=false",  # `load_and_probe` then finds out why a model does not load
         ]
