@@ -237,3 +237,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "-instance_group { count: 2" in capsys.readouterr().err
     assert render.main([*out, "critic.instance=2"]) == 2
     assert "did you mean critic.instances?" in capsys.readouterr().err
+
+
+def test_models_of_a_checkout_beyond_ascii_do_not_import_it_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for root, first in (("plain", "from"), ("ü", "import sys")):
+        monkeypatch.setattr(render, "ROOT", tmp_path / root)
+        render.render_repository(RunConfig(), tmp_path / "repository")
+        assert (tmp_path / "repository" / "critic" / "1" / "model.py").read_text().startswith(first)
