@@ -150,9 +150,9 @@ def test_a_python_without_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_python_that_the_stub_cannot_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "base_prefix", "/home/jörg/python")
+    monkeypatch.setattr(sys, "base_prefix", "/srv/jörg/python")
     with pytest.raises(
-        ServerStartError, match=r"installed in /home/jörg/python, .* a Python that is installed elsewhere"
+        ServerStartError, match=r"installed in /srv/jörg/python, .* a Python that is installed elsewhere"
     ):
         find_tritonserver(None)
 
