@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 MOST_PARTS = os.sysconf("SC_IOV_MAX")  # buffers per writev call
 TEMPORARY_SUFFIX = ".tmp"
+REPLACED = ".replaced-"
 INT64_MAX = (1 << 63) - 1
 LOCK_POLL_S = 0.005
 
@@ -126,9 +127,9 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = 
     """Fill a temporary folder by calling `fill`, sync it, and rename it to `folder`, replacing an existing folder.
 
     Without `durable` it is not synced, and may be incomplete after a crash of the machine.
-    A crash between the two renames leaves the old content under a `.removed-` name.
+    After a crash between the two renames, `sweep` puts the old folder back. (One call can swap two folders, but NFS
+    lacks it.)
     """
-    aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
     with staged_folder(folder.parent) as staging:
         with disk_errors(folder):
             fill(staging)
@@ -136,31 +137,83 @@ def write_folder(folder: Path, fill: Callable[[Path], None], *, durable: bool = 
             file.chmod(staging.stat().st_mode & 0o666)  # what the umask leaves
         if durable:
             sync_tree(staging)
-        if folder.exists():
-            folder.rename(aside)
-        staging.rename(folder)
-        sync_directory(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+        _settle(folder)
+        try:
+            if folder.exists():
+                folder.rename(_replaced(folder))
+            staging.rename(folder)
+            sync_directory(folder.parent)
+        finally:
+            _settle(folder)
+
+
+def _replaced(folder: Path) -> Path:
+    """Return the name of the old folder while `write_folder` replaces it."""
+    return folder.with_name(f"{REPLACED}{folder.name}")
+
+
+def _settle(folder: Path) -> None:
+    """End a replacement of `folder`: delete the old folder, or rename it back if there is no new one."""
+    old = _replaced(folder)
+    if folder.exists():
+        remove_folder(old)
+    elif old.exists():
+        old.rename(folder)
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder`. It is renamed first, so that a crash cannot leave a partial folder under its name."""
-    aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
-    folder.rename(aside)
-    sync_directory(folder.parent)
-    shutil.rmtree(aside)
+    """Delete `folder` if it exists. It is renamed first, so that a crash cannot leave a partial folder under its name.
+
+    Files that NFS keeps for processes that have them open (`.nfs...`) stay until a later `sweep`.
+    """
+    for doomed in (_replaced(folder), folder):  # in this order: `sweep` would put the former in the latter's place
+        if doomed.exists():
+            aside = folder.with_name(f".removed-{uuid.uuid4().hex}")
+            doomed.rename(aside)
+            sync_directory(folder.parent)
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def sweep(root: Path) -> None:
-    """Delete what a crash left in `root`: folders of unfinished writes and removals, and temporary files.
+    """Finish what a crash interrupted in `root`: writes, replacements and removals of folders, and temporary files.
 
     Folders are not locked, so only the process that writes the folders in `root` may call this. Temporary files are
     locked by their writers: those of live writers are kept.
     """
+    for old in root.glob(f"{REPLACED}*"):
+        _settle(root / old.name.removeprefix(REPLACED))
     for pattern in (".staging-*", ".removed-*"):
         for folder in root.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
     sweep_files(root)
+
+
+def read_if_there(path: Path) -> bytes | None:
+    """Return the content of `path`, or None if there is no such file.
+
+    An NFS client remembers a missing name for up to a minute unless its folder is opened: a miss is looked up again.
+    """
+    for is_last in (False, True):
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_bytes()
+        if is_last or changed_at(path.parent) is None:
+            break
+    return None
+
+
+def changed_at(folder: Path) -> int | None:
+    """Return the mtime of `folder` in ns, which changes with every new or removed name; None if it does not exist.
+
+    The folder is opened, because an NFS client may know its mtime and its missing names for up to a minute otherwise.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -216,10 +269,8 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = True) ->
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in `path`, or None if there is no such file."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
+    data = read_if_there(path)
+    return None if data is None else json.loads(data)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ class Journal(JournalState):
         known = self._known_step(file, step)
         if known is not None:
             return known
-        durable.make_folder(self._entries)
+        self._make_folders()
         with durable.staged_file(self._entries, file.parts(), first=file.header) as staged, self._accepting():
             refuse_superseded(sender, self.owners(), self.run_id)
             # Checked again under the lock: another request or a rewind may have come in while the payload was written.
@@ -181,7 +181,7 @@ class Journal(JournalState):
 
         Raises JournalLocked if another sidecar holds the lock for all of `patience_s`.
         """
-        durable.make_folder(self.root)
+        self._make_folders()
         with contextlib.ExitStack() as held:
             try:  # waits `patience_s`, because `is_followed` in a server takes the lock for an instant
                 held.enter_context(durable.exclusive_lock(self.root / "LOCK", patience_s=patience_s))
@@ -196,11 +196,13 @@ class Journal(JournalState):
 
     def finish(self, entry: Entry, result: Result) -> None:
         """Write the entry's result durably; the server that is waiting for it then responds to the caller."""
-        durable.make_folder(self._results)
+        self._make_folders()
         durable.write_json(self._result_path(entry), asdict(result))
 
     def forget_covered(self, step: int, *, base: int | None = None) -> None:
         """Remove entries up to `step` that have a result, and results at least `KEPT_RESULTS` steps older than `step`.
+
+        The newest rewind's result stays.
 
         Args:
             step: the step of a checkpoint.
@@ -211,8 +213,9 @@ class Journal(JournalState):
             leads_on = base is not None and entry.kind == "train" and entry.step > base
             if entry.step <= step and not leads_on and self.result(entry) is not None:
                 (self._entries / entry.name).unlink()
+        newest = self._newest_rewind()  # its result names the owners of the run
         for entry in self.answered().difference(self.entries()):
-            if entry.step <= step - KEPT_RESULTS:
+            if entry != newest and entry.step <= step - KEPT_RESULTS:
                 self._result_path(entry).unlink()
 
     def set_aside_after(self, rewind: Entry) -> list[str]:
@@ -279,6 +282,10 @@ class Journal(JournalState):
 
     # ---- internal ----
 
+    def _make_folders(self) -> None:
+        for folder in (self._entries, self._results):  # both at once: an NFS client may remember that one is missing
+            durable.make_folder(folder)
+
     def _check_run(self, run_id: str | None) -> None:
         if run_id is not None and run_id != self.run_id:
             raise StepConflict(
@@ -313,7 +320,7 @@ class Journal(JournalState):
         earlier = same | self._known_rewinds() if kind == "rewind" else same  # a rewind ranks above all before it
         rank = 1 + max((entry.rank for entry in earlier), default=0)
         entry = Entry(step, rank, kind, target)
-        durable.make_folder(self._entries)
+        self._make_folders()
         durable.create_file(self._entries / entry.name, json.dumps(content or {}).encode())
         return entry
 

@@ -7,7 +7,7 @@ import fcntl
 import json
 from pathlib import Path
 
-from python_backend.store.durable import read_json
+from python_backend.store.durable import changed_at, read_json
 from python_backend.store.heartbeat import Heartbeat, read_heartbeat
 from python_backend.store.journal_entry import (
     DIGEST,
@@ -41,10 +41,7 @@ class JournalState:
 
     def changed_at(self) -> int | None:
         """Return the mtime of entries/ in ns, which changes with every new or removed entry; None before the first."""
-        try:
-            return self._entries.stat().st_mtime_ns
-        except FileNotFoundError:
-            return None
+        return changed_at(self._entries)
 
     def load(self, entry: Entry) -> tuple[TrainPayload, str]:
         """Return a training entry's payload and digest.
@@ -90,7 +87,7 @@ class JournalState:
     def result(self, entry: Entry) -> Result | None:
         """Return the result of `entry`: None while it is pending, an error if a rewind has removed the entry."""
         data = read_json(self._result_path(entry))
-        if data is None and not (self._entries / entry.name).exists():
+        if data is None and (changed_at(self._entries) is None or not (self._entries / entry.name).exists()):
             data = read_json(self._result_path(entry))  # finished and removed between the two calls
             if data is None:
                 return Result(entry.name, -1, error=f"{entry.kind} at step {entry.step}: removed by a rewind")

@@ -6,6 +6,7 @@ Readers yield one object at a time, because the files of a run of months do not 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,14 +42,25 @@ def write_jsonl(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool
 def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Append one JSON object per line. Writes all lines or none, because the next append would continue a partial line.
 
-    Raises OSError if the disk is full.
+    Drops an unterminated last line, which a crash of the machine has left. Raises OSError if the disk is full.
     """
     data = b"".join(map(_encoded, lines))
-    with path.open("ab", buffering=0) as file:
-        start = file.tell()
+    with path.open("a+b", buffering=0) as file:
+        start = _terminated(file)
         if file.write(data) != len(data):
             file.truncate(start)
             raise OSError(errno.ENOSPC, "no space for all lines", str(path))
+
+
+def _terminated(file: io.FileIO) -> int:
+    """Truncate the file after its last newline; return its size."""
+    end, newline = file.seek(0, os.SEEK_END), 0
+    while end and not newline:
+        start = file.seek(max(0, end - 4096))
+        newline = file.read(end - start).rfind(b"\n") + 1
+        end = start + newline
+    file.truncate(end)
+    return end
 
 
 def drop_steps_from(first_step: int, path: Path) -> None:

@@ -62,7 +62,7 @@ class ServingRecords:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._touched: dict[str, tuple[int, float]] = {}  # file name -> mtime (ns), when first seen (monotonic)
+        self._seen: dict[str, tuple[int, float]] = {}  # file name -> mtime (ns), when first seen (monotonic)
 
     def put(self, record: ServingRecord) -> None:
         """Write the record (called by the instance). Raises OSError if the write fails."""
@@ -81,57 +81,53 @@ class ServingRecords:
         (self._folder / record.file_name).unlink(missing_ok=True)
 
     def alive(self) -> list[ServingRecord]:
-        """Return the records of live instances, including those that are loading their first version."""
-        return [record for record, path in self._all() if self._is_alive(record, path)]
+        """Return the records of live instances, including those that are loading their first version.
+
+        An instance on another host counts as alive until this object has seen its record unchanged for
+        `REMOTE_SILENCE_S`: clocks of two hosts, or one that is set, do not make it look dead.
+        """
+        return [record for record, silence_s in self._all() if _is_alive(record, silence_s)]
 
     def died(self) -> list[ServingRecord]:
         """Return the records of dead instances whose process belongs to `this_place`."""
         return [
-            record for record, path in self._all() if record.place == this_place() and not self._is_alive(record, path)
+            record
+            for record, silence_s in self._all()
+            if record.place == this_place() and not _is_alive(record, silence_s)
         ]
 
-    def forget_died(self) -> None:
-        """Remove the records of dead instances (called by an instance that replaces them)."""
-        for record, path in self._all():
-            if not self._is_alive(record, path):
-                path.unlink(missing_ok=True)
+    def forget_died(self, *, elsewhere: bool = False) -> None:
+        """Remove the records of dead instances: of `this_place` (called by one that replaces them), or of others."""
+        for record, silence_s in self._all():
+            if (record.place != this_place()) == elsewhere and not _is_alive(record, silence_s):
+                self.withdraw(record)
 
-    def _is_alive(self, record: ServingRecord, path: Path) -> bool:
-        if record.place == this_place():
-            try:
-                state, born = _process(record.pid)
-            except (FileNotFoundError, ProcessLookupError):
-                return False
-            if state == "Z" or born != record.born:  # zombie: tritonserver does not reap a killed stub
-                return False
-            if state not in STOPPED:
-                return True
-        try:
-            return self._silence_s(path) < REMOTE_SILENCE_S
-        except FileNotFoundError:
-            return False
-
-    def _silence_s(self, path: Path) -> float:
-        """Return the seconds since a record was touched.
-
-        If clock skew between hosts puts its mtime in the future, count from when this process first saw that mtime.
-        """
-        stamp, now = path.stat().st_mtime_ns, time.monotonic()
-        if self._touched.get(path.name, (None, 0.0))[0] != stamp:
-            self._touched[path.name] = (stamp, now)
-        age_s = time.time() - stamp / 1e9
-        return age_s if age_s >= 0 else now - self._touched[path.name][1]
-
-    def _all(self) -> list[tuple[ServingRecord, Path]]:
-        found = []
+    def _all(self) -> list[tuple[ServingRecord, float]]:
+        """Return every record, and for how many seconds this object has seen it unchanged."""
+        found, seen, now = [], {}, time.monotonic()
         for path in sorted(self._folder.glob("*.json")):
             try:
-                data = read_json(path)
-                if data is not None:
-                    found.append((ServingRecord(**data), path))
-            except (ValueError, TypeError):  # another release's, or truncated by a crash: its instance writes it again
-                continue
+                record, stamp = ServingRecord(**(read_json(path) or {})), path.stat().st_mtime_ns
+            except (ValueError, TypeError, FileNotFoundError):
+                continue  # removed meanwhile, another release's, or truncated by a crash: its instance writes it again
+            known = self._seen.get(path.name, (None, now))
+            seen[path.name] = (stamp, known[1] if known[0] == stamp else now)
+            found.append((record, now - seen[path.name][1]))
+        self._seen = seen
         return found
+
+
+def _is_alive(record: ServingRecord, silence_s: float) -> bool:
+    if record.place == this_place():
+        try:
+            state, born = _process(record.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z" or born != record.born:  # zombie: tritonserver does not reap a killed stub
+            return False
+        if state not in STOPPED:
+            return True
+    return silence_s < REMOTE_SILENCE_S
 
 
 @functools.cache

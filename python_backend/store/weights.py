@@ -226,6 +226,7 @@ class WeightsStore:
                 durable.remove_folder(self.folder(version))
             durable.sweep(self.root)
             durable.sweep_files(self.root / "serving")
+            self.records.forget_died(elsewhere=True)
             return doomed
 
     @contextlib.contextmanager
@@ -275,10 +276,10 @@ def _digest_of(files: Mapping[str, str]) -> str:
 
 
 def _read_number(path: Path) -> int | None:
-    try:
-        text = path.read_text(errors="replace")
-    except FileNotFoundError:
+    data = durable.read_if_there(path)
+    if data is None:
         return None
+    text = data.decode(errors="replace")
     if not durable.is_number(text.strip()):
         raise WeightsError(f"{path} contains {text[:40]!r}, not a version number")
     return int(text)

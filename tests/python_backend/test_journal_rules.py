@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from test_journal import conflict, done, payload, rewound, train
 
-from python_backend.store.journal import Entry, Journal, JournalLocked, Result
+from python_backend.store.journal import KEPT_RESULTS, Entry, Journal, JournalLocked, Result
 from python_backend.store.journal_entry import DamagedEntry
+from python_backend.store.ownership import Sender
 
 HOLD_THE_LOCK = """
 import sys
@@ -49,6 +50,27 @@ def test_the_actor_that_rewinds_last_owns_the_run(journal: Journal):
         train(journal, 2)
     assert told in str(caught.value)
     assert train(journal, 3, 53).step == 3  # the owner goes on
+
+
+def test_an_earlier_owner_is_refused_however_long_ago_the_rewind_was(journal: Journal):
+    first, second = Sender("first", 1), Sender("second", 1)
+    for sender in (first, second):
+        rewind = journal.accept_rewind(run_id="run", target=0, sender=sender)
+        done(journal, rewind, owners=journal.owners(rewind))
+        journal.drop(rewind)
+    last = 2 * KEPT_RESULTS
+    for step in (1, last):
+        journal.finish(Entry(step, 0, "train"), Result(f"{step:08d}.train", step, digest="x"))
+    journal.forget_covered(last)
+    assert len(journal.results()) == 2, "all but the last step's and the newest rewind's are gone"
+    assert journal.owners() == ["second/1", "first/1"]
+    for late in (
+        lambda: journal.accept_training(payload(), run_id="run", step=last + 1, sender=first),
+        lambda: journal.accept_rewind(run_id="run", target=last - 5, sender=first),
+    ):
+        with conflict("the actor that requested the last rewind owns the run"):
+            late()
+    assert journal.accept_training(payload(), run_id="run", step=last + 1, sender=second).step == last + 1
 
 
 def test_a_step_that_never_fitted_is_not_blamed_on_a_rewind(journal: Journal):

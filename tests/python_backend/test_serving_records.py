@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from python_backend.store import serving_records
-from python_backend.store.serving_records import STOPPED, ServingRecord, ServingRecords, _process
+from python_backend.store.serving_records import REMOTE_SILENCE_S, STOPPED, ServingRecord, ServingRecords, _process
 
 
 @pytest.fixture
@@ -45,20 +45,20 @@ def test_a_record_lives_as_long_as_its_process(records: ServingRecords):
     assert records.alive() == []
 
 
-def test_a_stopped_process_holds_nobody_up_for_ever(records: ServingRecords):
+def test_a_stopped_process_holds_nobody_up_for_ever(records: ServingRecords, clock: Clock):
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         mine = ServingRecord.of_this_process("critic_0", 0)
         theirs = dataclasses.replace(mine, pid=child.pid, born=_process(child.pid)[1])
         records.put(theirs)
-        os.utime(records._folder / theirs.file_name, (time.time() - 60,) * 2)
         assert instances(records.alive()) == ["critic_0"]  # busy, perhaps with loading
         child.send_signal(signal.SIGSTOP)
         while _process(child.pid)[0] not in STOPPED:
             time.sleep(0.005)
-        assert instances(records.died()) == ["critic_0"]
         records.touch(theirs)
         assert instances(records.alive()) == ["critic_0"]  # stopped just now
+        clock.passed += REMOTE_SILENCE_S
+        assert instances(records.died()) == ["critic_0"]
     finally:
         child.kill()
         child.communicate()
@@ -71,35 +71,63 @@ def test_a_process_id_that_is_used_again_is_another_process(records: ServingReco
     assert instances(records.died()) == ["critic_0"]
 
 
-def test_what_cannot_be_looked_at_lives_as_long_as_it_is_touched(records: ServingRecords, tmp_path: Path):
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(serving_records, "time", clock)
+    return clock
+
+
+class Clock:
+    """Time as the records see it: seconds that pass, and a wall clock that somebody may set."""
+
+    def __init__(self) -> None:
+        self.passed, self.set_by = 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.passed
+
+    def time(self) -> float:
+        return 1e9 + self.passed + self.set_by
+
+
+def test_what_cannot_be_looked_at_lives_as_long_as_it_is_touched(records: ServingRecords, tmp_path: Path, clock: Clock):
     """Another machine, or another container of the same pod: same host name, same process ids, other processes."""
     elsewhere = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
     records.put(elsewhere)
     records.put(ServingRecord.of_this_process("critic_0", 4))
     assert sorted(record.version or 0 for record in records.alive()) == [3, 4], "they do not share a file"
     path = tmp_path / "serving" / elsewhere.file_name
-    os.utime(path, (time.time() - 60,) * 2)
+    clock.passed += REMOTE_SILENCE_S
     assert [record.version for record in records.alive()] == [4]
     assert records.died() == [], "it may be alive, behind a network that is not"
     records.touch(elsewhere)
     assert len(records.alive()) == 2
-    path.unlink()
+    clock.passed += REMOTE_SILENCE_S
+    records.forget_died()
+    assert path.exists(), "who replaces an instance knows nothing of other machines"
+    records.forget_died(elsewhere=True)
+    assert not path.exists()
     records.touch(elsewhere)  # forgotten by somebody who took it for dead
     assert len(records.alive()) == 2
 
 
-def test_a_clock_that_is_ahead_keeps_nobody_alive(records: ServingRecords, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving_records, "REMOTE_SILENCE_S", 0.5)
+@pytest.mark.parametrize("seconds", [60, -60, 3600])
+def test_a_clock_that_is_wrong_or_jumps_kills_nobody_and_keeps_nobody_alive(
+    records: ServingRecords, clock: Clock, seconds: int
+):
     elsewhere = dataclasses.replace(ServingRecord.of_this_process("critic_0", 3), place="cafe0123", pid=1)
     records.put(elsewhere)
-    path = records._folder / elsewhere.file_name
-    os.utime(path, (time.time() + 3600,) * 2)
-    assert len(records.alive()) == 1  # seen for the first time
-    deadline = time.monotonic() + 120
-    while records.alive():
-        assert time.monotonic() < deadline, "it lives for an hour"
-        time.sleep(0.02)
-    os.utime(path, (time.time() + 3601,) * 2)
+    os.utime(records._folder / elsewhere.file_name, (clock.time() - seconds,) * 2)
+    for _ in range(2):
+        assert len(records.alive()) == 1
+        clock.passed += 1
+        clock.set_by += seconds
+    records.forget_died(elsewhere=True)
+    assert len(records.alive()) == 1
+    clock.passed += REMOTE_SILENCE_S
+    assert records.alive() == []
+    os.utime(records._folder / elsewhere.file_name, (clock.time() - 2 * seconds,) * 2)
     assert len(records.alive()) == 1
 
 

@@ -216,7 +216,8 @@ def test_a_heartbeat_that_cannot_be_written_ends_nothing(rig: Rig, straight: Rig
 def test_it_says_what_it_waits_for_and_when_that_is_over(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.WARNING)
     shown: list[tuple[str, str | None]] = []
-    attempts = iter([OSError(errno.EROFS, "Read-only file system"), OSError(errno.ENOSPC, "No space"), None])
+    timed_out, not_empty = OSError(errno.ETIMEDOUT, "Timed out"), OSError(errno.ENOTEMPTY, "Not empty")  # of NFS
+    attempts = iter([OSError(errno.EROFS, "Read-only file system"), timed_out, not_empty, None])
 
     def action() -> str:
         if error := next(attempts):
@@ -226,7 +227,8 @@ def test_it_says_what_it_waits_for_and_when_that_is_over(caplog: pytest.LogCaptu
     patience = Patience(threading.Event(), lambda *item: shown.append(item))
     assert patience.until_done("writing", action) == "done"
     assert shown == [
-        ("writing", "[Errno 30] Read-only file system"), ("writing", "[Errno 28] No space"), ("writing", None),
+        ("writing", "[Errno 30] Read-only file system"), ("writing", "[Errno 110] Timed out"),
+        ("writing", "[Errno 39] Not empty"), ("writing", None),
     ]  # fmt: skip
     assert len(refusals(caplog)) == 1
 
