@@ -87,9 +87,9 @@ class PPORun(RunParts):
                 update = await self.in_update_thread(self.policy_update.run, batch, seed=seed, kl_coef=self.kl.coef)
         if self.settings.one_step_off_policy:
             update["train_rollouts/policy_staleness"] = float(step - 1 - rollout.updated)
-        self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
+        await self.books.log_step(step, scored, batch, {**update, **timers.metrics()})
         self.books.log_timeline(step, timers.spans)
-        if trains_policy and (distance := sequence_kl(scored, batch.mask)) is not None:
+        if trains_policy and (distance := await self.in_update_thread(sequence_kl, scored, batch.mask)) is not None:
             self.kl.update(distance, len(batch.lengths))
 
     def make_batch(self, scored: ScoredRollout) -> PPOBatch:

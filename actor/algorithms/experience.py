@@ -186,12 +186,10 @@ def sequence_kl(scored: ScoredRollout, mask: Tensor) -> float | None:
 
 def distinct_bigrams(rollout: Rollout) -> float:
     """Return the share of distinct token bigrams in all responses; it drops early when the policy collapses."""
-    pairs = [
-        pair
-        for row, start in zip(rollout.rows(), rollout.prompt_lengths.tolist(), strict=True)
-        for pair in zip(row[start:].tolist(), row[start + 1 :].tolist(), strict=False)
-    ]
-    return len(set(pairs)) / max(1, len(pairs))
+    tokens, first = rollout.tokens, torch.arange(rollout.tokens.shape[1] - 1)
+    is_pair = (first >= rollout.prompt_lengths[:, None]) & (first + 1 < rollout.lengths[:, None])
+    pairs = (tokens[:, :-1] * (tokens.max() + 1) + tokens[:, 1:])[is_pair].numpy()
+    return np.unique(pairs).size / max(1, pairs.size)
 
 
 def score_returns(scores: Scores, rollout: Rollout) -> tuple[Tensor, Tensor]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
+AT_ONCE = 256  # tasks that may start in one iteration of the event loop, which then takes some 20 ms
+R = TypeVar("R")
 
 
 def in_a_thread_of(threads: int) -> InThread:
@@ -26,6 +29,19 @@ def in_a_thread_of(threads: int) -> InThread:
         return await asyncio.get_running_loop().run_in_executor(executor, call)
 
     return run
+
+
+async def each(function: Callable[[Any], Awaitable[R]], items: Sequence[Any]) -> list[R]:
+    """Return the results for all items, in any order; at most `AT_ONCE` are in progress at a time.
+
+    Thousands that start together would block the event loop, which looks for responses and signals only in between.
+    """
+    left = iter(items)
+
+    async def some() -> list[R]:
+        return [await function(item) for item in left]
+
+    return [*itertools.chain(*await asyncio.gather(*(some() for _ in range(min(AT_ONCE, len(items))))))]
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -35,9 +35,9 @@ class Rollout:
     is_end: Tensor  # bool [B], ended by an end-of-sequence token or a stop string
     logprobs: Tensor | None = None  # float32 [B, S-1] from generation, 0 outside the responses
 
-    def rows(self) -> list[np.ndarray]:
-        """Return the unpadded token rows, int64 `[length]` each."""
-        return [row[:length].numpy() for row, length in zip(self.tokens, self.lengths.tolist(), strict=True)]
+    def rows(self, part: slice = slice(None)) -> list[np.ndarray]:
+        """Return the unpadded token rows, int64 `[length]` each, by default of all prompts."""
+        return [row[:n].numpy() for row, n in zip(self.tokens[part], self.lengths[part].tolist(), strict=True)]
 
     def select(self, rows: Tensor) -> Rollout:
         """Return the given rows (int64 indices `[n]`), in that order."""

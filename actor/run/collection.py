@@ -66,7 +66,7 @@ async def collect(
         await asyncio.gather(*(each.close() for each in (stream, asked) if each is not None))
     weights = None
     if logprobs is not None and importance_cap is not None:
-        weights = importance_weights(rollout, logprobs, importance_cap)
+        weights = await in_thread(importance_weights, rollout, logprobs, importance_cap)
     if start is None:
         return ScoredRollout(rollout, scores, logprobs, None, weights)
-    return ScoredRollout(rollout, only_known(scores, start), logprobs, start.logprobs, weights)
+    return ScoredRollout(rollout, await in_thread(only_known, scores, start), logprobs, start.logprobs, weights)

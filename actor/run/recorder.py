@@ -99,8 +99,10 @@ class Bookkeeper:
             self.weights_version, step, every=self._publish_every, save_every=self._settings.checkpoint_every,
             manifest_step=self._manifest_step,
         )  # fmt: skip
-        trackers = Trackers(self._settings.trackers, self._dir, self._run_id)
-        self._log = MetricsLog(self._dir, first_step=step + 1, trackers=trackers, exported=self._exported)
+        trackers = await asyncio.to_thread(Trackers, self._settings.trackers, self._dir, self._run_id)
+        self._log = await asyncio.to_thread(
+            MetricsLog, self._dir, first_step=step + 1, trackers=trackers, exported=self._exported
+        )
         drop_steps_from(step + 1, self._dir / TIMELINE_FILE)
         if (path := self._dir / VALIDATIONS_FILE).is_file():
             drop_steps_from(step + 1, path)
@@ -147,13 +149,13 @@ class Bookkeeper:
             set_log_position(version=self.weights_version)
             logger.info("the critic is at step %d and serves version %d", step, self.weights_version)
 
-    def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
+    async def log_step(self, step: int, scored: ScoredRollout, batch: PPOBatch, measured: dict[str, float]) -> None:
         """Write the metrics and texts of a step, and warn if few responses contributed to the update."""
         scores = scored.scores
         if self._has_critic:
             set_log_position(version=int(scores.versions.max()))
         self._masked_samples += int((~scores.scored).sum())
-        metrics = rollout_metrics(scored, batch, kl_coef=self._state.kl.coef)
+        metrics = await asyncio.to_thread(rollout_metrics, scored, batch, kl_coef=self._state.kl.coef)
         generated = metrics["train_rollouts/generation_length"] * len(scores.scored)
         seconds = measured["timers/step_time"]
         line = {
@@ -174,11 +176,11 @@ class Bookkeeper:
             f", scored by weights version {scores.versions.max()}" if self._has_critic else "", seconds,
         )  # fmt: skip
         _warn_of_failures(f"step {step}", scores)
-        self._warn_of_excluded(step, int(batch.policy_weights.any(-1).sum()), len(scores.scored))
+        self._warn_of_excluded(step, await asyncio.to_thread(lambda: batch.policy_weights.any(-1).tolist()))
 
-    def _warn_of_excluded(self, step: int, taught: int, total: int) -> None:
+    def _warn_of_excluded(self, step: int, is_taught: list[bool]) -> None:
         """Warn if fewer than half of the responses contribute to the update: the first, 10th, 100th, … time."""
-        if taught >= total / 2:
+        if (taught := sum(is_taught)) >= (total := len(is_taught)) / 2:
             return
         self._num_mostly_excluded += 1
         if taught and str(self._num_mostly_excluded).strip("0") != "1":
@@ -195,11 +197,10 @@ class Bookkeeper:
         )  # fmt: skip
 
     def _texts(self, step: int, scored: ScoredRollout) -> list[Text]:
-        rows, scores = scored.rollout.rows(), scored.scores
-        texts = []
-        for i in range(min(self._settings.logged_texts, len(rows))):
+        texts, scores = list[Text](), scored.scores
+        for i, row in enumerate(scored.rollout.rows(slice(self._settings.logged_texts))):
             prompt = scored.rollout.prompts[i]
-            response = self._policy.tokenizer.decode(rows[i][prompt.tokens.size :].tolist(), skip_special_tokens=True)
+            response = self._policy.tokenizer.decode(row[prompt.tokens.size :].tolist(), skip_special_tokens=True)
             reward = float(scores.rewards[i]) if scores.scored[i] else None
             version = None if scores.reward_versions is None else int(scores.reward_versions[i])
             texts.append(Text(step, prompt.text, response, reward, version))
@@ -238,7 +239,7 @@ class Bookkeeper:
             self._validations[when] = result
             path = self._dir / "samples.jsonl"  # "before" overwrites the file
             kept = [line for line in read_jsonl(path) if line["when"] != when and when != "before"]
-            write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)])
+            await asyncio.to_thread(lambda: write_jsonl(path, [*kept, *samples(result, when, self._policy.tokenizer)]))
             write_json(self._dir / f"validation_{when}.json", line)
         await asyncio.to_thread(self._keep_if_best, step, result.reward, result.scores.reward_version)
         path = self._dir / VALIDATIONS_FILE
@@ -246,7 +247,7 @@ class Bookkeeper:
             drop_steps_from(step, path)
         self._validated.add(step)
         append_jsonl(path, [{"step": step, "timers/validation_time": seconds, **line}])
-        described = {**text_metrics(result.rollout, result.scores), **line}
+        described = {**(await asyncio.to_thread(text_metrics, result.rollout, result.scores)), **line}
         charted = {f"val_rollouts/{name}": value for name, value in described.items() if value is not None}
         self._log.chart(charted, step)
         logger.info("validation at step %d: reward %.3f%s", step, result.reward, _in_nats(result.kl))
@@ -325,8 +326,8 @@ class Bookkeeper:
         if self._unsaved is not None:
             keep_steps = critic_steps(self._checkpoints)
             await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
-        self._log.close()
         await self.save_policy(steps)
+        await asyncio.to_thread(self._log.close)
         summary = {
             "steps": steps,
             **self._validated_figures(),
@@ -370,7 +371,7 @@ class Bookkeeper:
         before = self._validations.get("before")
         if before is not None:  # not kept across a resume
             scores = await scorer.values(before.rollout)
-            figures["ev_last"] = explained(before.rollout, before.scores, scores)
+            figures["ev_last"] = await asyncio.to_thread(explained, before.rollout, before.scores, scores)
         return figures
 
     def _validation(self, when: str) -> dict[str, Any]:

@@ -1,11 +1,16 @@
-"""Optional trackers: Weights & Biases and MLflow. A tracker that fails is disabled with a warning."""
+"""Optional trackers: Weights & Biases and MLflow. A tracker that fails is disabled with a warning.
+
+Their calls may wait for a network, so one thread makes all of them, in order: MLflow's active run belongs to a thread.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from python_backend.errors import RlhfError
 logger = logging.getLogger(__name__)
 PROJECT = "rlhf-on-triton"
 TABLE = "train_rollouts/table"
+MOST_PENDING = 1000  # calls that wait for a slow tracker; later ones are dropped
 
 
 class TrackerMissing(RlhfError):
@@ -73,6 +79,8 @@ class Trackers:
     def __init__(self, names: Sequence[str], run_dir: Path, run_id: str) -> None:
         """Start each tracker. Raises TrackerMissing if one is not installed."""
         self._open: dict[str, WandbTracker | MlflowTracker] = {}
+        self._thread, self._room = ThreadPoolExecutor(1, "trackers"), threading.Semaphore(MOST_PENDING)
+        self._has_dropped = False
         for name in names:
             try:
                 module = importlib.import_module(name)
@@ -80,7 +88,7 @@ class Trackers:
                 raise TrackerMissing(
                     f"actor.trackers: {name} is not installed ({error}); pip install {name}, or remove it"
                 ) from error
-            self._try(name, functools.partial(self._start, name, module, run_dir, run_id))
+            self._thread.submit(self._try, name, functools.partial(self._start, name, module, run_dir, run_id))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log scalars of `step` to every tracker."""
@@ -91,15 +99,24 @@ class Trackers:
         self._each(lambda tracker: tracker.add_texts(rows))
 
     def finish(self) -> None:
-        """Close every tracker."""
-        self._each(lambda tracker: tracker.finish())
+        """Close every tracker, after all calls before."""
+        self._thread.submit(self._call, lambda tracker: tracker.finish())
+        self._thread.shutdown()
 
     def _start(self, name: str, module: Any, run_dir: Path, run_id: str) -> None:
         self._open[name] = KINDS[name](module, run_dir, run_id)
 
     def _each(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
+        if self._room.acquire(blocking=False):
+            self._thread.submit(self._call, do)
+        elif not self._has_dropped:
+            self._has_dropped = True
+            logger.warning("trackers are %d calls behind: some metrics are in metrics.jsonl only", MOST_PENDING)
+
+    def _call(self, do: Callable[[WandbTracker | MlflowTracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             self._try(name, functools.partial(do, tracker))
+        self._room.release()
 
     def _try(self, name: str, do: Callable[[], None]) -> None:
         try:

@@ -10,7 +10,7 @@ from actor.algorithms.advantages import explained_variance, response_mask
 from actor.algorithms.experience import score_returns, sequence_kl
 from actor.data.compute import InThread
 from actor.data.prompts import MESSAGES_KEY
-from actor.data.rollout import Prompt, Rollout, Scores
+from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
 from actor.run.collection import collect
 from actor.run.metrics import Timers
@@ -59,10 +59,14 @@ class Validator:
                 self._policy, self._scorer, self._reference, self.prompts, seed=self._seed, greedy=self._greedy,
                 ready=ready, in_thread=self._in_thread, timers=Timers(), with_kl=self._with_kl, with_logprobs=False,
             )  # fmt: skip
-        whole, scores = scored.rollout, scored.scores
-        mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
-        kl = sequence_kl(scored, mask)
-        return Validation(whole, scores, kl, explained(whole, scores, scores) if scores.has_values else None)
+        return await self._in_thread(_measured, scored)
+
+
+def _measured(scored: ScoredRollout) -> Validation:
+    whole, scores = scored.rollout, scored.scores
+    mask = response_mask(whole.prompt_lengths, whole.lengths, whole.tokens.shape[1])
+    of_variance = explained(whole, scores, scores) if scores.has_values else None
+    return Validation(whole, scores, sequence_kl(scored, mask), of_variance)
 
 
 def explained(rollout: Rollout, rewarded: Scores, valued: Scores) -> float:

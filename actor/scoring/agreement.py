@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
@@ -36,8 +37,8 @@ async def with_one_version(
             return scores
         rows = _whole_groups(others, group_size).nonzero().flatten()
         logger.info("%d rows are scored again: version %d of the reward model is served now", len(rows), target)
-        again = await score(rollout.select(rows), group_size)
-        scores = _replaced(scores, rows, again)
+        again = await score(await asyncio.to_thread(rollout.select, rows), group_size)
+        scores = await asyncio.to_thread(_replaced, scores, rows, again)
         if again.scored.any():
             target = int(_versions(again)[again.scored].max())
     return _without_mixed_groups(scores, group_size)

@@ -14,6 +14,8 @@ from torch import Tensor
 from actor.data.rollout import ProcessRewards
 from python_backend.wire.contract import PROCESS, STEP_ENDS, STEP_REWARDS, TEXTS_ONLY
 
+BLOCK = 32  # tokens decoded at once
+
 
 @dataclass(frozen=True)
 class RewardKind:
@@ -46,19 +48,33 @@ def ends_on_tokens(
     """
     ends = answer[STEP_ENDS].copy()
     for i, (row, start, first) in enumerate(zip(rows, starts, firsts, strict=True)):
-        ids = row[start:].tolist()
-
-        def characters(count: int, ids: list[int] = ids) -> int:
-            return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
-
-        whole = characters(len(ids))
-        for k, end in enumerate(ends[i].tolist()):
-            if end >= whole:  # the end of the response, with the tokens that are no text
-                ends[i, k] = row.size - 1
-            elif end >= 0:
-                count = bisect_left(range(len(ids) + 1), end, key=characters)
-                ends[i, k] = max(first, start + count - 1)
+        counts = tokens_with(ends[i].clip(0).tolist(), tokenizer, row[start:].tolist())
+        # At the end of the response, the tokens that are no text belong to the step.
+        last = [row.size - 1 if count is None else max(first, start + count - 1) for count in counts]
+        ends[i] = np.where(ends[i] >= 0, last, ends[i])
     return {**answer, STEP_ENDS: ends}
+
+
+def tokens_with(ends: Sequence[int], tokenizer: Any, ids: Sequence[int]) -> list[int | None]:
+    """Return for each number of characters the smallest number of tokens with at least as many; None if it takes all.
+
+    Decodes each block of tokens after the block before it, as the text of a token depends on those beside it.
+    """
+
+    def characters(block: int, last: int) -> int:
+        return len(tokenizer.decode(ids[max(0, block - 1) * BLOCK : last], skip_special_tokens=True))
+
+    def least(end: int) -> int:
+        block = max(0, bisect_left(reached, end) - 1)
+        span = range(min((block + 1) * BLOCK, len(ids)))
+        return bisect_left(span, end, lo=block * BLOCK, key=lambda n: before[block] + characters(block, n))
+
+    before, reached = [0], [0]  # characters before each block's context, and before each block
+    for block in range(-(-len(ids) // BLOCK)):
+        stop = min((block + 1) * BLOCK, len(ids))
+        reached.append(before[block] + characters(block, stop))
+        before.append(reached[-1] - characters(block + 1, stop))
+    return [None if end >= reached[-1] else least(end) for end in ends]
 
 
 def empty(rows: int, width: int) -> ProcessRewards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -133,12 +134,16 @@ class ServedStream(RowStream[ReferenceLogprobs]):
         """Return the log-probs of all rows, in the order of `whole`."""
         parts, order = await self.answers()
         width = whole.tokens.shape[1] - 1
-        padded = [torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])) for part in parts]
-        return ReferenceLogprobs(
-            torch.cat(padded)[order],
-            torch.cat([part.known for part in parts])[order],
-            sorted({failure for part in parts for failure in part.failures}),
-        )
+        return await asyncio.to_thread(_joined, parts, order, width)
+
+
+def _joined(parts: list[ReferenceLogprobs], order: torch.Tensor, width: int) -> ReferenceLogprobs:
+    padded = [torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])) for part in parts]
+    return ReferenceLogprobs(
+        torch.cat(padded)[order],
+        torch.cat([part.known for part in parts])[order],
+        sorted({failure for part in parts for failure in part.failures}),
+    )
 
 
 Reference: TypeAlias = OwnReference | ServedReference

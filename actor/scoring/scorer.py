@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actor.data.compute import each
 from actor.data.prompts import MESSAGES_KEY
 from actor.data.rollout import Rollout, Scores
 from actor.scoring import process
@@ -114,19 +115,19 @@ class Scorer:
         count, unit = len(rollout.prompts), group_size if self.mixture.groupwise else 1
         step = max(1, self.rows_per_request // unit) * unit
         chunks = [slice(i, min(i + step, count)) for i in range(0, count, step)]
-        parts = await asyncio.gather(*(self._score_part(rollout, chunk, group_size, unit) for chunk in chunks))
-        return _assemble(rollout, [*itertools.chain(*parts)], self.mixture, is_live=self._is_live)
+        parts = await each(lambda chunk: self._score_part(rollout, chunk, group_size, unit), chunks)
+        return await asyncio.to_thread(self._assembled, rollout, [*itertools.chain(*parts)])
 
     async def values(self, rollout: Rollout) -> Scores:
         """Return values without running the reward model; all rewards are 0."""
-        answers = await asyncio.gather(*(self._values_of(row) for row in rollout.rows()))
-        return _assemble(rollout, [(slice(i, i + 1), answer) for i, answer in enumerate(answers)], RewardMixture())
+        parts = await each(lambda i: self._values_of(rollout, slice(i, i + 1)), range(len(rollout.prompts)))
+        return await asyncio.to_thread(_assemble, rollout, parts, RewardMixture())
 
-    async def _values_of(self, row: np.ndarray) -> Answer:
+    async def _values_of(self, rollout: Rollout, chunk: slice) -> tuple[slice, Answer]:
         try:
-            return await self._client.score([row], (VALUES, WEIGHTS_VERSION))
+            return chunk, await self._client.score(rollout.rows(chunk), (VALUES, WEIGHTS_VERSION))
         except RequestFailed as error:
-            return str(error)
+            return chunk, str(error)
 
     async def _score_part(
         self, rollout: Rollout, chunk: slice, group_size: int, unit: int
@@ -147,35 +148,42 @@ class Scorer:
         return [*parts[0], *parts[1]]
 
     async def _score_chunk(self, rollout: Rollout, chunk: slice, group_size: int) -> dict[str, np.ndarray]:
-        rows, wanted = rollout.rows()[chunk], self.mixture.outputs + (REWARD_VERSION,) * self._is_live
-        metadata = self._metadata(rollout, chunk, group_size) if self.mixture.names or self.sends_sentences else None
+        rows, wanted = rollout.rows(chunk), self.mixture.outputs + (REWARD_VERSION,) * self._is_live
+        metadata = texts = pairs = None
+        if self.mixture.names or self.sends_sentences:
+            metadata, texts, pairs = await asyncio.to_thread(self._texts, rollout, chunk, group_size)
         is_process = self.mixture.kind.granularity is not None
         more: dict[str, Any] = {"prompt_lengths": rollout.prompt_lengths[chunk].tolist()} if is_process else {}
-        if not self.sends_sentences and self.has_critic:
+        if texts is None and self.has_critic:
             return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata, **more)
-        if not self.sends_sentences:
+        if texts is None:
             return await self._client.rewards(rows, wanted, metadata, **more)
+        rewards = self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
         if not self.has_critic:
-            return await self._score_texts(rollout, chunk, wanted, metadata)
-        values, rewards = await asyncio.gather(
-            self._client.score(rows, (VALUES, WEIGHTS_VERSION)), self._score_texts(rollout, chunk, wanted, metadata)
-        )
-        return {**values, **rewards}
+            return await rewards
+        values, answer = await asyncio.gather(self._client.score(rows, (VALUES, WEIGHTS_VERSION)), rewards)
+        return {**values, **answer}
 
-    async def _score_texts(
-        self, rollout: Rollout, chunk: slice, wanted: tuple[str, ...], metadata: list[dict[str, Any]] | None
-    ) -> dict[str, np.ndarray]:
-        indices = range(len(rollout.prompts))[chunk]
-        texts, pairs = [self.render(rollout, i) for i in indices], None
+    def _texts(
+        self, rollout: Rollout, chunk: slice, group_size: int
+    ) -> tuple[list[dict[str, Any]], list[str] | None, list[str] | None]:
+        """Return the metadata of rows and, if they are sent as texts, their sentences, or both texts of each pair."""
+        indices, metadata = range(len(rollout.prompts))[chunk], self._metadata(rollout, chunk, group_size)
         if self.sends_pairs:
-            texts = [self._prompt(rollout, i) for i in indices]
-            pairs = [self._response(rollout, i) for i in indices]
-        answer = await self._client.score_sentences(texts, wanted, metadata, pairs=pairs)
-        if self.mixture.kind.granularity is None:
+            return metadata, [self._prompt(rollout, i) for i in indices], [self._response(rollout, i) for i in indices]
+        return metadata, [self.render(rollout, i) for i in indices] if self.sends_sentences else None, None
+
+    def _assembled(self, rollout: Rollout, parts: list[tuple[slice, Answer]]) -> Scores:
+        if self.sends_sentences and self.mixture.kind.granularity is not None:
+            parts = [(chunk, self._on_tokens(rollout, chunk, answer)) for chunk, answer in parts]
+        return _assemble(rollout, parts, self.mixture, is_live=self._is_live)
+
+    def _on_tokens(self, rollout: Rollout, chunk: slice, answer: Answer) -> Answer:
+        if isinstance(answer, str):
             return answer
-        firsts = rollout.prompt_lengths[chunk].tolist()
-        starts = [first if self._is_chat(rollout, i) else 0 for i, first in zip(indices, firsts, strict=True)]
-        return process.ends_on_tokens(answer, self._tokenizer, rollout.rows()[chunk], starts, firsts)
+        rows, firsts = rollout.rows(chunk), rollout.prompt_lengths[chunk].tolist()
+        starts = [first if self._is_chat(rollout, i) else 0 for i, first in enumerate(firsts, start=chunk.start)]
+        return process.ends_on_tokens(answer, self._tokenizer, rows, starts, firsts)
 
     @staticmethod
     def _is_chat(rollout: Rollout, index: int) -> bool:

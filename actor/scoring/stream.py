@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from actor.data.compute import AT_ONCE
 from actor.data.rollout import Rollout, Scores
 from actor.policy.policy import join_rollouts
 from actor.scoring.scorer import Scorer, join_scores
@@ -40,7 +41,7 @@ class RowStream(Generic[T]):
             group_size: number of consecutive prompts whose rows share a request, next to each other and in order.
         """
         self._ask, self._ready, self._rows_per_request = ask, ready, rows_per_request
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._starting = asyncio.get_running_loop(), asyncio.Semaphore(AT_ONCE)
         self._context = contextvars.copy_context()
         self._group_size = group_size
         self._unfinished: dict[int, dict[int, Rollout]] = {}  # groups that miss a row
@@ -93,13 +94,15 @@ class RowStream(Generic[T]):
         if self._waiting and not self._is_closed:
             rows, self._waiting = self._waiting, []
             self._order += [index for index, _ in rows]
-            self._requests.append(asyncio.create_task(self._request(join_rollouts([row for _, row in rows], pad_id=0))))
+            self._requests.append(asyncio.create_task(self._request([row for _, row in rows])))
 
-    async def _request(self, rows: Rollout) -> T:
-        if self._ready is not None:
-            await asyncio.shield(self._ready)  # shared with other requests: cancelling one must not cancel it
+    async def _request(self, rows: list[Rollout]) -> T:
+        async with self._starting:  # thousands of rows may end together, or wait for `ready`
+            if self._ready is not None:
+                await asyncio.shield(self._ready)  # shared with other requests: cancelling one must not cancel it
+            await asyncio.sleep(0)
         start = time.monotonic()
-        answer = await self._ask(rows)
+        answer = await self._ask(join_rollouts(rows, pad_id=0))
         self.span = min(self.span[0], start), time.monotonic()
         return answer
 
@@ -115,4 +118,4 @@ class ScoringStream(RowStream[Scores]):
     async def scores(self, width: int) -> Scores:
         """Return the scores of all rows, ordered by prompt index, with values padded to `width` tokens."""
         parts, order = await self.answers()
-        return join_scores(parts, width).select(order)
+        return await asyncio.to_thread(lambda: join_scores(parts, width).select(order))

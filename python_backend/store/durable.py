@@ -193,12 +193,10 @@ def read_if_there(path: Path) -> bytes | None:
 
     An NFS client remembers a missing name for up to a minute unless its folder is opened: a miss is looked up again.
     """
-    for is_last in (False, True):
-        with contextlib.suppress(FileNotFoundError):
-            return path.read_bytes()
-        if is_last or changed_at(path.parent) is None:
-            break
-    return None
+    try:
+        return path.read_bytes() if path.exists() or changed_at(path.parent) else None
+    except FileNotFoundError:
+        return None
 
 
 def changed_at(folder: Path) -> int | None:
@@ -207,13 +205,10 @@ def changed_at(folder: Path) -> int | None:
     The folder is opened, because an NFS client may know its mtime and its missing names for up to a minute otherwise.
     """
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        with os.scandir(folder):
+            return folder.stat().st_mtime_ns
     except FileNotFoundError:
         return None
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Readers yield one object at a time, because the files of a run of months do not 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,21 +45,13 @@ def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """
     data = b"".join(map(_encoded, lines))
     with path.open("a+b", buffering=0) as file:
-        start = _terminated(file)
+        start = file.tell()
+        if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
+            start = path.read_bytes().rfind(b"\n") + 1
+            file.truncate(start)
         if file.write(data) != len(data):
             file.truncate(start)
             raise OSError(errno.ENOSPC, "no space for all lines", str(path))
-
-
-def _terminated(file: io.FileIO) -> int:
-    """Truncate the file after its last newline; return its size."""
-    end, newline = file.seek(0, os.SEEK_END), 0
-    while end and not newline:
-        start = file.seek(max(0, end - 4096))
-        newline = file.read(end - start).rfind(b"\n") + 1
-        end = start + newline
-    file.truncate(end)
-    return end
 
 
 def drop_steps_from(first_step: int, path: Path) -> None:

@@ -23,6 +23,7 @@ from actor.data.prompts import PromptError
 from actor.data.rollout import ProcessRewards, Prompt, Rollout, ScoredRollout, Scores, ShapedRewards
 from actor.run.validation import explained
 from actor.scoring.mixture import RewardMixture
+from actor.scoring.process import BLOCK, tokens_with
 from actor.scoring.scorer import ModelMismatch, Scorer, join_scores
 from python_backend.config import RunConfig
 from tests.support.settings import actor_section
@@ -284,6 +285,21 @@ def test_rewards_of_texts_are_placed_on_the_token_that_has_the_end(tokenizer: An
     assert scores.process.rewards[0, places].tolist() == [0.5, 0.75]
     mask = response_mask(rollout.prompt_lengths, rollout.lengths, rollout.tokens.shape[1])
     assert bool(mask[0, [place - 1 for place in places]].all())
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10_000), count=st.integers(0, 2 * BLOCK + 3), family=st.sampled_from(["qwen2", "llama"]))
+def test_ends_found_in_blocks_are_those_of_whole_prefixes(seed: int, count: int, family: str):
+    tokenizer, generator = make_text_tokenizer(family), np.random.default_rng(seed)
+    ids = generator.integers(len(tokenizer), size=count).tolist()  # characters of several tokens, and parts of them
+
+    def characters(n: int) -> int:
+        return len(tokenizer.decode(ids[:n], skip_special_tokens=True))
+
+    whole = characters(count)
+    ends = generator.integers(whole + 2, size=5).tolist()
+    expected = [None if end >= whole else next(n for n in range(count + 1) if characters(n) >= end) for end in ends]
+    assert tokens_with(ends, tokenizer, ids) == expected
 
 
 def test_token_rewards_of_another_vocabulary_are_refused(tokenizer: Any):

@@ -6,6 +6,7 @@ Neither package is a dependency, so stand-ins with the calls that theirs documen
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,27 @@ def test_one_that_fails_is_given_up_and_the_other_goes_on(
     assert caplog.messages == [
         "mlflow is disabled, metrics.jsonl still has all metrics: ConnectionError: the tracking server is away"
     ]
+
+
+def test_one_that_hangs_holds_nobody_up_and_gets_everything_in_order(
+    said: list[tuple[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("actor.run.trackers.MOST_PENDING", 4)
+    answer, threads = threading.Event(), set()
+
+    def hang(metrics: dict[str, float], step: int) -> None:
+        answer.wait(60)
+        threads.add(threading.get_ident())
+        said.append(("mlflow.log", (metrics, step)))
+
+    sys.modules["mlflow"].log_metrics = hang  # type: ignore[attr-defined]
+    trackers = Trackers(["mlflow"], tmp_path, "run")
+    for step in range(6):
+        trackers.log({"x": 1.0}, step)  # returns at once
+    assert ("mlflow.log", ({"x": 1.0}, 0)) not in said
+    answer.set()
+    trackers.finish()
+    assert [call[1][1] for call in said if call[0] == "mlflow.log"] == [0, 1, 2, 3]
+    assert said[-1] == ("mlflow.end_run", None)
+    assert len(threads) == 1
+    assert caplog.messages == ["trackers are 4 calls behind: some metrics are in metrics.jsonl only"]

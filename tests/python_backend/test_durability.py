@@ -229,7 +229,7 @@ class NfsClient:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "stat", remembered)
-            for module, name in ((os, "open"), (os, "listdir"), (io, "open")):
+            for module, name in ((os, "open"), (os, "listdir"), (os, "scandir"), (io, "open")):
                 patch.setattr(module, name, opening(getattr(module, name)))
             return look()
 

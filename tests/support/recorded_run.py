@@ -85,7 +85,7 @@ class RecordedRun:
             scored = self._scored(step / 10)
             rewards = ShapedRewards(scored.scores.rewards)
             batch = make_batch(scored, self._method, rewards=rewards, kl_coef=0.0, responses_per_prompt=2)
-            self._book.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0})
+            asyncio.run(self._book.log_step(step, scored, batch, {"timers/generate": 0.5, "timers/step_time": 1.0}))
         return self
 
     def validated(self, when: str, step: int, reward: float) -> RecordedRun:
