@@ -21,21 +21,20 @@ import psutil
 from actor.run.lock import only_actor, only_run
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import report, run_parser
-from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in
 from python_backend.store.journal import Journal
 from tools.arguments import parse_or_complete
 from tools.calibrate.calibration import settle
-from tools.prompt_checks import check_prompts
+from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
 from tools.resumed import check_changes, write_settings
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
-from tools.server.ports import PORT_KEYS, with_free_ports
+from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
 from tools.server.vllm import VllmServer, check_vllm, starts_vllm
 
@@ -80,6 +79,7 @@ class Run:
         if self.config.demo is not None:
             self._prepare()
         self._fix_ports()
+        check_ports(self.config.server)
         self._display.phase("choosing serving settings")
         for change in check_changes(self.config, accepted=self._accepts_changes):
             self._display.log(f"resuming with another setting: {change}")
@@ -275,10 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.dry_run:
                 return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
             if config.demo is None:  # a demo's files do not exist yet
-                check_files(config, server=True, actor=True)
-                check_prompts(config)
-                if starts_vllm(config):
-                    check_vllm(config)
+                check_run(config)
             if args.fresh and config.run.dir.exists():
                 with only_run(config.run.dir), only_actor(config.run.dir):
                     set_aside(config.run.dir)
@@ -310,9 +307,8 @@ def _supervise(
             try:
                 run.execute()
             except BaseException as error:
-                if isinstance(error, REPORTED):  # repeated in full at the end, but stopping may take a minute
-                    display.log(f"error: {str(error).partition(chr(10))[0]}")
-                display.phase(f"stopping {run.parts}")
+                why = " after an error, named below" if isinstance(error, REPORTED) else ""
+                display.phase(f"stopping {run.parts}{why}")
                 with signals.raising():  # the second signal: the kernel then stops what is left, all at once
                     run.stop()
                 raise

@@ -12,10 +12,9 @@ from actor.run.lock import in_progress
 from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.config.required_files import check_files
 from python_backend.store.durable import read_json, refusal
 from tools.doctor.finding import Finding, failed, warning
-from tools.prompt_checks import check_prompts
+from tools.preflight import check_run
 from tools.render_configs import render_configs
 from tools.serve import demo_preparation
 from tools.server.health import is_triton
@@ -40,9 +39,8 @@ def files(config: RunConfig) -> Iterator[Finding]:
         yield Finding("files", f"the demo's are made at its first run, in {config.demo.cache_dir}")  # type: ignore[union-attr]
         return
     try:
-        check_files(config, server=True, actor=config.has_actor)
+        check_run(config)
         if config.has_actor:
-            check_prompts(config)
             stored_dtypes(config.actor.policy.checkpoint)  # reads each file's header: one of several may be missing
     except ConfigError as error:
         for line in str(error).splitlines():
