@@ -227,9 +227,9 @@ def test_a_link_to_weights_that_are_gone(config: Path, checkpoints: Checkpoints,
 
 def test_what_text_prompts_begin_with(config: Path, checkpoints: Checkpoints) -> None:
     assert findings(str(config))["prompts"].text == "text prompts begin with no special token"
-    policy = f"actor.policy.checkpoint={checkpoints.other_policy}"  # its tokenizer adds BOS
-    assert findings(str(config), policy)["prompts"].text == "text prompts begin with <s>"
-    found = findings(str(config), policy, "actor.prompts.add_special_tokens=false")["prompts"]
+    other = [f"{key}.checkpoint={checkpoints.other_policy}" for key in ("actor.policy", "critic")]  # adds BOS
+    assert findings(str(config), *other)["prompts"].text == "text prompts begin with <s>"
+    found = findings(str(config), *other, "actor.prompts.add_special_tokens=false")["prompts"]
     assert found.level is Level.WARNING
     assert found.text.startswith("text prompts lack <s>, with which")
 
