@@ -25,6 +25,7 @@ from python_backend.store.weights import WeightsStore
 from tools.run import LIBRARY_ENV
 from tools.serve import ensure_first_version, start_server
 from tools.server.child import Child
+from tools.server.health import is_alive
 from tools.server.ports import PORT_KEYS, with_free_ports
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.supervisor import Supervisor
@@ -149,7 +150,7 @@ class ChaosSystem:
     def await_end(self, ranks: Sequence[psutil.Process]) -> float:
         """Wait until these processes have ended; return the seconds, and complain if they are more than GONE_S."""
         start = time.monotonic()
-        while any(_runs(process) for process in ranks):
+        while any(map(is_alive, ranks)):
             if time.monotonic() - start > GONE_S:
                 self.troubles.append(f"a rank still runs {GONE_S:g} s after another one was killed")
                 break
@@ -221,10 +222,3 @@ class ChaosSystem:
     def _quiet(self, line: str) -> None:
         if "died" in line or ("serv" in line and "again" in line):
             self._log(f"  {line.splitlines()[0]}")
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -21,7 +21,7 @@ from tools.server.model_loading import probe
 from tools.server.supervisor import Supervisor
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError
+from trainer.control_plane import ControlPlane, ControlPlaneError, ModelProcessDied
 
 
 def starter(folder: Path, **settings: int) -> Callable[[], TritonServer]:
@@ -218,9 +218,49 @@ def test_a_start_that_fails_is_tried_again(now: list[float]) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What hangs is noticed within seconds."""
     for name, value in {
-        "PROBE_EVERY_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0, "STOPPED_S": 1.0,
+        "PROBE_EVERY_S": 0.2, "IDLE_PROBE_S": 0.2, "PROBE_TIMEOUT_S": 1.0, "SERVER_SILENT_S": 3.0, "SILENT_S": 3.0,
+        "STOPPED_S": 1.0,
     }.items():  # fmt: skip
         monkeypatch.setattr(server_health, name, value)
+
+
+@pytest.mark.slow
+def test_a_frozen_model_is_kept_unless_it_lost_a_request_and_a_stop_does_not_wait_for_its_reload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_health, "STOPPED_S", 3600.0)
+    block, loads = tmp_path / "block", tmp_path / "loads"
+    slow = f"open({str(loads)!r}, 'a').close()\n        while os.path.exists({str(block)!r}): time.sleep(0.1)"
+    write_scoring_model(tmp_path / "repository", "critic", on_load=slow)
+    lines: list[str] = []
+    supervisor = Supervisor(starter(tmp_path), log=lines.append)
+    unblock = threading.Timer(60.0, block.unlink, [True])
+    try:
+        health, frozen = supervisor._health, stub_of(supervisor.server, "critic")
+        watched = health._models["critic"]
+        until(lambda: watched.probe_at > 0.0)
+        frozen.suspend()  # no probe is in flight
+        watched.probe_at = 0.0
+        until(lambda: watched.silence.missed > 0)
+        frozen.resume()
+        until(lambda: watched.probe_at > 0.0)
+        assert (lines, stub_of(supervisor.server, "critic")) == ([], frozen)
+        block.touch()
+        loads.unlink()
+        frozen.suspend()
+        with supervisor.server.control() as control, pytest.raises(ModelProcessDied):
+            probe(control, "critic", 5.0)
+        until(loads.exists)
+        unblock.start()
+        health.stop()
+        assert block.exists(), "the checks ended during the load"
+        given_up = "did not run for a second, and tritonserver has given it up"
+        assert lines == [f"the process of critic {given_up}: reloading the model"]
+    finally:
+        unblock.cancel()
+        block.unlink(missing_ok=True)
+        supervisor.stop()
+    assert server_processes(os.getpid()) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,10 @@
 
 Triton does neither: it continues to report ready, and answers every request to a dead model with an error. A model
 that works on a long request does not count as hung: its forward-pass counter increases, or its process uses the CPU.
+
+A process that is not scheduled for a few seconds (a busy or paused machine) is kept, unless a request waited for it
+meanwhile. After a second, server 2.51 fails that request and frees its memory without telling the process: when the
+process runs again, the server aborts, or the model never answers again.
 """
 
 from __future__ import annotations
@@ -13,26 +17,55 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from tools.server.model_loading import SCORING_OUTPUTS, probe
 from tools.server.tritonserver import TritonServer
-from trainer.control_plane import ControlPlane, ControlPlaneError, LoadRefused, ModelLostRank, ModelProcessDied
+from trainer.control_plane import ControlPlaneError, LoadRefused, ModelLostRank, ModelProcessDied
 
 PROBE_EVERY_S = 1.0
 PROBE_TIMEOUT_S = 5.0
+IDLE_PROBE_S = 10.0  # between probes of a model that receives no requests
+MISSED_PROBES = 3  # in succession; fewer are no silence, however long the checks between them took
 SERVER_SILENT_S = 20.0  # no answer over HTTP, or none over gRPC: the server hangs
-STOPPED_S = 10.0  # no answer, and its process is stopped (SIGSTOP): the model hangs
+STOPPED_S = 10.0  # no answer, and its process is stopped (SIGSTOP) or not scheduled: the model hangs
+PULSE_S = 1.0  # a model's process has a thread that wakes up every 0.3 s, unless it is stopped, frozen or starved
+PULSE_POLL_S = 0.02
 SILENT_S = 60.0  # no answer, no forward pass, and its process hardly uses the CPU: the model hangs
 COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process computes, perhaps on one very long row
 COMPUTING_CPU_SHARE = 0.2  # of one core, since the model stopped answering; above it, the process counts as computing
 LONGEST_PAUSE_S = 60.0  # between attempts to reload a model
+STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
 PROGRESS = (FORWARDS, "nv_inference_exec_count", "nv_inference_request_success")
+_SWITCHES = re.compile(r"ctxt_switches:\s*(\d+)")
 _METRIC = re.compile(r'^(\w+)\{[^}]*model="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
+
+
+@dataclass
+class _Silence:
+    """Probes without an answer, since the last one with an answer."""
+
+    missed: int = 0
+    since: float = 0.0
+
+    def record(self, *, answered: bool) -> None:
+        """Count a probe."""
+        self.missed = 0 if answered else self.missed + 1
+        if self.missed <= 1:
+            self.since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the first missed probe; 0 unless at least MISSED_PROBES were missed in succession.
+
+        The time from the last answer to the first missed probe does not count: for most of it, no probe was sent.
+        """
+        return time.monotonic() - self.since if self.missed >= MISSED_PROBES else 0.0
 
 
 @dataclass
@@ -40,13 +73,17 @@ class _Watched:
     """State of the checks of one model."""
 
     successes: int = -1
+    failures: int = 0
+    """Requests that failed in Triton; it counts an error that the model itself sends as a success."""
     forwards: float | None = None
     progress: tuple[float, ...] = ()
-    silent_since: float | None = None
+    silence: _Silence = field(default_factory=_Silence)
     cpu_s: float = 0.0
     """CPU time of the model's processes when it stopped answering."""
     replacements: int = 0
     """Consecutive reloads without an answer in between."""
+    probe_at: float = 0.0
+    """Time (monotonic) before which the model is not probed while it receives no requests."""
     again_at: float = 0.0
     """Time (monotonic) before which the model is not reloaded again."""
 
@@ -61,7 +98,8 @@ class ServerHealth:
         self._log = log
         self._stopping = threading.Event()
         self._models = {model: _Watched() for model in server.models()}
-        self._heard = dict.fromkeys(("HTTP", "gRPC"), time.monotonic())
+        self._silences = {"HTTP": _Silence(), "gRPC": _Silence()}
+        self._control = server.control()
         self._thread = threading.Thread(target=self._watch, name="server-health", daemon=True)
 
     def start(self) -> None:
@@ -69,84 +107,109 @@ class ServerHealth:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the checks."""
+        """Stop the checks, and a reload that is in flight."""
         self._stopping.set()
+        self._control.close()  # all calls in flight fail: a reload may take minutes, and a server is stopped in less
         if self._thread.is_alive():  # a signal may have arrived before the thread was started
-            self._thread.join()
+            self._thread.join(STOP_S)
 
     def _watch(self) -> None:
-        with self._server.control() as control:
+        try:
             while not self._stopping.wait(PROBE_EVERY_S) and self.trouble is None:
-                if not self._server_answers(control):
-                    continue
-                processes = self._server.processes()
-                for model, watched in self._models.items():
-                    if self._stopping.is_set() or self.trouble is not None or self._server.poll() is not None:
-                        break
-                    self._look_at(control, model, watched, processes.get(model, []))
+                self._look()
+        except ValueError:  # gRPC's error for a call on the connection that `stop` has closed
+            if not self._stopping.is_set():
+                raise
 
-    def _server_answers(self, control: ControlPlane) -> bool:
+    def _look(self) -> None:
+        """Check the server and, if it answers, each model."""
+        if not self._server_answers():
+            return
+        processes = self._server.processes()
+        for model, watched in self._models.items():
+            if self._stopping.is_set() or self.trouble is not None or self._server.poll() is not None:
+                break
+            self._look_at(model, watched, processes.get(model, []))
+
+    def _server_answers(self) -> bool:
         """Return whether the server answers over both protocols; set `trouble` after a long silence.
 
         The probes are requests that never wait in a queue.
         """
         answers = {
             "HTTP": bool(get_page(self._server.section.http_url, "/v2/health/live")),
-            "gRPC": control.answers_inference(PROBE_TIMEOUT_S),
+            "gRPC": self._control.answers_inference(PROBE_TIMEOUT_S),
         }
-        now = time.monotonic()
         for protocol, answered in answers.items():
-            silent_s = 0.0 if answered else now - self._heard[protocol]
-            self._heard[protocol] = now - silent_s
-            if silent_s > SERVER_SILENT_S:
-                self.trouble = f"tritonserver has not answered over {protocol} for {silent_s:.0f} s"
+            silence = self._silences[protocol]
+            silence.record(answered=answered)
+            if silence.seconds > SERVER_SILENT_S:
+                self.trouble = f"tritonserver has not answered over {protocol} for {silence.seconds:.0f} s"
         return all(answers.values())
 
-    def _look_at(
-        self, control: ControlPlane, model: str, watched: _Watched, processes: Sequence[psutil.Process]
-    ) -> None:
+    def _look_at(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> None:
         try:
-            answers = self._answers(control, model, watched, processes)
+            answers = self._answers(model, watched, processes)
         except ModelLostRank as loss:  # its process holds memory that the next one may need, so it has to end first
-            self._replace(control, model, watched, str(loss), unload=True)
+            self._replace(model, watched, str(loss), unload=True)
             return
-        except ModelProcessDied:  # Triton reports a stopped process as dead, too
-            _kill([process for process in processes if _is_stopped([process])])
-            self._replace(control, model, watched, f"the process of {model} has died")
+        except ModelProcessDied:
+            is_gone = not any(map(is_alive, processes))
+            why = "has died" if is_gone else "did not run for a second, and tritonserver has given it up"
+            _kill(processes)  # if it runs again, a late answer ends the server, or it never answers again
+            self._replace(model, watched, f"the process of {model} {why}")
             return
         except ControlPlaneError:  # busy, being reloaded, or hung
             answers = self._progresses(model, watched)
+        watched.silence.record(answered=answers)
         if answers:
-            watched.silent_since, watched.replacements = None, 0
-            return
-        now = time.monotonic()
-        if watched.silent_since is None:
-            watched.silent_since, watched.cpu_s = now, _cpu_s(processes)
-        silent_s = now - watched.silent_since
-        if silent_s > _longest_silence_s(processes, watched, silent_s):
+            watched.replacements = 0
+        elif watched.silence.missed == 1:
+            watched.cpu_s = _cpu_s(processes)
+        silent_s = watched.silence.seconds
+        if silent_s > _longest_silence_s(processes, watched, silent_s) and not self._stopping.is_set():
             _kill(processes)
-            self._replace(control, model, watched, f"{model} has not answered for {silent_s:.0f} s")
-            watched.silent_since = None
+            self._replace(model, watched, f"{model} has not answered for {silent_s:.0f} s")
+            watched.silence = _Silence()
 
-    def _answers(
-        self, control: ControlPlane, model: str, watched: _Watched, processes: Sequence[psutil.Process]
-    ) -> bool:
-        """Return whether the model has answered since the last check, or answers a probe now. Raises ControlPlaneError.
+    def _answers(self, model: str, watched: _Watched, processes: Sequence[psutil.Process]) -> bool:
+        """Return whether the model has answered since the last check, has nothing to do, or answers a probe now.
 
         Models that train, save or mix rewards are not probed: a valid request would have side effects, and an invalid
         one would count as failed. For them, return whether their process runs and no request waits without progress.
+
+        Raises:
+            ControlPlaneError: it does not answer the probe.
+            ModelProcessDied: its process has ended, or failed requests because it was not scheduled.
         """
-        if model in SCORING_OUTPUTS:
-            successes, forwards = control.statistics(model).success_count, self._metrics(model).get(FORWARDS)
-            # To Triton, an error that the model itself sends is a success.
-            if successes == watched.successes or forwards == watched.forwards:
-                probe(control, model, PROBE_TIMEOUT_S)
-                successes += 1
-            watched.successes, watched.forwards = successes, forwards
-            return True
         if not processes:
             raise ModelProcessDied(f"{model}: its process is gone")
-        return not _is_stopped(processes) and self._progresses(model, watched)
+        if model not in SCORING_OUTPUTS:
+            return not _is_stopped(processes) and self._progresses(model, watched)
+        counts, forwards = self._control.statistics(model), self._metrics(model).get(FORWARDS)
+        before, failed = watched.successes, counts.failure_count > watched.failures
+        moved = counts.success_count != before and forwards != watched.forwards
+        watched.successes, watched.failures, watched.forwards = counts.success_count, counts.failure_count, forwards
+        is_idle = counts.success_count == before and not failed and not watched.silence.missed
+        if not moved and not (is_idle and time.monotonic() < watched.probe_at):
+            if not self._may_probe(watched, processes, failed=failed):
+                return False
+            probe(self._control, model, PROBE_TIMEOUT_S)
+            watched.successes += 1
+            watched.probe_at = time.monotonic() + IDLE_PROBE_S
+        return True
+
+    @staticmethod
+    def _may_probe(watched: _Watched, processes: Sequence[psutil.Process], *, failed: bool) -> bool:
+        """Return whether to send a probe: not to a process that is not scheduled, unless that lasts for STOPPED_S.
+
+        After a second, server 2.51 fails the request and gives up the process; one without a request survives.
+        """
+        if _runs(processes):
+            return True
+        if failed:
+            raise ModelProcessDied("a request has failed meanwhile")
+        return watched.silence.seconds > STOPPED_S
 
     def _progresses(self, model: str, watched: _Watched) -> bool:
         """Return whether the model has made progress since the last check, or has nothing to do."""
@@ -159,9 +222,7 @@ class ServerHealth:
         page = _METRIC.findall(get_page(self._server.section.metrics_url, "/metrics"))
         return {name: float(value) for name, labelled, value in page if labelled == model}
 
-    def _replace(
-        self, control: ControlPlane, model: str, watched: _Watched, reason: str, *, unload: bool = False
-    ) -> None:
+    def _replace(self, model: str, watched: _Watched, reason: str, *, unload: bool = False) -> None:
         """Reload the model; if the load gets no answer or does not help, set `trouble`, which restarts the server."""
         begin = time.monotonic()
         if begin < watched.again_at:
@@ -171,7 +232,7 @@ class ServerHealth:
         pause_s = min(LONGEST_PAUSE_S, 2.0 ** (watched.replacements - 1))
         try:
             timeout_s = self._server.section.load_timeout_s
-            control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, unload=unload, timeout_s=timeout_s)
+            self._control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, unload=unload, timeout_s=timeout_s)
         except LoadRefused as error:  # the model itself cannot load, and could not in a restarted server
             self._log(f"error: {error}\ntrying again in {pause_s:g} s")
         except ControlPlaneError as error:
@@ -190,10 +251,35 @@ def _longest_silence_s(processes: Sequence[psutil.Process], watched: _Watched, s
     return COMPUTING_SILENT_S if computes else SILENT_S
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether the process has not ended, whatever it does."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _is_stopped(processes: Sequence[psutil.Process]) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(process.status() == psutil.STATUS_STOPPED for process in processes)
     return False
+
+
+def _runs(processes: Sequence[psutil.Process]) -> bool:
+    """Return whether the processes are being scheduled; True if the kernel does not count context switches."""
+    before, deadline = _switches(processes), time.monotonic() + PULSE_S
+    while before and _switches(processes) == before:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PULSE_POLL_S)
+    return not _is_stopped(processes)
+
+
+def _switches(processes: Sequence[psutil.Process]) -> list[str]:
+    """Return the numbers of context switches of all threads of the processes."""
+    with contextlib.suppress(OSError):  # a thread has ended
+        tasks = [task for process in processes for task in Path(f"/proc/{process.pid}/task").glob("*/status")]
+        return [count for task in tasks for count in _SWITCHES.findall(task.read_text())]
+    return []
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

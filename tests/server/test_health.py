@@ -1,0 +1,191 @@
+"""The health checks on a real process, with a scripted server and a clock that only the test moves."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from python_backend.config import ServerSection
+from tools.server import health as server_health
+from tools.server.health import IDLE_PROBE_S, MISSED_PROBES, SERVER_SILENT_S, STOPPED_S, ServerHealth
+from trainer.control_plane import ControlPlaneError, ModelProcessDied
+
+Script = Iterator[float]
+
+
+class Rig:
+    """A server with one model, critic, and its control plane. `script` yields the seconds until the next check."""
+
+    section = ServerSection()
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.loads: list[float] = []
+        self.failures = 0
+        self.frozen = self.lost = False
+        self.grpc = True
+        self.probe_s = 0.0
+        self.start_process()
+        monkeypatch.setattr(server_health, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+        monkeypatch.setattr(server_health, "_switches", lambda processes: [str(0 if self.held() else self.now)])
+        monkeypatch.setattr(server_health, "get_page", lambda url, path: "OK")
+
+    def start_process(self) -> None:
+        self.child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+        self.process = psutil.Process(self.child.pid)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def held(self) -> bool:
+        return self.frozen or self.process.status() == psutil.STATUS_STOPPED
+
+    def end_process(self) -> None:
+        self.child.kill()
+        self.child.communicate()
+
+    def run(self, script: Script) -> str | None:
+        """Run the checks; return their trouble."""
+
+        def wait(seconds: float) -> bool:
+            pause = next(script, None)
+            self.now += pause or 0.0
+            return pause is None
+
+        health = ServerHealth(self, print)  # type: ignore[arg-type]
+        health._stopping = SimpleNamespace(wait=wait, is_set=lambda: False)  # type: ignore[assignment]
+        health._watch()
+        return health.trouble
+
+    def models(self) -> list[str]:
+        return ["critic"]
+
+    def control(self) -> Rig:
+        return self
+
+    def close(self) -> None:
+        pass
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        return {"critic": [self.process] if self.child.poll() is None else []}
+
+    def poll(self) -> None:
+        pass
+
+    def answers_inference(self, timeout_s: float) -> bool:
+        return self.grpc
+
+    def statistics(self, model: str) -> Any:
+        return SimpleNamespace(success_count=0, failure_count=self.failures)
+
+    def probe_scoring(self, model: str, outputs: tuple[str, ...], timeout_s: float) -> None:
+        self.now += self.probe_s
+        self.request()
+        if self.lost or self.child.poll() is not None:
+            raise ModelProcessDied(model)
+
+    def request(self) -> None:
+        """As a process that is held for a second does: fail for good."""
+        if self.held():
+            self.failures += 1
+            self.lost = True
+
+    def load(self, model: str, **_: object) -> None:
+        self.loads.append(self.now)
+        self.end_process()
+        self.frozen = self.lost = False
+        self.start_process()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(monkeypatch)
+    yield rig
+    rig.end_process()
+
+
+def stop(rig: Rig) -> None:
+    rig.process.suspend()
+    while rig.process.status() != psutil.STATUS_STOPPED:  # the signal is on its way
+        pass
+
+
+def freeze(rig: Rig) -> None:
+    """As the cgroup freezer and a busy machine do: the state is not that of a stopped process."""
+    rig.frozen = True
+
+
+def resume(rig: Rig) -> None:
+    rig.process.resume()
+    while rig.process.status() == psutil.STATUS_STOPPED:
+        pass
+    rig.frozen = False
+
+
+@pytest.mark.parametrize("hold", [stop, freeze])
+def test_no_freeze_of_up_to_5_s_replaces_a_process_and_a_hang_or_a_crash_does(rig: Rig, hold: Callable[[Rig], None]):
+    def script() -> Script:
+        for seconds in np.linspace(1, 5, 20):
+            yield 7.0
+            hold(rig)
+            begin = rig.now
+            while rig.now < begin + seconds:
+                yield 0.5
+            resume(rig)
+        yield IDLE_PROBE_S
+        assert (rig.loads, rig.failures) == ([], 0)
+        hold(rig)
+        begin = rig.now
+        while not rig.loads:
+            yield 1.0
+        assert STOPPED_S < rig.loads[0] - begin < STOPPED_S + IDLE_PROBE_S + 2 * MISSED_PROBES
+        yield from (1.0, 1.0)
+        rig.end_process()
+        yield 1.0
+        assert rig.loads[1:] == [rig.now], "a process that is gone is replaced at once"
+        yield from (1.0, IDLE_PROBE_S)
+        hold(rig)
+        rig.request()
+        yield 1.0
+        assert rig.loads[2:] == [rig.now], "a process that lost a request is replaced before it runs again"
+
+    assert rig.run(script()) is None
+
+
+def test_one_missed_probe_after_a_long_round_is_no_hang_of_the_server(rig: Rig):
+    def script() -> Script:
+        yield 1.0
+        rig.probe_s = 2 * SERVER_SILENT_S
+        yield IDLE_PROBE_S
+        for rig.grpc in (False, True, False, False):
+            yield SERVER_SILENT_S
+        yield 1.0
+
+    assert rig.run(script()) == "tritonserver has not answered over gRPC for 21 s"
+
+
+def test_checks_stop_during_a_reload(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    loading, closed = threading.Event(), threading.Event()
+
+    def load(model: str, **_: object) -> None:
+        loading.set()
+        assert closed.wait(20.0)
+        raise ControlPlaneError("the channel is closed")
+
+    monkeypatch.setattr(server_health, "PROBE_EVERY_S", 0.0)
+    monkeypatch.setattr(rig, "load", load)
+    monkeypatch.setattr(rig, "close", closed.set)
+    rig.end_process()
+    health = ServerHealth(rig, print)  # type: ignore[arg-type]
+    health.start()
+    assert loading.wait(20.0)
+    health.stop()
+    assert closed.is_set()
+    assert not health._thread.is_alive()
