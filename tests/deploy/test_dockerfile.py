@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.project.test_install import STAGES
+from tools.server.healthcheck import TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "Dockerfile.triton"
@@ -57,6 +58,13 @@ def test_it_runs_as_nobody_in_particular(target: str) -> None:
     user, _, group = last(target, "USER").partition(":")
     assert int(user) > 0 < int(group)
     assert "HEALTHCHECK" in [word for word, _ in stages()[target]]
+
+
+@pytest.mark.parametrize("target", ["server", "single"])
+def test_a_busy_server_has_as_long_as_in_kubernetes_to_pass_the_health_check(target: str) -> None:
+    allowed_s = re.search(r"--timeout=(\d+)s", last(target, "HEALTHCHECK"))
+    assert allowed_s
+    assert int(allowed_s[1]) == 120 > TIMEOUT_S > 100
 
 
 @pytest.mark.parametrize("target", TARGETS)

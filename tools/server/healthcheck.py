@@ -32,7 +32,7 @@ from python_backend.wire.contract import (
 )
 from tools.server.container import REPOSITORY, weights_dirs
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 110.0  # Docker and Kubernetes allow 120 s for all requests, the start of Python included
 VERSION_OF = {CRITIC: WEIGHTS_VERSION, REWARD_MODEL: REWARD_VERSION}
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
