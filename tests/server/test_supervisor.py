@@ -12,7 +12,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import regions, server_processes, stub_of, tiny_server, write_repository, write_scoring_model
+from tiny_models import (
+    regions,
+    server_processes,
+    stub_of,
+    tiny_server,
+    write_journal_model,
+    write_repository,
+    write_scoring_model,
+)
 
 from tools.server import health as server_health
 from tools.server import supervisor as supervisor_module
@@ -229,15 +237,16 @@ def test_a_frozen_model_is_kept_unless_it_lost_a_request_and_a_stop_does_not_wai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_health, "STOPPED_S", 3600.0)
+    monkeypatch.setattr("tools.server.drain.CALL_TIMEOUT_S", 1.0)
     block, loads = tmp_path / "block", tmp_path / "loads"
     slow = f"open({str(loads)!r}, 'a').close()\n        while os.path.exists({str(block)!r}): time.sleep(0.1)"
     write_scoring_model(tmp_path / "repository", "critic", on_load=slow)
+    write_journal_model(tmp_path / "repository", "critic_train")
     lines: list[str] = []
     supervisor = Supervisor(starter(tmp_path), log=lines.append)
     unblock = threading.Timer(60.0, block.unlink, [True])
     try:
-        health, frozen = supervisor._health, stub_of(supervisor.server, "critic")
-        watched = health._models["critic"]
+        watched, frozen = supervisor._health._models["critic"], stub_of(supervisor.server, "critic")
         until(lambda: watched.probe_at > 0.0)
         frozen.suspend()  # no probe is in flight
         watched.probe_at = 0.0
@@ -252,8 +261,10 @@ def test_a_frozen_model_is_kept_unless_it_lost_a_request_and_a_stop_does_not_wai
             probe(control, "critic", 5.0)
         until(loads.exists)
         unblock.start()
-        health.stop()
-        assert block.exists(), "the checks ended during the load"
+        supervisor.drain(give_up=lambda: False)
+        assert block.exists(), "the checks ended, and the others were drained, during the load"
+        with supervisor.server.control() as control:
+            assert not control.is_ready("critic_train")
         given_up = "did not run for a second, and tritonserver has given it up"
         assert lines == [f"the process of critic {given_up}: reloading the model"]
     finally:

@@ -51,21 +51,26 @@ def drain(url: str, key: str, timeout_s: float, give_up: Callable[[], bool] = la
         give_up: checked while waiting; True ends the wait.
 
     Returns:
-        Whether all requests were answered; False: they were not within `timeout_s`, or `give_up` returned True.
+        Whether all requests were answered; False: they were not within `timeout_s`, a model is being loaded, or
+        `give_up` returned True.
 
     Raises:
         OSError: the server cannot be reached, or refuses the key.
         ValueError: the response is not Triton's.
     """
     deadline = time.monotonic() + timeout_s
-    while loaded := _loaded(url, key):
+    loading: set[str] = set()
+    while loaded := {model: state for model, state in _loaded(url, key).items() if model not in loading}:
         for model in sorted(loaded, key=lambda model: (model not in ENSEMBLES_FIRST, model)):
             if loaded[model] == "READY":  # at first; later only if a publish has loaded it again
-                _post(url, key, f"models/{model}/unload")
+                try:
+                    _post(url, key, f"models/{model}/unload")
+                except TimeoutError:  # it is being loaded, which Triton finishes first: drain the others
+                    loading.add(model)
         if time.monotonic() > deadline or give_up():
             return False
         time.sleep(POLL_INTERVAL_S)
-    return True
+    return not loading
 
 
 def _loaded(url: str, key: str) -> dict[str, str]:
