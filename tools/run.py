@@ -91,7 +91,9 @@ class Run:
         with self._signals.raising():
             ensure_first_version(self.config, self._path, self._overrides)
         log, check = self._display.log, self._signals.check
-        self._supervisor = Supervisor(lambda: start_server(self.config, log=log, check=check), log=log)
+        self._supervisor = Supervisor(
+            lambda: start_server(self.config, log=log, check=check), log=log, folder=self.config.server_dir
+        )
         check()
         self._failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]

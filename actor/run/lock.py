@@ -1,9 +1,14 @@
-"""Locks on the run's folder: a second actor would rewind the critic under the first and mix their checkpoints."""
+"""Locks on the folders of a run and of a server: two processes in one folder would overwrite each other's files.
+
+A second actor would also rewind the critic under the first one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,15 +17,16 @@ from python_backend.store.durable import exclusive_lock
 
 LOCK_FILE = "actor.lock"
 RUN_LOCK_FILE = "run.lock"
+SERVER_LOCK_FILE = "server.lock"
 PATIENCE_S = 1.0  # far longer than `in_progress` holds a shared lock
 
 
 class ActorRuns(RlhfError):
-    """Another actor, or another `tools run`, holds the lock of the folder."""
+    """Another actor, `tools run` or server holds the lock of the folder."""
 
 
 class UnusableFolder(RlhfError):
-    """The folder of the run cannot be created or written."""
+    """The folder cannot be created or written."""
 
 
 @contextlib.contextmanager
@@ -37,23 +43,33 @@ def only_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def only_server(server_dir: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a tritonserver's folder. Raises ActorRuns."""
+    with _only("server", server_dir, SERVER_LOCK_FILE, key="server.dir"):
+        yield
+
+
 def in_progress(run_dir: Path) -> bool:
     """Return whether `tools run` or an actor holds its lock on `run_dir`."""
     return any(_is_held(run_dir / name) for name in (RUN_LOCK_FILE, LOCK_FILE))
 
 
 @contextlib.contextmanager
-def _only(what: str, run_dir: Path, name: str) -> Iterator[None]:
+def _only(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterator[None]:
+    path = folder / name
     with contextlib.ExitStack() as stack:
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(exclusive_lock(run_dir / name, patience_s=PATIENCE_S))
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive_lock(path, patience_s=PATIENCE_S))
+            path.write_text(f"process {os.getpid()} on {platform.node()}")
         except TimeoutError:
             raise ActorRuns(
-                f"another {what} is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
+                f"another {what} is running in {folder} ({path.read_text()}); stop it first, or give this one its own "
+                f"folder ({key})"
             ) from None
         except OSError as error:
-            raise UnusableFolder(f"run.dir: {run_dir} cannot be used: {error.strerror}; name another folder") from error
+            raise UnusableFolder(f"{key}: {folder} cannot be used: {error.strerror}; name another folder") from error
         yield
 
 

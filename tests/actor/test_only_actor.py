@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import platform
 import subprocess
 import sys
 import threading
@@ -34,7 +36,8 @@ def test_a_second_actor_ends_with_one_sentence(tmp_path: Path, checkpoints: Chec
         second = subprocess.run(command, capture_output=True, text=True)
         assert second.returncode == 2
         assert second.stderr.splitlines() == [
-            f"error: another actor is running in {run_dir}; stop it first, or give this one its own folder (run.dir)"
+            f"error: another actor is running in {run_dir} (process {first.pid} on {platform.node()}); stop it first, "
+            "or give this one its own folder (run.dir)"
         ]
         first.kill()  # leaves its lock file behind
         first.communicate()
@@ -72,7 +75,7 @@ def test_a_run_in_progress_is_not_moved_by_fresh(
     (run.config.run.dir / "metrics.jsonl").touch()
     with lock(run.config.run.dir):
         assert tools.run.main(["--fresh", "--config", str(run.path)]) == 2
-    assert f"is running in {run.config.run.dir}; stop it first" in capsys.readouterr().err
+    assert f"is running in {run.config.run.dir} (process {os.getpid()} on" in capsys.readouterr().err
     assert (run.config.run.dir / "metrics.jsonl").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import platform
 import re
 import shutil
 import signal
@@ -41,14 +42,21 @@ def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, 
     """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers.
 
     The Python backend would not find its files in such a folder, which has a space and an umlaut.
+    A second one in its folder ends before it touches anything there.
     """
     write_repository(run_dir / own / "model_repository")
     shared = {path.name for path in run_dir.iterdir()}
-    process = serve(run_dir, *([] if own == "." else [f"server.dir={run_dir / own}"]))
+    overrides = [] if own == "." else [f"server.dir={run_dir / own}"]
+    process = serve(run_dir, *overrides)
     state = run_dir / own / "server.json"
     wait_for(state, process)
     assert own == "." or {path.name for path in run_dir.iterdir()} == shared
     grpc_url = json.loads(state.read_text())["grpc"]
+    second = serve(run_dir, *overrides)
+    refusal = f"another server is running in {state.parent} (process {process.pid} on {platform.node()})"
+    assert second.communicate()[1].startswith(f"error: {refusal}; stop it first")
+    assert (second.returncode, json.loads(state.read_text())["grpc"]) == (2, grpc_url)
+    assert not (run_dir / own / "logs" / "tritonserver.previous.log").exists()
     with ControlPlane(grpc_url) as control:
         control.probe_scoring("critic_infer", ("rewards", "values"), timeout_s=10)
     process.send_signal(number)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from actor.run.lock import only_server
 from tools.server.health import ServerHealth
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
@@ -16,14 +19,18 @@ LONGEST_PAUSE_S = 60.0  # upper limit of the back-off
 class Supervisor:
     """Owns a server. Call `look` regularly, so that it restarts the server when needed, and `stop` at the end."""
 
-    def __init__(self, start: Callable[[], TritonServer], *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, start: Callable[[], TritonServer], *, log: Callable[[str], None], folder: Path | None = None
+    ) -> None:
         """Start the server.
 
         Args:
             start: starts a server and returns it once its models have answered; `look` calls it for each restart.
             log: receives a line for each event.
+            folder: the server's, `server.dir`; another server in it is refused until `stop`.
 
         Raises:
+            ActorRuns: another server runs in `folder`.
             ServerStartError: the first start failed; failed restarts are retried with exponential back-off.
         """
         self._start = start
@@ -32,7 +39,11 @@ class Supervisor:
         self._start_at: float | None = None  # None while the server runs
         self.failed_starts = 0
         """Failed restarts so far."""
-        self.server = start()
+        with contextlib.ExitStack() as held:
+            if folder is not None:
+                held.enter_context(only_server(folder))
+            self.server = start()
+            self._held = held.pop_all()
         self._watch()
 
     def look(self) -> None:
@@ -57,6 +68,7 @@ class Supervisor:
         """Stop the health checks and the server."""
         self._health.stop()
         self.server.stop()
+        self._held.close()
 
     def _reason_to_restart(self) -> str | None:
         try:
