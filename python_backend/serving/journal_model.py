@@ -19,7 +19,7 @@ from python_backend.serving.triton import Call, MetricCounters, Parameters, Step
 from python_backend.store.durable import refusal
 from python_backend.store.heartbeat import HeartbeatWatch
 from python_backend.store.journal import Entry, Journal, Result
-from python_backend.wire.contract import RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
+from python_backend.wire.contract import ORIGIN_HEADER, RUN_ID, TRACEPARENT_HEADER, TRAINING_KEY_HEADER, ContractError
 
 FOLLOWER_GRACE_S = 3.0  # a sidecar may be absent this long (a restart) before waiting callers get UNAVAILABLE
 FAILURES = {
@@ -66,7 +66,7 @@ class JournalModel:
         for request in requests:
             call = Call(request)
             try:
-                self._check_key(call)
+                self._check_sender(call)
                 with tracing.span(f"{self.parameters.model}: journal", parent=traceparent_of(call)):
                     entry = self.accept(call)
             except OSError as error:  # process edge: a disk error; nothing was accepted, so the caller may retry
@@ -85,7 +85,11 @@ class JournalModel:
         for call, entry, _ in self._waiting:
             call.fail(Unavailable(f"the server is stopping; {self._journalled(entry)}"))
 
-    def _check_key(self, call: Call) -> None:
+    def _check_sender(self, call: Call) -> None:
+        if call.header(ORIGIN_HEADER) is not None:
+            raise ContractError(
+                f"header {ORIGIN_HEADER}: web pages must not train; send the request without this header"
+            )
         if self._key_hash is None:
             return
         sent = hashlib.sha256((call.header(TRAINING_KEY_HEADER) or "").encode()).hexdigest()

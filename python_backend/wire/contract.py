@@ -99,6 +99,7 @@ SENDER_HEADER = "x-triton-sender"
 """Identifies the client as `<session>/<n>`; n is the number of rewinds it has requested (see store/ownership.py)."""
 PROBE_HEADER = "x-triton-probe"
 """Marks a health check: reward functions answer that they do not apply, because one may be slow or cost money."""
+ORIGIN_HEADER = "origin"  # browsers add it to each POST of a web page; critic_train and critic_save refuse it
 TRACEPARENT_HEADER = "traceparent"  # W3C trace context; also the name in the metadata of a journal entry
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

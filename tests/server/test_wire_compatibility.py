@@ -5,6 +5,11 @@ Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1.
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
 import numpy as np
 import pytest
 from live_system import Checkpoints, FinishedRun, direct_rewards, direct_values, random_rows, scoring_inputs
@@ -73,6 +78,31 @@ def test_train_and_save(finished: FinishedRun) -> None:
     assert saved["status"].tolist() == [0]
     assert finished.run.journal.last_step() == before + 1
     assert (finished.run.config.run.dir / "checkpoints" / "critic" / str(before + 1)).is_dir()
+
+
+@pytest.mark.parametrize("hiding", [{}, {"Origin": 5}, {"origin": ""}])
+@pytest.mark.parametrize("name", ["Origin", "ORIGIN"])
+def test_a_web_page_can_neither_train_nor_save(finished: FinishedRun, name: str, hiding: dict[str, Any]) -> None:
+    """As a browser sends it without asking the server first; parameters in the body do not hide the header."""
+    before = finished.run.journal.last_step()
+    inputs = {
+        "critic_train": [("tokens", "INT64", [[3, 4]])]
+        + [(n, "FP32", [[1]]) for n in ("returns", "prev_values", "mask")],
+        "critic_save": [("dummy_var", "INT64", [0])],
+    }
+    for model, tensors in inputs.items():
+        body = {
+            "parameters": hiding,
+            "inputs": [
+                {"name": n, "datatype": kind, "shape": list(np.shape(data)), "data": data} for n, kind, data in tensors
+            ],
+        }
+        headers = {"Content-Type": "text/plain", name: "http://elsewhere.example"}
+        url = f"http://{finished.run.config.server.http_url}/v2/models/{model}/infer"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=TIMEOUT_S)
+        assert (refused.value.code, "header origin: web pages" in refused.value.read().decode()) == (400, True)
+    assert finished.run.journal.last_step() == before
 
 
 def test_a_wrong_request_raises_in_its_own_future(finished: FinishedRun) -> None:

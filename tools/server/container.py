@@ -26,7 +26,7 @@ SERVER_ARGUMENTS = (
     "--load-model=*",  # all models, before the ports open: no client reaches a server without its models
     "--disable-auto-complete-config",
     "--strict-readiness=true",
-    "--http-header-forward-pattern=x-triton-.*|traceparent",
+    "--http-header-forward-pattern=x-triton-.*|traceparent|^[Oo]rigin$",
     "--grpc-header-forward-pattern=x-triton-.*|traceparent",
     "--allow-sagemaker=false",
     "--allow-vertex-ai=false",
