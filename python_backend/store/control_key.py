@@ -10,6 +10,8 @@ import os
 import secrets
 from pathlib import Path
 
+from python_backend.errors import RlhfError
+
 VARIABLE = "TRITON_CONTROL_KEY"
 TRAINING_VARIABLE = "TRAINING_KEY"  # the image's name for what `server.training_key_env` names elsewhere
 FILE = "control.key"
@@ -17,11 +19,21 @@ HEADER = "rlhf-control-key"
 GRPC_HEADER = f"triton-grpc-protocol-{HEADER}"  # tritonserver matches gRPC headers with this prefix
 CLOSED = "model-repository,shared-memory,trace,logging"  # the APIs that require the key
 
+SHORTEST_KEY = 16  # characters
+
+
+class UnusableKey(RlhfError):
+    """A file that should contain a key contains less."""
+
 
 def control_key(weights_dir: Path) -> str:
     """Return the key from the environment variable or from the file beside `weights_dir`, which is created if missing.
 
-    Only the owner of the file has access to it. Raises OSError if it cannot be read or written.
+    Only the owner of the file has access to it.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        UnusableKey: the file contains less than a key.
     """
     return os.environ.get(VARIABLE) or key_in(weights_dir.parent / FILE)
 
@@ -29,18 +41,28 @@ def control_key(weights_dir: Path) -> str:
 def key_in(path: Path) -> str:
     """Return the key in the file `path`; if the file is missing, create it with a new key and mode 0600.
 
-    Raises OSError if the file cannot be read or written.
+    Raises:
+        OSError: the file cannot be read or written.
+        UnusableKey: the file contains less than a key. An empty key would admit clients that send none.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
+            file.flush()
+            os.fsync(file.fileno())  # after a power failure, the linked file might else be empty
         # link(2) is atomic: if several processes start together, all use the key of the first one to link its file.
         with contextlib.suppress(FileExistsError):
             os.link(fresh, path)
         fresh.unlink()
-    return path.read_text().strip()
+    key = path.read_text().strip()
+    if len(key) < SHORTEST_KEY:
+        raise UnusableKey(
+            f"{path} contains a key of {len(key)} characters, at least {SHORTEST_KEY} are needed; "
+            "delete the file, and the next start makes a new key"
+        )
+    return key
 
 
 def closing_arguments(key: str) -> list[str]:
