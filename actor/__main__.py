@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import interrupt_on_signals, log_to_stderr, report, run_parser
+from python_backend.config.command_line import interrupt_on_signals, limit_access, log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run_parser("Train the policy.", prog="python -m actor").parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
+        limit_access(config.run)
         log_to_stderr("actor", config.run)
         check_files(config, actor=True)
         launch_ranks(config.actor.ranks, "actor", sys.argv[1:] if argv is None else argv, key="actor.ranks")

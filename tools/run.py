@@ -20,7 +20,7 @@ import psutil
 
 from actor.run.lock import only_actor, only_run
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import report, run_parser
+from python_backend.config.command_line import limit_access, report, run_parser
 from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in
@@ -274,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with signals.raising():
             config = load_config(args.config, args.overrides)
+            limit_access(config.run)
             if args.dry_run:
                 return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
             if config.demo is None:  # a demo's files do not exist yet

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import log_to_stderr, report, run_parser
+from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
 from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_files
 from python_backend.errors import REPORTED
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepared(path: Path, overrides: list[str]) -> RunConfig:
     """Return the configuration with measured settings and fixed ports, once the files that it names exist."""
     config = load_config(path, overrides)
+    limit_access(config.run)
     if config.run.log_format == "json":
         log_to_stderr("server", config.run)
     preparation, made = demo_preparation(config)

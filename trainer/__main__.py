@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from python_backend.config import RunConfig, TrainerSection, load_config
-from python_backend.config.command_line import log_to_stderr, report, run_parser
+from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
 from python_backend.config.required_files import check_critic
 from python_backend.errors import REPORTED
 from python_backend.long_lived import long_lived_imports
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)
+        limit_access(config.run)
         log_to_stderr("sidecar", config.run)
         if not args.init_only or config.serves_critic:
             check_critic(config)

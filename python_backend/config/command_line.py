@@ -45,6 +45,11 @@ def log_to_stderr(process: str, run: RunSection) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request at INFO
 
 
+def limit_access(run: RunSection) -> None:
+    """Set the umask of this process and its children."""
+    os.umask(0o077 if run.access == "owner" else 0o007)
+
+
 def interrupt_on_signals(numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
     """Raise KeyboardInterrupt for these signals, even if a background job inherited SIGINT as ignored."""
     for number in numbers:

@@ -36,6 +36,9 @@ class RunSection(Section):
     """Output folder of the run; relative paths start at the working directory."""
     run_id: str | None = None
     """Name of the run in the journal; default: the name of `dir`."""
+    access: Literal["owner", "group"] = "owner"
+    """Who can read and write what server, sidecar and actor write, which includes prompts and responses: `owner` (umask
+    077) or also the `group` (umask 007), for processes of several users that share the folder."""
     log_format: Literal["text", "json"] = "text"
     """Format of the log lines of actor, sidecar, `tools serve` and gateway. `json`: one object a line, with the run,
     the step and the weights version that it belongs to."""

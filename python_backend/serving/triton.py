@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ class Parameters:
     """A model's `parameters` from config.pbtxt. Raises ValueError naming the model and the parameter."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
+        _hide_requests()
         config = json.loads(args["model_config"])
         self.model = config["name"]
         self._values = {key: item["string_value"] for key, item in config.get("parameters", {}).items()}
@@ -59,6 +61,16 @@ class Parameters:
         """
         path = Path(self.text(name)).absolute()
         return path if str(path).isascii() else plain_alias(path)
+
+
+def _hide_requests() -> None:
+    """Make this process's shared memory, through which requests arrive, unreadable for other users.
+
+    Triton gives it mode 0644, whatever the umask is. A model calls this before it receives its first request.
+    """
+    for region in set(re.findall(r"/dev/shm/\S+", Path("/proc/self/maps").read_text())):
+        with contextlib.suppress(OSError):  # a library has removed its file already
+            Path(region).chmod(0o600)
 
 
 class Unavailable(RlhfError):

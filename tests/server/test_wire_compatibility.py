@@ -6,6 +6,8 @@ Calls, names, dtypes and shapes: reference/nemo_aligner.md section 1.
 from __future__ import annotations
 
 import json
+import stat
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -14,6 +16,8 @@ import numpy as np
 import pytest
 from live_system import Checkpoints, FinishedRun, direct_rewards, direct_values, random_rows, scoring_inputs
 from pytriton.client import FuturesModelClient, ModelClient
+
+from tools.server.shared_memory import SHARED_MEMORY
 
 TIMEOUT_S = 60.0
 WIDTH = 24
@@ -78,6 +82,22 @@ def test_train_and_save(finished: FinishedRun) -> None:
     assert saved["status"].tolist() == [0]
     assert finished.run.journal.last_step() == before + 1
     assert (finished.run.config.run.dir / "checkpoints" / "critic" / str(before + 1)).is_dir()
+
+
+def test_no_other_user_can_read_requests_in_shared_memory_or_what_actor_and_sidecar_write(
+    finished: FinishedRun,
+) -> None:
+    def modes() -> list[int]:
+        found = SHARED_MEMORY.glob(f"rlhf-{finished.server.process.pid}-*")
+        return [stat.S_IMODE(path.stat().st_mode) for path in found]
+
+    deadline = time.monotonic() + TIMEOUT_S  # a model that is being loaded has received no request yet
+    while set(modes()) != {0o600}:
+        assert time.monotonic() < deadline, modes()
+        time.sleep(0.1)
+    assert len(modes()) >= 4
+    written = [finished.run.config.run.dir / name for name in ("metrics.jsonl", "critic_metrics.jsonl")]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in written] == [0o600, 0o600]
 
 
 @pytest.mark.parametrize("hiding", [{}, {"Origin": 5}, {"origin": ""}])

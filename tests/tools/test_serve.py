@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import time
 import urllib.error
@@ -41,17 +42,20 @@ def wait_until_gone(parent_pid: int) -> None:
 def test_serve_stops_cleanly_on_a_signal(run_dir: Path, number: signal.Signals, own: str) -> None:
     """Once with `server.dir`: nothing of the server is then in the folder that it shares with other servers.
 
-    The Python backend would not find its files in such a folder, which has a space and an umlaut.
-    A second one in its folder ends before it touches anything there.
+    The Python backend would not find its files in such a folder, which has a space and an umlaut. A second server in
+    its folder ends before it touches anything there. Other users cannot read what it writes; the group can where the
+    configuration says so.
     """
     write_repository(run_dir / own / "model_repository")
     shared = {path.name for path in run_dir.iterdir()}
-    overrides = [] if own == "." else [f"server.dir={run_dir / own}"]
+    overrides = [] if own == "." else [f"server.dir={run_dir / own}", "run.access=group"]
     process = serve(run_dir, *overrides)
     state = run_dir / own / "server.json"
     wait_for(state, process)
     assert own == "." or {path.name for path in run_dir.iterdir()} == shared
     grpc_url = json.loads(state.read_text())["grpc"]
+    modes = {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (state, state.parent / "logs")}
+    assert modes == ({0} if own == "." else {0o060, 0o070})
     second = serve(run_dir, *overrides)
     refusal = f"another server is running in {state.parent} (process {process.pid} on {platform.node()})"
     assert second.communicate()[1].startswith(f"error: {refusal}; stop it first")
