@@ -28,7 +28,7 @@ from chaos.killer import Killer
 from chaos.picture import draw
 from chaos.points import plan_kills
 from chaos.reference import Reference, run_reference
-from chaos.stopping import stop_accepting
+from chaos.stopping import freeze_models, stop_accepting
 from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import ChaosSystem, shape_of, write_config
 from chaos.traffic import RequestRecord, Traffic
@@ -66,9 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="also damage actor checkpoints N times, in a separate small run",
     )
     parser.add_argument("--hung", action="store_true", help="also suspend servers and models until they are replaced")
+    parser.add_argument(
+        "--freezes", type=_count, default=0, metavar="N", help="also stop models N times for 1 to 5 s, after the kills"
+    )
     parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
     args = parse_or_complete(parser, argv)
-    if args.minutes is not None and (args.config or args.actor_rounds or args.hung or args.ranks > 1):
+    if args.minutes is not None and (args.config or args.actor_rounds or args.hung or args.freezes or args.ranks > 1):
         parser.error("--minutes takes no other arguments than --out and --seed")
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             verdicts = run_chaos(
                 args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
-                actor_rounds=args.actor_rounds, ranks=args.ranks,
+                actor_rounds=args.actor_rounds, ranks=args.ranks, freezes=args.freezes,
             )  # fmt: skip
     except REPORTED as error:
         return report(error)
@@ -107,7 +110,7 @@ def _enough(event: threading.Event, number: int, frame: FrameType | None) -> Non
 
 def run_chaos(
     out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
-    actor_rounds: int = 0, ranks: int = 1,
+    actor_rounds: int = 0, ranks: int = 1, freezes: int = 0,
 ) -> list[verdict.Verdict]:  # fmt: skip
     """Run the system in `out`, kill its processes, compare it with a reference run, and return the verdicts.
 
@@ -121,6 +124,7 @@ def run_chaos(
         hung: also stop (SIGSTOP) servers and models permanently; the supervisor must replace them.
         actor_rounds: how many times a checkpoint of a small actor is damaged, in a separate run.
         ranks: number of ranks that train the critic; any of them may be killed.
+        freezes: how many times a model's process is stopped for some seconds afterwards; none may be replaced.
 
     Raises:
         ServerStartError: the server did not start at the beginning, or FAILED_STARTS restarts failed.
@@ -140,6 +144,7 @@ def run_chaos(
     try:
         log(f"{num_kills} kills, seed {seed}, in {out}")
         _drive(system, traffic, killer, enough)
+        freeze_models(system, freezes, random.Random(seed + 4), enough)
         system.stop_sidecar()
     finally:
         killer.give_up()  # first, so that nothing is killed while the system stops

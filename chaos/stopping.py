@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import threading
 import time
@@ -11,11 +12,14 @@ from collections.abc import Callable
 
 import psutil
 
+from chaos.points import VICTIMS
 from chaos.system import ChaosSystem
 
 WAYS = ("killed", "stopped", "hung")
 STOP_S = 3.0  # longest temporary stop: too short for the supervisor to replace the process
 HUNG_S = 120.0  # time limit for a hung process to be replaced
+LONGEST_FREEZE_S = 5.0
+MODELS = tuple(victim for victim in VICTIMS if victim not in ("tritonserver", "sidecar"))
 CATCH_S = 5.0  # longest wait for critic_train to write
 CATCH_POLL_S = 0.0005
 CAUGHT_S = 6.0  # longest stop in the middle of a write
@@ -51,6 +55,17 @@ def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
                 process.send_signal(signal.SIGCONT)
                 return give_up.is_set()
     return True
+
+
+def freeze_models(system: ChaosSystem, num_freezes: int, generator: random.Random, give_up: threading.Event) -> None:
+    """Stop processes of models for a few seconds while no request waits for them; a replacement is a trouble."""
+    for _ in range(num_freezes):
+        model, seconds = generator.choice(MODELS), generator.uniform(1.0, LONGEST_FREEZE_S)
+        processes = system.processes_of(model)
+        stop_for(processes[0], seconds, give_up)
+        system.look()
+        if system.processes_of(model) != processes:
+            system.troubles.append(f"the process of {model} was replaced because it was stopped for {seconds:.1f} s")
 
 
 def stop_accepting(system: ChaosSystem) -> Callable[[], None]:

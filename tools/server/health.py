@@ -154,8 +154,8 @@ class ServerHealth:
             self._replace(model, watched, str(loss), unload=True)
             return
         except ModelProcessDied:
-            is_gone = not any(map(is_alive, processes))
-            why = "has died" if is_gone else "did not run for a second, and tritonserver has given it up"
+            lives = any(map(is_alive, processes))
+            why = "did not run for a second, and tritonserver has given it up" if lives else "has died"
             _kill(processes)  # if it runs again, a late answer ends the server, or it never answers again
             self._replace(model, watched, f"the process of {model} {why}")
             return
@@ -180,7 +180,7 @@ class ServerHealth:
 
         Raises:
             ControlPlaneError: it does not answer the probe.
-            ModelProcessDied: its process has ended, or failed requests because it was not scheduled.
+            ModelProcessDied: its process has ended, or Triton has given it up because it was not scheduled.
         """
         if not processes:
             raise ModelProcessDied(f"{model}: its process is gone")
@@ -192,24 +192,13 @@ class ServerHealth:
         watched.successes, watched.failures, watched.forwards = counts.success_count, counts.failure_count, forwards
         is_idle = counts.success_count == before and not failed and not watched.silence.missed
         if not moved and not (is_idle and time.monotonic() < watched.probe_at):
-            if not self._may_probe(watched, processes, failed=failed):
+            is_new = not failed and watched.silence.seconds <= STOPPED_S
+            if is_new and not _runs(processes):  # a probe would be a request that Triton gives up, and the process too
                 return False
             probe(self._control, model, PROBE_TIMEOUT_S)
             watched.successes += 1
             watched.probe_at = time.monotonic() + IDLE_PROBE_S
         return True
-
-    @staticmethod
-    def _may_probe(watched: _Watched, processes: Sequence[psutil.Process], *, failed: bool) -> bool:
-        """Return whether to send a probe: not to a process that is not scheduled, unless that lasts for STOPPED_S.
-
-        After a second, server 2.51 fails the request and gives up the process; one without a request survives.
-        """
-        if _runs(processes):
-            return True
-        if failed:
-            raise ModelProcessDied("a request has failed meanwhile")
-        return watched.silence.seconds > STOPPED_S
 
     def _progresses(self, model: str, watched: _Watched) -> bool:
         """Return whether the model has made progress since the last check, or has nothing to do."""
