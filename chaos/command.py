@@ -144,8 +144,8 @@ def run_chaos(
     try:
         log(f"{num_kills} kills, seed {seed}, in {out}")
         _drive(system, traffic, killer, enough)
+        system.stop_sidecar()  # it may still reload a model, and a frozen process would then end the server
         freeze_models(system, freezes, random.Random(seed + 4), enough)
-        system.stop_sidecar()
     finally:
         killer.give_up()  # first, so that nothing is killed while the system stops
         traffic.give_up()

@@ -61,11 +61,10 @@ def freeze_models(system: ChaosSystem, num_freezes: int, generator: random.Rando
     """Stop processes of models for a few seconds while no request waits for them; a replacement is a trouble."""
     for _ in range(num_freezes):
         model, seconds = generator.choice(MODELS), generator.uniform(1.0, LONGEST_FREEZE_S)
-        process = system.processes_of(model)[-1]  # after a reload, the process of the old version may still be ending
-        stop_for(process, seconds, give_up)
-        system.look()
-        if process not in system.processes_of(model):
-            system.troubles.append(f"the process of {model} was replaced because it was stopped for {seconds:.1f} s")
+        for process in system.processes_of(model)[-1:]:
+            stop_for(process, seconds, give_up)
+            if process not in system.processes_of(model):
+                system.troubles.append(f"the process of {model} was replaced as it was stopped for {seconds:.1f} s")
 
 
 def stop_accepting(system: ChaosSystem) -> Callable[[], None]:
