@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         with stop.raising():
             config = _prepared(arguments.config, overrides)
-        supervisor = Supervisor(lambda: start_server(config, log=say, check=stop.check), log=say, folder=config.server_dir)
+        supervisor = Supervisor(
+            lambda: start_server(config, log=say, check=stop.check), log=say, folder=config.server_dir
+        )
         say("serving; Ctrl-C drains and stops it")
         while True:
             stop.check()
