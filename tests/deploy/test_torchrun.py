@@ -29,7 +29,10 @@ def lines() -> dict[str, tuple[list[str], dict[str, str]]]:
         for name, pod in pods(overlay).items():
             container = pod["spec"]["containers"][0]
             if TORCHRUN in container["command"]:
-                found[f"{overlay}-{name}"] = container["command"], {e["name"]: e["value"] for e in container["env"]}
+                found[f"{overlay}-{name}"] = (
+                    container["command"],
+                    {e["name"]: e["value"] for e in container["env"] if "value" in e},
+                )
     return found
 
 
