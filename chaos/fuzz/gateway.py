@@ -79,14 +79,19 @@ class GatewayProcess:
         except OSError as error:
             return Answer(None, f"{type(error).__name__}: {error}", time.monotonic() - begin)
         finally:
-            del self._open[:-MOST_OPEN]
+            self._close_all_but(MOST_OPEN)
         found = re.match(rb"HTTP/1.1 (\d+)", status)
         return Answer(found[1].decode() if found else attack.name, status.decode("latin-1"), time.monotonic() - begin)
 
     def stop(self) -> None:
-        """Stop the process."""
+        """Stop the process, and close all connections."""
         self._process.terminate()
-        self._process.wait()
+        self._process.communicate()
+        self._close_all_but(0)
+
+    def _close_all_but(self, newest: int) -> None:
+        for _ in range(len(self._open) - newest):
+            self._open.pop(0).close()
 
 
 def _head(path: str, length: int, headers: dict[str, str]) -> bytes:

@@ -24,7 +24,11 @@ Forward = Callable[..., Tensor]
 SHORT, LONG = 3, 9  # tokens of the two probe rows
 WIDE = 72  # a width above the 64 tokens of a chunk of attention, as in Reformer
 SAME_SHAPE = 1e-5  # relative to the largest output: forward passes that differ in nothing but the padding id
-ANOTHER_SHAPE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # rounding depends on the shape of a forward pass
+ANOTHER_SHAPE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.bfloat16: 0.05,
+}  # rounding depends on the shape of a forward pass
 
 
 def collate(

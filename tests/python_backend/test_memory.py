@@ -31,7 +31,7 @@ print("ready", flush=True)
 for _ in sys.stdin:
     print(psutil.Process().memory_full_info().pss, flush=True)
 """
-SHARE = 1.3
+SHARE = 4 / 3
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
 
 
