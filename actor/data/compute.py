@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 InThread: TypeAlias = Callable[..., Awaitable[Any]]
-AT_ONCE = 64  # tasks that may start in one iteration of the event loop, which then takes some 20 ms
+AT_ONCE = 16  # tasks that may start in one iteration of the event loop, which then takes a few milliseconds
 R = TypeVar("R")
 
 

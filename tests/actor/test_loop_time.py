@@ -77,6 +77,7 @@ class Watch(selectors.DefaultSelector):
 class InstantPolicy(TinyPolicy):
     """Generates prepared responses at once."""
 
+    loop: asyncio.AbstractEventLoop
     sampler = reference = None
     vocab_size = 160
     kept = tokenizer = make_text_tokenizer("qwen2")
@@ -92,6 +93,8 @@ class InstantPolicy(TinyPolicy):
         whole = Rollout(prompts, tokens, lengths, firsts, torch.ones(len(prompts)).bool())
         for i in range(len(prompts)):
             finished(i, whole.select(torch.tensor([i])))
+            if i % 64 == 0:  # as from slots, in which no more responses can end at the same time
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result()
         return whole
 
     def sampled_logprobs(self, rollout: Rollout) -> torch.Tensor:
@@ -178,7 +181,7 @@ def test_the_loop_is_never_blocked_for_long(rows: int, width: int, tmp_path: Pat
     gc.collect()
     gc.freeze()  # as `long_lived_imports` does for the actor
     watch = Watch()
-    loop = asyncio.SelectorEventLoop(watch)
+    loop = policy.loop = asyncio.SelectorEventLoop(watch)
     try:
         loop.run_until_complete(PPORun(config, InstantServer(rows)).run())
     finally:
