@@ -17,8 +17,8 @@ class FakeServer:
     closed, and aiohttp's `cleanup` leaves those open that it does not know yet, or waits for their clients.
     """
 
-    def __init__(self) -> None:
-        self._port = 0
+    def __init__(self, routes: list[web.RouteDef]) -> None:
+        self._routes, self._port = routes, 0
         self._is_stopped = True
 
     @property
@@ -35,14 +35,11 @@ class FakeServer:
     ) -> None:
         await self.stop()
 
-    def _routes(self) -> list[web.RouteDef]:
-        raise NotImplementedError
-
     async def start(self) -> None:
         """Listen, after a stop on the same port as before."""
         self._is_stopped = False
         app = web.Application()
-        app.add_routes(self._routes())
+        app.add_routes(self._routes)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)  # a restart finds none at work
         await self._runner.setup()
         self._accepted: list[asyncio.Task[object]] = []

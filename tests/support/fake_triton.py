@@ -32,7 +32,13 @@ class FakeTriton(FakeServer):
     """
 
     def __init__(self, behaviour: Behaviour = lambda model, number: "ok") -> None:
-        super().__init__()
+        super().__init__(
+            [
+                web.post("/v2/models/{model}/infer", self._infer),
+                web.get("/v2/models/{model}/ready", self._ready),
+                web.get("/v2/models/{model}/config", self._config),
+            ]
+        )
         self.behaviour = behaviour
         self.ready: Callable[[str], bool] = lambda model: True
         self.parameters = {"checkpoint": "here", "tokenizer_fingerprint": "ours"}
@@ -41,13 +47,6 @@ class FakeTriton(FakeServer):
         self.connections: set[asyncio.Transport] = set()
         self.in_flight = self.most_in_flight = self.probes = 0
         self.go = asyncio.Event()
-
-    def _routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/v2/models/{model}/infer", self._infer),
-            web.get("/v2/models/{model}/ready", self._ready),
-            web.get("/v2/models/{model}/config", self._config),
-        ]
 
     async def _infer(self, request: web.Request) -> web.Response:
         model = request.match_info["model"]

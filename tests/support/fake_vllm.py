@@ -17,7 +17,7 @@ class FakeVllm(FakeServer):
     """A fake server. It responds with the tokens 5, 6, 7 and the end-of-sequence token 1, unless `answer` differs."""
 
     def __init__(self, version: str = "0.32.0") -> None:
-        super().__init__()
+        super().__init__([web.route("*", "/{path:.*}", self._handle)])
         self.release = version
         self.weights = "initial"
         self.adapters: list[str] = []
@@ -34,9 +34,6 @@ class FakeVllm(FakeServer):
         """Generation requests get no response."""
         self.silent: set[str] = set()
         """Paths that never respond."""
-
-    def _routes(self) -> list[web.RouteDef]:
-        return [web.route("*", "/{path:.*}", self._handle)]
 
     async def start(self) -> None:
         """Listen; after a stop on the same port, with the initial weights."""
