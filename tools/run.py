@@ -30,7 +30,7 @@ from tools.calibrate.calibration import settle
 from tools.preflight import check_run
 from tools.report.data import loading_line
 from tools.report.display import RunDisplay
-from tools.resumed import check_changes, write_settings
+from tools.resume_changes import check_changes, write_settings
 from tools.serve import demo_preparation, ensure_first_version, start_server
 from tools.server.child import Child, ChildDied
 from tools.server.health import get_page

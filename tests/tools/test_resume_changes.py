@@ -1,4 +1,4 @@
-"""`tools.resumed`: a run does not resume silently with another reward, algorithm or policy."""
+"""`tools.resume_changes`: a run does not resume silently with another reward, algorithm or policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from python_backend.config import ActorSection, ConfigError, RunConfig
 from python_backend.store.jsonl import read_jsonl
 from tests.support.settings import nested
-from tools.resumed import check_changes, write_settings
+from tools.resume_changes import check_changes, write_settings
 
 CODE = "def verify(sample):\n    return 1.0\n"
 
