@@ -149,11 +149,11 @@ def test_a_killed_actor_resumes_and_rewinds_the_critic(tmp_path: Path, checkpoin
     actor = run.start("actor")
     try:
         metrics = run.config.run.dir / "metrics.jsonl"
-        wait_for(lambda: len(read_jsonl(metrics)) >= 3, actor)
+        # A step's line may be written before its payload is in the journal: the critic is not waited for.
+        wait_for(lambda: min(len(read_jsonl(metrics)), run.journal.last_step()) >= 3, actor)
         actor.process.send_signal(signal.SIGKILL)
         actor.process.wait()
         killed_at = run.journal.last_step()
-        assert killed_at >= 3
         checkpoint = max(int(path.name) for path in (run.config.run.dir / "checkpoints" / "actor").glob("[0-9]*"))
         assert checkpoint in (2, 4)
         version_before = run.store.current() or 0

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_server import free_port
 
 from python_backend.monitoring.exporter import Exporter, MetricSpec, Values
+from tools.server.ports import free_port
 
 METRICS = (
     MetricSpec("step", "Last step."),

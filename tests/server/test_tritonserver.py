@@ -23,7 +23,7 @@ from tiny_models import (
 )
 
 from tools.server.log import readable, stub_failure
-from tools.server.ports import check_ports
+from tools.server.ports import check_ports, free_port
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from trainer.control_plane import ControlPlane, ControlPlaneError
 
@@ -103,6 +103,15 @@ def test_ports_must_differ_and_the_host_must_be_ours(tmp_path: Path) -> None:
         check_ports(section.model_copy(update={"metrics_port": section.http_port}))
     with pytest.raises(ServerStartError, match=r"server\.host 192\.0\.2\.1 is not an address of this machine"):
         tiny_server(tmp_path, host="192.0.2.1")
+
+
+def test_a_free_port_stays_free_for_the_server_alone() -> None:
+    """Until the server starts, seconds later, no connection and no other process may be given its port."""
+    port = free_port()
+    with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+        stranger.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)) as server:  # it sets SO_REUSEADDR
+        socket.create_connection(server.getsockname()).close()
 
 
 def test_an_empty_repository(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from live_system import Checkpoints, System, make_run, start_system, stop_process, wait_for
-from prometheus_server import Prometheus, free_port, program
+from prometheus_server import Prometheus, program
 
 from tools.server.child import Child
+from tools.server.ports import free_port
 
 ENDLESS = 100_000  # steps
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tools.server.ports import free_port
 
 MONITORING = Path(__file__).resolve().parents[2] / "deploy" / "monitoring"
 VARIABLE = "RLHF_PROMETHEUS"
@@ -125,10 +126,3 @@ class Prometheus:
                 return answer.status == 200
         except (urllib.error.URLError, ConnectionError):
             return False
-
-
-def free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tools.server.ports import free_port
 
 Work = Callable[..., Any]
 # Ranks are forked from one process that has imported what takes seconds, once for all tests. It has run no code of
@@ -23,7 +24,7 @@ def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 12
     Raises:
         RuntimeError: ranks failed; the message names each with its error.
     """
-    port = _free_port()
+    port = free_port()
     started = []
     for rank in range(size):
         mine, theirs = CONTEXT.Pipe()
@@ -70,9 +71,3 @@ def _rank(
         connection.send((None, f"{type(error).__name__}: {error}"))
         raise
     ranks.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

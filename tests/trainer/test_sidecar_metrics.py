@@ -6,10 +6,10 @@ import urllib.request
 from collections.abc import Callable
 
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_server import free_port
 from sidecar_rig import Rig, overflowing
 
 from python_backend.config import MonitoringSection
+from tools.server.ports import free_port
 
 
 def scrape(port: int) -> dict[str, float]:

@@ -8,23 +8,31 @@ from python_backend.config import ServerSection
 from tools.server.triton_home import ServerStartError
 
 PORT_KEYS = ("http_port", "grpc_port", "metrics_port")
+_HELD: list[socket.socket] = []
 
 
 def with_free_ports(section: ServerSection) -> ServerSection:
     """Return the section with a free port for each port of 0. Raises ServerStartError if the host is not local."""
-    family, address = _address(section.host)
     keys = [key for key in PORT_KEYS if getattr(section, key) == 0]
-    sockets = [socket.socket(family) for _ in keys]
+    return section.model_copy(update={key: free_port(section.host) for key in keys})
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port that is free, and stays so as long as this process lives. Raises ServerStartError.
+
+    The process keeps a socket bound to it, which does not listen. The kernel then gives the port to no connection and
+    to no other process that asks for a free one; a server that sets SO_REUSEADDR, as all do here, can still use it.
+    """
+    family, address = _address(host)
+    held = socket.socket(family)
     try:
-        for bound in sockets:  # bind all before closing any, so that they differ
-            bound.bind((address, 0))
-        ports = [bound.getsockname()[1] for bound in sockets]
+        held.bind((address, 0))
     except OSError as error:
-        raise ServerStartError(_cannot_bind(section.host, error)) from error
-    finally:
-        for bound in sockets:
-            bound.close()
-    return section.model_copy(update=dict(zip(keys, ports, strict=True)))
+        held.close()
+        raise ServerStartError(_cannot_bind(host, error)) from error
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # set before, it would allow ports that others hold
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 def check_ports(section: ServerSection) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from python_backend.checkpoints.positions import max_positions
 from python_backend.config import ConfigError, RunConfig
 from tools.server.child import Child
 from tools.server.health import get_page
+from tools.server.ports import free_port
 
 HOST = "127.0.0.1"
 STOP_S = 20.0
@@ -61,7 +61,7 @@ class VllmServer:
     """One `vllm serve` on a free port of loopback. Call `look` regularly, and `stop` at the end."""
 
     def __init__(self, config: RunConfig, *, log: Callable[[str], None]) -> None:
-        self.url = f"{HOST}:{_free_port()}"
+        self.url = f"{HOST}:{free_port(HOST)}"
         self._arguments = vllm_arguments(config, self.url)
         self._command = str(shutil.which(config.actor.generation.vllm.command))
         devices = config.actor.generation.vllm.cuda_devices
@@ -132,9 +132,3 @@ def _rank_limit(lora_rank: int) -> int:
 
 def _longest(config: RunConfig) -> int:
     return config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
-
-
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind((HOST, 0))
-        return int(bound.getsockname()[1])
