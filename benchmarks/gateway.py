@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from benchmarks.support.benchmark import BenchError, Option, Record, Result, Tar
 from benchmarks.support.children import HOST, BenchChild
 from benchmarks.support.samples import grouped, in_turn, ratio
 from benchmarks.support.servers import start_triton
-from benchmarks.support.workload import LONGEST, SIZES, as_requests, make_checkpoint, make_trace
+from benchmarks.support.workload import LONGEST, SIZES, as_requests, closed_loop, make_checkpoint, make_trace
 from python_backend.config import (
     ActorSection,
     AlgorithmSection,
@@ -113,32 +112,18 @@ async def take_turns(triton: str, gateway: str, peer: str, settings: argparse.Na
                 TEXTS: (poster(f"http://{gateway}/get_reward"), texts),
                 PEER: (poster(f"http://{peer}/get_reward"), texts),
             }
-            _, expected = await closed_loop(*contenders[DIRECT], in_flight)
+            expected = np.concatenate((await closed_loop(*contenders[DIRECT], in_flight))[2])
             for send, bodies in contenders.values():
                 await closed_loop(send, bodies[: 2 * in_flight], in_flight)
             for number, name in in_turn(CONTENDERS, settings.rounds):
-                seconds, rewards = await closed_loop(*contenders[name], in_flight)
-                worst = float(np.abs(rewards - expected).max())
+                seconds, _, rewards = await closed_loop(*contenders[name], in_flight)
+                worst = float(np.abs(np.concatenate(rewards) - expected).max())
                 if not worst <= TOLERANCE:
                     raise BenchError(f"{name}: a reward differs from Triton's by {worst:g}, more than {TOLERANCE:g}")
                 labels = dict(zip(CELL, (per_request, in_flight), strict=True))
                 sample = {"contender": name, "round": number, "rows_per_s": settings.rows / seconds, "error": worst}
                 record.add({**labels, **sample})
                 record.say(f"{cell}: {name} {settings.rows / seconds:.0f} rows/s")
-
-
-async def closed_loop(send: Send, bodies: Sequence[Any], in_flight: int) -> tuple[float, np.ndarray]:
-    """Send all requests, `in_flight` at a time; return the seconds, and all rewards in order."""
-    answers: list[Any] = [None] * len(bodies)
-    waiting = iter(range(len(bodies)))
-
-    async def work() -> None:
-        for index in waiting:
-            answers[index] = await send(bodies[index])
-
-    start = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(in_flight)))
-    return time.perf_counter() - start, np.concatenate(answers)
 
 
 def _token_body(rows: Sequence[np.ndarray]) -> bytes:

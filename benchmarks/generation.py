@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
+from benchmarks.support.usage import timed
 from benchmarks.support.workload import SEED, SIZES, VOCAB_SIZE, make_policy, trace_lengths
 
 PLAIN, CONTINUOUS = "generate", "continuous"
@@ -45,9 +45,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             lengths = response_lengths(workload, settings.rows, settings.longest)
             contenders = contenders_of(model, prompts, lengths, settings)
             for number, contender in in_turn(list(contenders), settings.repeats):
-                start = time.monotonic()
-                written = contenders[contender]()
-                seconds = time.monotonic() - start
+                seconds, written = timed(contenders[contender])
                 assert [len(written[i]) for i in range(len(prompts))] == lengths, f"{contender} generated other lengths"
                 labels = {"model": name, "workload": workload, "round": number, "contender": contender}
                 record.add({**labels, "seconds": seconds, "tokens": sum(lengths)})

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
+from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss
 from benchmarks.support.workload import trace_tokenizer
 from python_backend.config import RunConfig
 from tools.demo.random_models import random_llama
@@ -181,10 +181,10 @@ def main() -> None:
     planned = planned_bytes(role, config)
     run_role(role, config_of(folder.parent / WARM_UP, budget))  # imports libraries and lets them allocate their own
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from the present
-    before = peak_bytes()
+    reset_peak_rss()
+    before = peak_rss_bytes()
     run_role(role, config)
-    print(json.dumps({"planned_mb": planned / 1e6, "peak_mb": (peak_bytes() - before) / 1e6}))
+    print(json.dumps({"planned_mb": planned / 1e6, "peak_mb": (peak_rss_bytes() - before) / 1e6}))
 
 
 def planned_bytes(role: str, config: RunConfig) -> int:
@@ -199,14 +199,6 @@ def planned_bytes(role: str, config: RunConfig) -> int:
         return weights + sizes.total
     sizes = roles_of(config)[role].sizes
     return sizes.total - (sizes.copies if role == "trainer" else 0)
-
-
-def peak_bytes() -> int:
-    """Return the largest resident memory of this process since the last reset."""
-    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise BenchError("this system does not report VmHWM")
-    return int(found[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -6,21 +6,18 @@ import json
 import os
 import shutil
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss, timed
 from python_backend.models.modeling import load_critic, quiet_transformers
 from python_backend.parallel.launch import ended, launch_ranks
 from python_backend.parallel.ranks import Ranks
 from python_backend.store.durable import sync_file
 from python_backend.store.weights import WeightsStore, sha256_of
 from trainer.sharded.critic import ShardedCritic, critic_operations
-
-RESET_PEAK = "5"  # written to clear_refs: sets the peak of the resident memory to its present value
 
 
 def main() -> int:
@@ -51,33 +48,28 @@ class Memory:
     def reset(self) -> None:
         """Reset the peak on every rank."""
         self._ranks.announce("reset")
-        Path("/proc/self/clear_refs").write_text(RESET_PEAK)
-        self._start = _status("VmRSS")
+        reset_peak_rss()
+        self._start = peak_rss_bytes()
         self._ranks.gather(None)
 
     def extra(self) -> list[int]:
         """Return the bytes of each rank."""
         self._ranks.announce("extra")
-        return self._ranks.gather(_status("VmHWM") - self._start)
-
-
-def _status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
+        return self._ranks.gather(peak_rss_bytes() - self._start)
 
 
 def _sample(critic: ShardedCritic, memory: Memory, folder: Path) -> dict[str, Any]:
     store = WeightsStore(folder / "store")
     memory.reset()
-    write_s, manifest = _timed(
+    write_s, manifest = timed(
         lambda: store.add(critic.write, run_id="bench", step=0, parent=None, epoch=0, reuse=False)
     )
-    verify_s, _ = _timed(lambda: critic.verify(store, manifest.version))
+    verify_s, _ = timed(lambda: critic.verify(store, manifest.version))
     extra = memory.extra()
     paths = sorted(store.folder(manifest.version).glob("*.safetensors"))
     data = [path.read_bytes() for path in paths]
     shutil.rmtree(store.folder(manifest.version))
-    plain_s, _ = _timed(lambda: _write_and_hash(data, folder / "plain"))
+    plain_s, _ = timed(lambda: _write_and_hash(data, folder / "plain"))
     return {
         "bytes": sum(map(len, data)), "publish_s": write_s + verify_s, "write_s": write_s, "plain_s": plain_s,
         "extra_bytes": extra, "files": manifest.files,
@@ -91,12 +83,6 @@ def _write_and_hash(data: list[bytes], path: Path) -> None:
             file.write(part)
     sync_file(path)
     sha256_of(path)
-
-
-def _timed(do: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    done = do()
-    return time.perf_counter() - start, done
 
 
 if __name__ == "__main__":

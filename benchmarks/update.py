@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
 from benchmarks.support.samples import grouped, in_turn, median_of, ratio, select
+from benchmarks.support.usage import timed
 from benchmarks.support.workload import SIZES, make_checkpoint, make_trace, noise_payload
 from python_backend.config import TrainerSection
 from python_backend.serving.allocator import keep_freed_memory
@@ -45,9 +45,9 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             checkpoint = Path(scratch) / model
             make_checkpoint(SIZES[model], checkpoint)
             for number, name in in_turn(list(contenders), settings.repeats):
-                sample = one_update(checkpoint, *contenders[name])
-                record.add({"model": model, "round": number, "contender": name, **sample})
-                record.say(f"{model}  round {number}  {name}: {sample['seconds']:.2f} s")
+                seconds = one_update(checkpoint, *contenders[name])
+                record.add({"model": model, "round": number, "contender": name, "seconds": seconds})
+                record.say(f"{model}  round {number}  {name}: {seconds:.2f} s")
 
 
 def make_payload(num_rows: int) -> TrainPayload:
@@ -79,15 +79,13 @@ def contenders_of(payload: TrainPayload, budgets: Sequence[int]) -> dict[str, tu
     return {**ours, f"{PADDED}-{budgets[0]}": (padded_payload(payload), budgets[0])}
 
 
-def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> dict[str, float]:
-    """Time one update of the critic in `checkpoint`; return its `seconds`."""
+def one_update(checkpoint: Path, payload: TrainPayload, budget: int) -> float:
+    """Return the seconds of one update of the critic in `checkpoint`."""
     from python_backend.models.modeling import load_critic
     from trainer.critic_update import CriticUpdate
 
     update = CriticUpdate(load_critic(checkpoint), TrainerSection(token_budget=budget))
-    start = time.monotonic()
-    update.train(payload, lambda _: None)
-    return {"seconds": time.monotonic() - start}
+    return timed(lambda: update.train(payload, lambda _: None))[0]
 
 
 def summarise(result: Result) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def _update_seconds(model: str, payload: TrainPayload) -> float:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as checkpoint:
         make_checkpoint(SIZES[model], Path(checkpoint))
-        return one_update(Path(checkpoint), payload, TrainerSection().token_budget)["seconds"]
+        return one_update(Path(checkpoint), payload, TrainerSection().token_budget)
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:

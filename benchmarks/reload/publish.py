@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from benchmarks.reload.critic_service import CriticService
 from benchmarks.reload.setup import MOST_SIZE_UNDER_LOAD, ReloadSetup, on_core
 from benchmarks.reload.windows import ratio
 from benchmarks.support.benchmark import BenchError, Target
+from benchmarks.support.usage import timed
 from benchmarks.support.workload import model_size
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
 from python_backend.store.weights import sha256_of
@@ -67,16 +67,10 @@ def _alone(service: CriticService, version: int) -> dict[str, float]:
     from python_backend.models.canary import canary_row  # torch: not for --help
 
     folder = service.store.folder(version)
-    hash_ms, _ = _timed(lambda: sha256_of(folder / WEIGHTS_FILE))
-    load_ms, critic = _timed(lambda: service.critic.with_weights(folder))
-    canary_ms, _ = _timed(lambda: critic.values([canary_row(critic)]))
-    return {"hash_ms": hash_ms, "load_ms": load_ms, "canary_ms": canary_ms}
-
-
-def _timed(do: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    done = do()
-    return (time.perf_counter() - start) * 1e3, done
+    hash_s, _ = timed(lambda: sha256_of(folder / WEIGHTS_FILE))
+    load_s, critic = timed(lambda: service.critic.with_weights(folder))
+    canary_s, _ = timed(lambda: critic.values([canary_row(critic)]))
+    return {"hash_ms": hash_s * 1e3, "load_ms": load_s * 1e3, "canary_ms": canary_s * 1e3}
 
 
 def _fresh_process_ms(folder: Path) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,11 @@ from actor.scoring.client import TritonClient
 from benchmarks.scoring.instances import pack
 from benchmarks.support.children import serve_json
 from benchmarks.support.usage import difference, snapshot
-from benchmarks.support.workload import as_requests, make_trace
+from benchmarks.support.workload import as_requests, closed_loop, make_trace
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS
 
 DEADLINE_S = 900.0
-Send = Callable[[list[np.ndarray]], Awaitable[np.ndarray]]
 
 
 @asynccontextmanager
@@ -55,22 +52,6 @@ async def _plain(urls: list[str]) -> Any:
         yield send
 
 
-async def _closed_loop(send: Send, requests: list[list[np.ndarray]], concurrency: int) -> tuple[list[float], list[Any]]:
-    """Send all requests, `concurrency` at a time; return their latencies (s) and answers."""
-    latencies = [0.0] * len(requests)
-    answers: list[Any] = [None] * len(requests)
-    waiting = iter(range(len(requests)))
-
-    async def work() -> None:
-        for index in waiting:  # one event loop: the workers share the iterator
-            start = time.perf_counter()
-            answers[index] = await send(requests[index])
-            latencies[index] = time.perf_counter() - start
-
-    await asyncio.gather(*(work() for _ in range(min(concurrency, len(requests)))))
-    return latencies, answers
-
-
 async def measure(
     *, urls: list[str], plain: bool, width: int, num_rows: int, rows: int, concurrency: int, num_warmup: int,
     num_checked: int, pids: list[int], counters: str,
@@ -87,11 +68,11 @@ async def measure(
     """
     requests = as_requests(make_trace(num_rows), rows)
     async with _plain(urls) if plain else _triton(urls, width, concurrency) as send:
-        await _closed_loop(send, requests[:num_warmup], concurrency)
+        await closed_loop(send, requests[:num_warmup], concurrency)
         before = snapshot(pids, Path(counters))
-        cpu, start = time.process_time(), time.perf_counter()
-        latencies, answers = await _closed_loop(send, requests, concurrency)
-        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        cpu = time.process_time()
+        seconds, latencies, answers = await closed_loop(send, requests, concurrency)
+        cpu_s = time.process_time() - cpu
         used = difference(snapshot(pids, Path(counters)), before)
     rewards = np.concatenate([np.ravel(answer) for answer in answers])
     if rewards.size != num_rows or not np.isfinite(rewards).all():

@@ -1,8 +1,13 @@
-"""Workload of the benchmarks: a trace of token rows, the same on every machine, and models with random weights."""
+"""Workload of the benchmarks: a trace of token rows, sent in a closed loop, and models with random weights.
+
+The trace is the same on every machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +79,25 @@ def rows_for_tokens(num_tokens: int) -> int:
 def as_requests(rows: Sequence[np.ndarray], rows_per_request: int) -> list[list[np.ndarray]]:
     """Split the rows into requests of `rows_per_request` consecutive rows; the last request may have fewer."""
     return [list(rows[i : i + rows_per_request]) for i in range(0, len(rows), rows_per_request)]
+
+
+async def closed_loop(
+    send: Callable[[Any], Awaitable[Any]], requests: Sequence[Any], concurrency: int
+) -> tuple[float, list[float], list[Any]]:
+    """Send all requests, `concurrency` at a time; return the seconds in all, and each request's latency and answer."""
+    latencies = [0.0] * len(requests)
+    answers: list[Any] = [None] * len(requests)
+    waiting = iter(range(len(requests)))
+
+    async def work() -> None:
+        for index in waiting:  # one event loop: the workers share the iterator
+            sent = time.perf_counter()
+            answers[index] = await send(requests[index])
+            latencies[index] = time.perf_counter() - sent
+
+    start = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return time.perf_counter() - start, latencies, answers
 
 
 def noise_payload(rows: Sequence[np.ndarray]) -> TrainPayload:
