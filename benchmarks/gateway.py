@@ -19,7 +19,7 @@ import numpy as np
 
 from actor.scoring.client import TritonClient
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
-from benchmarks.support.children import HOST, BenchChild
+from benchmarks.support.children import HOST, running_child
 from benchmarks.support.samples import grouped, in_turn, ratio
 from benchmarks.support.servers import start_triton
 from benchmarks.support.workload import LONGEST, SIZES, as_requests, closed_loop, make_checkpoint, make_trace
@@ -60,13 +60,17 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
         triton = start_triton(server_config(checkpoint, record.out, settings))
         running.callback(triton.stop)
         url = triton.section.http_url
-        gateway = BenchChild("gateway", "gateway:serve_gateway", {"triton": url}, record.out / "gateway.log")
-        running.callback(gateway.stop)
+        gateway = running.enter_context(
+            running_child(
+                "gateway", "gateway:serve_gateway", {"triton": url}, record.out / "gateway.log", ready="/readyz"
+            )
+        )
         arguments = {"checkpoint": checkpoint, "threads": settings.workers}
-        peer = BenchChild(PEER, "gateway:serve_rm", arguments, record.out / "peer.log", threads=settings.workers)
-        running.callback(peer.stop)
-        gateway.wait_ready("/readyz")
-        peer.wait_ready("/docs")
+        peer = running.enter_context(
+            running_child(
+                PEER, "gateway:serve_rm", arguments, record.out / "peer.log", threads=settings.workers, ready="/docs"
+            )
+        )
         asyncio.run(take_turns(url, gateway.url, peer.url, settings, record))
 
 

@@ -6,6 +6,7 @@ Server and clients have one core each. Each part is saved when it is done, and a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from benchmarks.reload import gaps, journal, leak, load, publish, training
 from benchmarks.reload.picture import draw_parts
 from benchmarks.reload.setup import Cores, ReloadSetup, on_core
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.children import BenchChild
+from benchmarks.support.children import running_child
 from benchmarks.support.machine import now_utc
 from benchmarks.support.workload import SIZES
 from python_backend.store.durable import read_json
@@ -69,21 +70,20 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     cores = Cores.of_machine()
     record.say(f"cores: server {cores.server}, clients {cores.clients}, trainer {cores.trainer}")
     servers = record.out / "servers"
-    with on_core(cores.clients):
-        clients = BenchChild("load generator", "reload.clients:serve", {}, servers / "clients.log")
-    try:
-        clients.wait_ready()
-        with on_core(*cores.trainer):
-            setup = ReloadSetup(settings, servers, cores, clients, record.say)
-            for name, (letter, part) in PARTS.items():
-                if letter in settings.parts:
-                    record.say(f"{letter}: {name}")
-                    record.result["parts"][name] = part.measure(setup)
-                    kept = {key: facts[key] for key in ("versions", "settings")}
-                    record.result["measured"][name] = {**kept, "date": now_utc(), "load_after": os.getloadavg()[0]}
-                    record.save()
-    finally:
-        clients.stop()
+    with contextlib.ExitStack() as running:
+        with on_core(cores.clients):
+            clients = running.enter_context(
+                running_child("load generator", "reload.clients:serve", {}, servers / "clients.log")
+            )
+        running.enter_context(on_core(*cores.trainer))
+        setup = ReloadSetup(settings, servers, cores, clients, record.say)
+        for name, (letter, part) in PARTS.items():
+            if letter in settings.parts:
+                record.say(f"{letter}: {name}")
+                record.result["parts"][name] = part.measure(setup)
+                kept = {key: facts[key] for key in ("versions", "settings")}
+                record.result["measured"][name] = {**kept, "date": now_utc(), "load_after": os.getloadavg()[0]}
+                record.save()
     shutil.rmtree(servers)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from benchmarks.reload.critic_service import LOWEST_PRIORITY, RUN_ID, CriticServ
 from benchmarks.reload.setup import ReloadSetup, on_core, under_load
 from benchmarks.reload.windows import Samples, Window, p99, ratio
 from benchmarks.support.benchmark import Target
-from benchmarks.support.children import BenchChild
+from benchmarks.support.children import running_child
 from benchmarks.support.servers import running_sidecar
 from benchmarks.support.workload import make_trace, noise_payload
 from python_backend.config import ClientSection, CriticOptimizerSection, TrainerSection
@@ -36,11 +35,19 @@ def measure(setup: ReloadSetup) -> list[dict[str, Any]]:
     settings = setup.settings
     model = under_load(settings.models)[-1]
     runs = []
-    with (
-        CriticService(setup, "training", model, trainer=TRAINER) as service,
-        _sidecar(setup, service),
-        _locked(setup, service) as locked,
-    ):
+    with ExitStack() as running:
+        service = running.enter_context(CriticService(setup, "training", model, trainer=TRAINER))
+        sidecar = running_sidecar(service.config, lambda path: ["trainer", "--config", str(path)])
+        psutil.Process(running.enter_context(sidecar).process.pid).nice(LOWEST_PRIORITY)
+        # PyTriton's critic infers and trains under one lock; PyTriton binds the model that trains last.
+        arguments = {"critic": service.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
+        with on_core(setup.cores.server):
+            locked = running.enter_context(
+                running_child(
+                    "server with one lock", "support.pytriton:serve_critic", arguments, service.folder / "locked.log",
+                    ready=f"/v2/models/{CRITIC_TRAIN}/ready",
+                )
+            )  # fmt: skip
         urls = {"ours": service.url, "one lock": locked.url}
         steps = dict.fromkeys(urls, 0)
         for repeat in range(settings.updates):
@@ -74,31 +81,6 @@ async def _train(url: str, payload: dict[str, np.ndarray], step: int) -> Window:
         begin = time.monotonic()
         await client.train(payload, run_id=RUN_ID, step=step)
         return begin, time.monotonic()
-
-
-@contextmanager
-def _sidecar(setup: ReloadSetup, service: CriticService) -> Iterator[None]:
-    """Run the project's sidecar on the trainer's cores, at the lowest priority."""
-    with (
-        on_core(*setup.cores.trainer),
-        running_sidecar(service.config, lambda path: ["trainer", "--config", str(path)]) as child,
-    ):
-        psutil.Process(child.process.pid).nice(LOWEST_PRIORITY)
-        yield
-
-
-@contextmanager
-def _locked(setup: ReloadSetup, service: CriticService) -> Iterator[BenchChild]:
-    """Run PyTriton's critic, which infers and trains under one lock, on the server's core."""
-    arguments = {"critic": service.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
-    log = service.folder / "locked.log"
-    with on_core(setup.cores.server):
-        child = BenchChild("server with one lock", "support.pytriton:serve_critic", arguments, log)
-    try:
-        child.wait_ready(f"/v2/models/{CRITIC_TRAIN}/ready")  # PyTriton binds this model last
-        yield child
-    finally:
-        child.stop()
 
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.benchmark import BenchError
-from benchmarks.support.children import BenchChild
+from benchmarks.support.children import BenchChild, running_child
 from benchmarks.support.servers import replace_model, start_triton
 from benchmarks.support.usage import difference, snapshot
 from benchmarks.support.workload import LONGEST
@@ -110,19 +110,20 @@ def pytriton(name: str, setup: Setup, split: Split, *, strip_multiple: int) -> C
     folder, counters = _folders(name, setup, split)
     arguments = {**_arguments(setup, split, counters), "instances": split.instances, "strip_multiple": strip_multiple}
     # The second instance waits only one second for the first one's socket, which may be too short on a busy machine.
-    for attempt in range(START_ATTEMPTS):
-        child = BenchChild(
-            name, "support.pytriton:serve_reward", arguments, folder / f"server-{attempt}.log", threads=split.threads,
-        )  # fmt: skip
+    started = contextlib.ExitStack()
+    for attempt in range(1, START_ATTEMPTS + 1):
         try:
-            child.wait_ready(f"/v2/models/{REWARD_MODEL}/ready")
-        except BaseException as error:
-            child.stop()
-            if attempt + 1 == START_ATTEMPTS or not isinstance(error, BenchError):
-                raise
-        else:
+            child = started.enter_context(
+                running_child(
+                    name, "support.pytriton:serve_reward", arguments, folder / f"server-{attempt}.log",
+                    threads=split.threads, ready=f"/v2/models/{REWARD_MODEL}/ready",
+                )
+            )  # fmt: skip
             break
-    return Contender(name, setup, split, [child.url], [child.pid], counters, child.stop, width=LONGEST)
+        except BenchError:
+            if attempt == START_ATTEMPTS:
+                raise
+    return Contender(name, setup, split, [child.url], [child.pid], counters, started.close, width=LONGEST)
 
 
 def instances(name: str, setup: Setup, split: Split, *, target: str) -> Contender:
@@ -130,12 +131,10 @@ def instances(name: str, setup: Setup, split: Split, *, target: str) -> Contende
     folder, counters = _folders(name, setup, split)
     arguments = _arguments(setup, split, counters)
     with contextlib.ExitStack() as started:
-        children = []
-        for i in range(split.instances):
-            children.append(BenchChild(name, target, arguments, folder / f"{i}.log", threads=split.threads))
-            started.callback(children[-1].stop)
-        for child in children:
-            child.wait_ready()
+        children = [
+            started.enter_context(running_child(name, target, arguments, folder / f"{i}.log", threads=split.threads))
+            for i in range(split.instances)
+        ]
         stop = started.pop_all().close
     urls, pids = [child.url for child in children], [child.pid for child in children]
     return Contender(name, setup, split, urls, pids, counters, stop, children=children)

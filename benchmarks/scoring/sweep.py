@@ -20,7 +20,7 @@ from benchmarks.scoring.cells import Cell, Pace, plan_cells
 from benchmarks.scoring.contenders import CONTENDERS, Contender, Setup, Split, run_plan
 from benchmarks.scoring.report import draw, summarise, targets
 from benchmarks.support.benchmark import BenchError, Option, Record
-from benchmarks.support.children import BenchChild
+from benchmarks.support.children import BenchChild, running_child
 from benchmarks.support.usage import memory_mb
 from benchmarks.support.workload import SIZES, TRACE, ModelSize, make_checkpoint, rows_for_tokens, trace_lengths
 from tools.calibrate.calibration import forward_overhead
@@ -53,9 +53,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     record.result |= {"trace": TRACE, "models": {}}
     servers = record.out / "servers"
     shutil.rmtree(servers, ignore_errors=True)
-    load = BenchChild("load generator", "scoring.load_generator:serve", {}, servers / "load.log")
-    try:
-        load.wait_ready()
+    with running_child("load generator", "scoring.load_generator:serve", {}, servers / "load.log") as load:
         for name in settings.models:
             checkpoint = servers / f"{name}-checkpoint"
             parameters = make_checkpoint(SIZES[name], checkpoint)
@@ -63,8 +61,6 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             record.say(f"{name}: {parameters / 1e6:.2f} M parameters; starting the contenders one by one")
             ModelBench(settings, record, load, SIZES[name]).run(checkpoint, scaling=name == settings.models[0])
             shutil.rmtree(checkpoint)  # the largest has half a gigabyte
-    finally:
-        load.stop()
 
 
 @dataclasses.dataclass

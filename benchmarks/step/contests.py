@@ -21,14 +21,14 @@ from actor.scoring.client import TritonClient
 from benchmarks.generation import LONGEST_PROMPT, make_prompts
 from benchmarks.step.blocks import OVERLAPPED, PADDED, SERIAL, MeasuredRun, PaddedServices
 from benchmarks.support.benchmark import Record
-from benchmarks.support.children import BenchChild, child_command, free_ports
+from benchmarks.support.children import child_command, free_ports, running_child
 from benchmarks.support.servers import SERVED, replace_model, running_sidecar, start_triton
 from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_checkpoint, make_policy, noise_payload, trace_tokenizer
 from python_backend.config import ClientSection, RunConfig, TrainerSection, load_config
 from python_backend.models.batching import plan_micro_batches
 from python_backend.store.jsonl import write_jsonl
 from python_backend.store.weights import WeightsStore
-from python_backend.wire.contract import CRITIC, CRITIC_INFER, CRITIC_TRAIN, REWARD_MODEL
+from python_backend.wire.contract import CRITIC, CRITIC_TRAIN, REWARD_MODEL
 
 MEASURED_ROWS = 32
 
@@ -107,12 +107,10 @@ def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None
 
     quiet_transformers()
     initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
-    server = start_triton(config, change)
-    try:
-        with running_sidecar(config, sidecar):
-            yield
-    finally:
-        server.stop()
+    with contextlib.ExitStack() as running:
+        running.callback(start_triton(config, change).stop)
+        running.enter_context(running_sidecar(config, sidecar))
+        yield
 
 
 @contextlib.contextmanager
@@ -128,16 +126,14 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
     critic = {"critic": weights, "trainer": config.trainer.model_dump(mode="json")}
     with contextlib.ExitStack() as stack:
         urls = []
-        for target, models, arguments in (
-            ("support.pytriton:serve_reward", (REWARD_MODEL,), reward),
-            ("support.pytriton:serve_critic", (CRITIC_INFER, CRITIC_TRAIN), critic),
-        ):
-            log = folder / f"{models[0]}.log"
-            child = BenchChild(f"PyTriton {models[0]}", target, arguments, log)
-            stack.callback(child.stop)
-            for model in models:
-                child.wait_ready(f"/v2/models/{model}/ready")
-            urls.append(child.url)
+        for target, last, arguments in (  # `last`: the model that PyTriton binds last
+            ("serve_reward", REWARD_MODEL, reward), ("serve_critic", CRITIC_TRAIN, critic),
+        ):  # fmt: skip
+            running = running_child(
+                f"PyTriton {target}", f"support.pytriton:{target}", arguments, folder / f"{target}.log",
+                ready=f"/v2/models/{last}/ready",
+            )  # fmt: skip
+            urls.append(stack.enter_context(running).url)
         yield urls
 
 

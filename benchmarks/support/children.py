@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from aiohttp import web
 from benchmarks.support.benchmark import BenchError
 from python_backend.config import ServerSection
 from tools.server.child import Child
+from tools.server.log import tail
 from tools.server.ports import PORT_KEYS, with_free_ports
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.triton_home import find_tritonserver, server_environment
@@ -30,29 +32,18 @@ ANSWER_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 20.0
 
 
+@dataclass(frozen=True)
 class BenchChild:
-    """Runs a function of this package in a child process with its own ports."""
+    """A child process that runs a function of this package and responds over HTTP."""
 
-    def __init__(self, name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1) -> None:
-        """Start `target`, a `module:function` of this package.
-
-        It is called with `ports` (free ports for HTTP, gRPC and metrics) and with `arguments`, JSON values or paths.
-        """
-        self.ports = list(free_ports().values())
-        self.url = f"{HOST}:{self.ports[0]}"
-        # OMP_NUM_THREADS also applies to threads that a library starts; torch.set_num_threads only to its caller.
-        # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
-        environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(threads)}
-        self._child = Child(name, child_command(target, ports=self.ports, **arguments), log, environment)
+    child: Child
+    url: str
+    """`host:port`."""
 
     @property
     def pid(self) -> int:
         """Process id."""
-        return self._child.process.pid
-
-    def wait_ready(self, path: str = "/ready") -> None:
-        """Wait until `GET path` returns status 200. Raises BenchError if the process ends first or takes too long."""
-        wait_until(lambda: _answers(f"http://{self.url}{path}"), self._child)
+        return self.child.process.pid
 
     def ask(self, path: str, job: Mapping[str, Any]) -> dict[str, Any]:
         """Send `job` as JSON to `POST path`; return the JSON response. Raises BenchError if the request fails."""
@@ -63,23 +54,48 @@ class BenchChild:
             with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
                 return dict(json.load(answer))
         except (OSError, http.client.HTTPException) as error:
-            if self._child.poll() is not None:
-                raise BenchError(self._child.obituary()) from error
-            tail = self._child.log_path.read_text(errors="replace").strip().splitlines()[-1:]
-            raise BenchError(f"the {self._child.name} failed: {error}; its log ends with: {tail}") from error
+            if self.child.poll() is not None:
+                raise BenchError(self.child.obituary()) from error
+            ending = tail(self.child.log_path)
+            raise BenchError(f"the {self.child.name} failed: {error}; its log ends with:\n{ending}") from error
 
-    def stop(self) -> None:
-        """Stop the process and its descendants. Stopping twice does nothing."""
-        if self._child.poll() is not None:  # its pid may have been reused
-            return
-        family = psutil.Process(self.pid).children(recursive=True)
-        self._child.stop(signal.SIGTERM, STOP_TIMEOUT_S)
-        for process in family:  # PyTriton's server and stubs, if it has not stopped them
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for pid in (self.pid, *(process.pid for process in family)):  # PyTriton's prefix is misspelt
-            for segment in SHARED_MEMORY.glob(f"pytrtion{pid}-*"):
-                segment.unlink(missing_ok=True)
+
+@contextlib.contextmanager
+def running_child(
+    name: str, target: str, arguments: Mapping[str, Any], log: Path, *, threads: int = 1, ready: str = "/ready"
+) -> Iterator[BenchChild]:
+    """Run `target`, a `module:function` of this package, in a child process; yield once `GET ready` returns status 200.
+
+    It is called with `ports` (free ports for HTTP, gRPC and metrics) and with `arguments`, JSON values or paths. At the
+    end of the block the process and its descendants are stopped.
+
+    Raises:
+        BenchError: the process ended before it was ready, or took too long.
+    """
+    ports = list(free_ports().values())
+    url = f"{HOST}:{ports[0]}"
+    # OMP_NUM_THREADS also applies to threads that a library starts; torch.set_num_threads only to its caller.
+    # PyTriton's stubs need this interpreter's libpython, like the stubs of the project's tritonserver.
+    environment = {**server_environment(find_tritonserver()), "OMP_NUM_THREADS": str(threads)}
+    child = Child(name, child_command(target, ports=ports, **arguments), log, environment)
+    try:
+        wait_until(lambda: _answers(f"http://{url}{ready}"), child)
+        yield BenchChild(child, url)
+    finally:
+        _stop(child)
+
+
+def _stop(child: Child) -> None:
+    if child.poll() is not None:  # its pid may have been reused
+        return
+    root = psutil.Process(child.process.pid)
+    family = [root, *root.children(recursive=True)]
+    child.stop(signal.SIGTERM, STOP_TIMEOUT_S)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # PyTriton's server and stubs, if it has not stopped them
+        for segment in SHARED_MEMORY.glob(f"pytrtion{process.pid}-*"):  # PyTriton's prefix is misspelt
+            segment.unlink(missing_ok=True)
 
 
 def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
