@@ -26,10 +26,7 @@ class Recording:
 
     def __init__(self, url: str, num_clients: int, model: str) -> None:
         self._model = model
-        self._starts: list[float] = []
-        self._latencies: list[float] = []
-        self._versions: list[int] = []
-        self._failures: list[tuple[float, str]] = []
+        self._seen: dict[str, list[Any]] = {"start_s": [], "latency_ms": [], "version": [], "failures": []}
         self._going_on = True
         self._task = asyncio.create_task(self._run(url, num_clients))
 
@@ -40,12 +37,7 @@ class Recording:
         """
         self._going_on = False
         await self._task
-        return {
-            "start_s": [round(start, 5) for start in self._starts],
-            "latency_ms": [round(latency * 1e3, 3) for latency in self._latencies],
-            "version": self._versions,
-            "failures": self._failures,
-        }
+        return self._seen
 
     async def _run(self, url: str, num_clients: int) -> None:
         rows = itertools.cycle(make_trace(NUM_ROWS))  # one event loop: the clients share the iterator
@@ -60,16 +52,16 @@ class Recording:
             try:
                 scores, version = await self._scored(client, row)
             except RequestFailed as error:
-                self._failures.append((start, str(error)))
+                self._seen["failures"].append((start, str(error)))
                 await asyncio.sleep(AFTER_FAILURE_S)
                 continue
             latency = time.monotonic() - start
             if not np.isfinite(scores).all():
-                self._failures.append((start, "scores that are not finite"))
+                self._seen["failures"].append((start, "scores that are not finite"))
                 continue
-            self._starts.append(start)
-            self._latencies.append(latency)
-            self._versions.append(version)
+            self._seen["start_s"].append(round(start, 5))
+            self._seen["latency_ms"].append(round(latency * 1e3, 3))
+            self._seen["version"].append(version)
 
     async def _scored(self, client: TritonClient, row: np.ndarray) -> tuple[np.ndarray, int]:
         if self._model == "critic":

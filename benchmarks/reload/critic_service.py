@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import threading
@@ -12,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from benchmarks.reload.setup import ReloadSetup, on_core
+from benchmarks.support.samples import Sample
 from benchmarks.support.servers import SERVED, start_triton
 from benchmarks.support.workload import SIZES, make_checkpoint
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
@@ -22,27 +22,13 @@ from tools.serve import with_fixed_ports
 from trainer.control_plane import ControlPlane
 
 if TYPE_CHECKING:
-    from trainer.publish import Publisher
+    from trainer.publish import Publisher, Reload
 
 T = TypeVar("T")
 RUN_ID = "bench"
 LOWEST_PRIORITY = 19
 PERTURBATION = 1e-4
 LOAD_TIMEOUT_S = 300.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """A reload: its kind, begin and end (seconds on the monotonic clock), and the duration of its phases."""
-
-    reload: str
-    begin_s: float
-    end_s: float
-    """Time at which the new version was served."""
-    version: int
-    publish_ms: float
-    verify_ms: float
-    reload_ms: float
 
 
 class CriticService:
@@ -102,12 +88,12 @@ class CriticService:
         with ControlPlane(self.config.server.grpc_url) as control:
             return control.statistics(self.live.served_as).failure_count
 
-    def publish(self) -> Timed:
-        """Change the model's weights a little, publish them and wait until they are served; return the timing."""
+    def publish(self) -> Sample:
+        """Change the model's weights a little, publish them and wait until they are served; see `_sample`."""
         return self.as_publisher(self._publish)
 
-    def triton_reload(self) -> Timed:
-        """Let Triton replace the model's process; return the timing."""
+    def triton_reload(self) -> Sample:
+        """Let Triton replace the model's process; see `_sample`."""
         return self.as_publisher(self._triton_reload)
 
     def as_publisher(self, do: Callable[[], T]) -> T:
@@ -127,7 +113,7 @@ class CriticService:
 
         return Publisher.of(self.config, self.store, run_id=RUN_ID, epoch=1, model=self.live)
 
-    def _publish(self) -> Timed:
+    def _publish(self) -> Sample:
         import torch
 
         self._step += 1
@@ -135,13 +121,12 @@ class CriticService:
             list(self.critic.model.parameters())[-1].add_(PERTURBATION)
         begin = time.monotonic()
         done = self.publisher().publish(self.critic, step=self._step, beat=lambda state: None)
-        end = begin + (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
-        return Timed("swap", begin, end, done.version, done.publish_ms, done.verify_ms, done.reload_ms)
+        return _sample(done, begin, begin + _seconds(done))
 
-    def _triton_reload(self) -> Timed:
+    def _triton_reload(self) -> Sample:
         begin = time.monotonic()
         done = self.publisher().triton_reload()
-        return Timed("triton", begin, time.monotonic(), done.version, 0.0, 0.0, done.reload_ms)
+        return _sample(done, begin, time.monotonic())
 
 
 class RewardService(CriticService):
@@ -162,18 +147,27 @@ class RewardService(CriticService):
         save_file(tensors, second / WEIGHTS_FILE, metadata={"format": "pt"})
         self._checkpoints = first, second
 
-    def _publish(self) -> Timed:
+    def _publish(self) -> Sample:
         from trainer.live.reward import publish_reward
 
         self._step += 1
         done = publish_reward(self.config, self._checkpoints[self._step % 2], beat=lambda state: None)
         # Only from here on: before, it has loaded the served version and the checkpoint, to compare them.
         end = time.monotonic()
-        begin = end - (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
-        return Timed("swap", begin, end, done.version, done.publish_ms, done.verify_ms, done.reload_ms)
+        return _sample(done, end - _seconds(done), end)
 
 
 SERVICES = {service.name: service for service in (CriticService, RewardService)}
+
+
+def _seconds(done: Reload) -> float:
+    return (done.publish_ms + done.verify_ms + done.reload_ms) / 1e3
+
+
+def _sample(done: Reload, begin_s: float, end_s: float) -> Sample:
+    """Return the timings of a reload, with its begin and the time from which it was served, on the monotonic clock."""
+    timings = {key: getattr(done, key) for key in ("reload", "version", "publish_ms", "verify_ms", "reload_ms")}
+    return {**timings, "begin_s": begin_s, "end_s": end_s}
 
 
 def _step_back() -> None:

@@ -42,7 +42,7 @@ def _reload(service: CriticService, way: str) -> Window:
     if way == "http":
         return load_over_http(service.url, control_key(service.config.run.weights_dir))
     done = service.publish()
-    return done.begin_s, done.end_s
+    return done["begin_s"], done["end_s"]
 
 
 def load_over_http(url: str, key: str) -> Window:

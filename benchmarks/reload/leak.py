@@ -15,6 +15,7 @@ import psutil
 from benchmarks.reload.critic_service import CriticService
 from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.support.benchmark import BenchError, Target
+from benchmarks.support.samples import Sample
 from python_backend.wire.contract import CRITIC
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.tritonserver import TritonServer
@@ -40,9 +41,9 @@ def _measure_kind(setup: ReloadSetup, kind: str, total: int, reload: Callable[[C
     samples = []
     with CriticService(setup, f"leak-{kind}", under_load(setup.settings.models)[0]) as service:
         setup.clients.ask("/start", {"url": service.url, "num_clients": setup.settings.leak_clients})
-        samples.append({"reloads": 0, **look(service.server, service.config.run.weights_dir)})
-        for number in range(1, total + 1):
-            reload(service)
+        for number in range(total + 1):
+            if number:
+                reload(service)
             if number % EVERY == 0 or number == total:
                 samples.append({"reloads": number, **look(service.server, service.config.run.weights_dir)})
             if number % max(1, total // 5) == 0:
@@ -93,11 +94,7 @@ def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
     samples = [sample for sample in found["samples"] if sample["reloads"] >= warm]
     reloads = [sample["reloads"] for sample in samples]
     fifth = max(1, len(samples) // 5)
-    slopes = dict.fromkeys(("server_slope_kb", "stub_slope_kb"))
-    if len(set(reloads)) > 1:
-        for who in ("server", "stub"):
-            memory = [sample[f"{who}_rss_kb"] for sample in samples]
-            slopes[f"{who}_slope_kb"] = statistics.linear_regression(reloads, memory).slope
+    slopes = {f"{who}_slope_kb": _slope(samples, f"{who}_rss_kb") for who in ("server", "stub")}
     growth = {
         f"{what}_growth": statistics.median(sample[what] for sample in samples[-fifth:])
         - statistics.median(sample[what] for sample in samples[:fifth])
@@ -105,6 +102,12 @@ def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
     }
     last = {name: samples[-1][name] for name in ("server_rss_kb", "stub_rss_kb", "disk_bytes")}
     return {"reloads": reloads[-1], "failed": found["failed"], **slopes, **growth, **last}
+
+
+def _slope(samples: list[Sample], key: str) -> float | None:
+    if len(samples) < 2:
+        return None
+    return statistics.linear_regression([s["reloads"] for s in samples], [s[key] for s in samples]).slope
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reload.critic_service import SERVICES, CriticService, Timed
+from benchmarks.reload.critic_service import SERVICES, CriticService
 from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.reload.windows import Samples, Window, p99, quiet_windows, ratio
 from benchmarks.support.benchmark import Target
-from benchmarks.support.samples import median_of
+from benchmarks.support.samples import Sample, median_of, select
 
 MOST_P99 = {"swap": 1.5, "triton": 3.0}
 WORDS = {"swap": "swaps", "triton": "Triton reloads"}
@@ -33,7 +32,7 @@ def measure(setup: ReloadSetup) -> dict[str, Any]:
 
 def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
     settings = setup.settings
-    reloads: list[Timed] = []
+    reloads: list[Sample] = []
     blocks: list[dict[str, Any]] = []
     with SERVICES[settings.model](setup, "load", model) as service:
         before = service.failed_requests()
@@ -44,12 +43,12 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
                 begin = time.monotonic()
                 reloads += _block(service, kind, cycle, settings)
                 blocks.append({"kind": kind, "begin_s": begin, "end_s": time.monotonic()})
-            counts = {how: sum(r.reload == how for r in reloads) for how in ("swap", "triton")}
+            counts = {how: len(select(reloads, reload=how)) for how in ("swap", "triton")}
             setup.say(f"a, {model}: {counts['swap']} swaps, {counts['triton']} Triton reloads")
         samples = setup.clients.ask("/stop", {})
         failed = service.failed_requests() - before
     return {
-        "samples": samples, "reloads": [dataclasses.asdict(reload) for reload in reloads], "blocks": blocks,
+        "samples": samples, "reloads": reloads, "blocks": blocks,
         "failed_by_server": failed, "clients": settings.clients,
     }  # fmt: skip
 
@@ -59,7 +58,7 @@ def share_of_cycle(total: int, cycles: int, cycle: int) -> int:
     return total * (cycle + 1) // cycles - total * cycle // cycles
 
 
-def _block(service: CriticService, kind: str, cycle: int, settings: argparse.Namespace) -> list[Timed]:
+def _block(service: CriticService, kind: str, cycle: int, settings: argparse.Namespace) -> list[Sample]:
     if kind == "quiet":
         time.sleep(settings.quiet_s)
         return []
@@ -84,8 +83,8 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
 def _summarise_model(found: dict[str, Any]) -> dict[str, Any]:
     samples = Samples.of(found["samples"])
     quiet = _quiet(found["blocks"])
-    swaps = [r for r in found["reloads"] if r["reload"] == "swap"]
-    windows = {how: [(r["begin_s"], r["end_s"]) for r in found["reloads"] if r["reload"] == how] for how in MOST_P99}
+    swaps = select(found["reloads"], reload="swap")
+    windows = {how: [(r["begin_s"], r["end_s"]) for r in select(found["reloads"], reload=how)] for how in MOST_P99}
     # Silences count while a version is verified and loaded, not while the publisher writes it.
     serving = [(r["end_s"] - (r["verify_ms"] + r["reload_ms"]) / 1e3, r["end_s"]) for r in swaps]
     around = samples.longest_silences(serving, margin_s=MARGIN_S)

@@ -52,8 +52,7 @@ def _draw_load(axes: Axes, model: str, part: dict[str, Any], summary: dict[str, 
     inside = inside[:: max(1, inside.size // MOST_POINTS)]
     latency = samples.latency_ms[inside]
     axes.scatter(samples.end[inside] - begin, latency, s=3, lw=0, color=OURS, alpha=0.5, zorder=3, rasterized=True)
-    axes.set_yscale("log")
-    axes.set_xlim(0, end - begin)
+    axes.set(yscale="log", xlim=(0, end - begin), xlabel="seconds", ylabel="latency of a value request (ms)")
     for block in blocks:
         _mark_block(axes, block, begin, end)
     for reload in part["reloads"]:
@@ -65,8 +64,6 @@ def _draw_load(axes: Axes, model: str, part: dict[str, Any], summary: dict[str, 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("latency of a value request (ms)")
     failed = summary["failed_by_clients"] + summary["failed_by_server"]
     axes.set_title(
         f"{model_title(model)}, {part['clients']} clients: the first of {summary['swap']['reloads']} swaps and "
@@ -117,12 +114,11 @@ def _draw_training(axes: Axes, model: str, summary: dict[str, Any]) -> None:
     axes.hlines([], 0, 0, color=INK, lw=1.6, label="duration of the update")
     axes.set_yscale("log")
     low, high = axes.get_ylim()
-    axes.set_ylim(low / 1.5, high * 6)
+    title = f"While the critic trains, {model_title(model)}"
+    axes.set(ylim=(low / 1.5, high * 6), ylabel="p99 of value requests (ms)", title=title)
     axes.set_xticks(range(len(sizes)), [f"update {size}" for size in sizes])
-    axes.set_ylabel("p99 of value requests (ms)")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.grid(axis="x", visible=False)
-    axes.set_title(f"While the critic trains, {model_title(model)}")
     axes.legend(loc="upper left", ncols=3, fontsize=9, columnspacing=1.0, handlelength=1.4)
 
 
@@ -141,13 +137,13 @@ def _draw_memory(axes: Axes, part: dict[str, Any], summary: dict[str, Any]) -> N
         label = f"{'swaps' if kind == 'swap' else 'Triton reloads'}, {who}{each}"
         axes.plot([sample["reloads"] for sample in samples], memory - memory[0], color=colour, ls=dashes, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("reloads")
-    axes.set_ylabel("growth of resident memory (MB)")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     low, high = axes.get_ylim()
-    axes.set_ylim(min(low, -1.0), max(high, 1.0) * 1.5)
+    axes.set(
+        xlabel="reloads", ylabel="growth of resident memory (MB)", ylim=(min(low, -1.0), max(high, 1.0) * 1.5),
+        title="Growth of memory over reloads",
+    )  # fmt: skip
     axes.axhline(0, color=QUIET, lw=0.8, zorder=1)
-    axes.set_title("Growth of memory over reloads")
     axes.legend(loc="upper left", fontsize=9)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import statistics
@@ -50,14 +49,14 @@ def _measure_model(setup: ReloadSetup, model: str) -> dict[str, Any]:
         service.publish()  # warm-up: the first one includes deferred imports
         for _ in range(publishes):
             done = service.publish()
-            alone = service.as_publisher(functools.partial(_alone, service, done.version))
-            swaps.append({**dataclasses.asdict(done), "to_served_ms": done.verify_ms + done.reload_ms, **alone})
+            alone = service.as_publisher(functools.partial(_alone, service, done["version"]))
+            swaps.append({**done, "to_served_ms": done["verify_ms"] + done["reload_ms"], **alone})
         setup.say(f"b, {model}: {publishes} publishes, each against hash, load and canary alone")
         folder = service.store.folder(service.store.current() or 0)
         for _ in range(settings.loads):
             with on_core(setup.cores.server):
                 fresh_ms = _fresh_process_ms(folder)
-            loads.append({"fresh_ms": fresh_ms, "reload_ms": service.triton_reload().reload_ms})
+            loads.append({"fresh_ms": fresh_ms, "reload_ms": service.triton_reload()["reload_ms"]})
         setup.say(f"b, {model}: {settings.loads} Triton reloads, each against a new process")
         return {"parameters": service.num_parameters, "swaps": swaps, "loads": loads}
 

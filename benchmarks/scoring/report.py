@@ -214,11 +214,10 @@ def _draw_throughput(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
         width, order = (2.6, 4) if name == OURS else (1.6, 3)
         x, y = [level for level, _ in curve], [rate for _, rate in curve]
         axes.plot(x, y, color=colour, ls=dashes, lw=width, marker="o", ms=4, zorder=order)
+    axes.set(xlabel="concurrency (requests in flight)", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("tokens per second")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     levels = sorted({row["concurrency"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(levels, [str(level) for level in levels])
     axes.minorticks_off()
-    axes.set_xlabel("concurrency (requests in flight)")

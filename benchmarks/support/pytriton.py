@@ -6,9 +6,10 @@ training of the critic share one lock. Model and update are the project's own co
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,15 @@ def serve_reward(
     ports: Sequence[int], checkpoint: str, counters: str, threads: int, instances: int, strip_multiple: int
 ) -> None:
     """Serve the reward model for requests padded to one common width; `strip_multiple`: see `stripped_width`."""
-
-    def load() -> Callable[..., Any]:
-        return make_callable(CountedReward(checkpoint, counters, threads=threads), strip_multiple)
-
-    def bind(triton: Triton) -> None:
-        callables = [load() for _ in range(instances)]
+    with serving(ports) as triton:
+        models = [CountedReward(checkpoint, counters, threads=threads) for _ in range(instances)]
+        callables = [make_callable(model, strip_multiple) for model in models]
         bind_batched(triton, contract.REWARD_MODEL, callables, [Tensor(name=REWARDS, dtype=np.float32, shape=(1,))])
-
-    serve(ports, bind)
 
 
 def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) -> None:
     """Serve `critic_infer` and `critic_train`; `critic`: folder of the weights, `trainer`: the trainer's section."""
-
-    def bind(triton: Triton) -> None:
+    with serving(ports) as triton:
         locked = LockedCritic(Path(critic), TrainerSection.model_validate(trainer))
         bind_batched(triton, contract.CRITIC_INFER, infer_callable(locked), [
             Tensor(name=VALUES, dtype=np.float32, shape=(-1,)), _int64(WEIGHTS_VERSION, 1),
@@ -68,18 +63,17 @@ def serve_critic(ports: Sequence[int], critic: str, trainer: Mapping[str, Any]) 
             config=ModelConfig(batching=False),
         )  # fmt: skip
 
-    serve(ports, bind)
 
-
-def serve(ports: Sequence[int], bind: Callable[[Triton], None]) -> None:
-    """Serve the models that `bind` binds until SIGTERM; `ports` are those for HTTP, gRPC and metrics."""
+@contextlib.contextmanager
+def serving(ports: Sequence[int]) -> Iterator[Triton]:
+    """Serve the models that the block binds until SIGTERM; `ports` are those for HTTP, gRPC and metrics."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # PyTriton cleans up only after SIGINT
     http, grpc, metrics = ports
     config = TritonConfig(
         http_address=HOST, http_port=http, grpc_address=HOST, grpc_port=grpc, metrics_port=metrics, exit_timeout_secs=2
     )
     with Triton(config=config) as triton:
-        bind(triton)
+        yield triton
         triton.serve()
 
 

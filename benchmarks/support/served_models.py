@@ -65,18 +65,14 @@ class Waiting:
 
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         time.sleep(self._pause * len(rows) * width)
-        return [np.zeros(self.outputs_of(row), np.float32) for row in rows]
-
-    def outputs_of(self, row: np.ndarray) -> int:
-        """Return the number of outputs of a row."""
-        return row.size
+        return [np.zeros(row.size, np.float32) for row in rows]
 
 
 class WaitingReward(Waiting, reward.TritonPythonModel):
     """The reward model with a forward pass that sleeps."""
 
-    def outputs_of(self, row: np.ndarray) -> int:
-        return 1
+    def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
+        return [outputs[:1] for outputs in super().forward(model, rows, width)]
 
 
 class WaitingCritic(Waiting, critic.TritonPythonModel):

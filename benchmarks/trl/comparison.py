@@ -45,10 +45,6 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
     if SMOLLM2 in settings.models and settings.smollm2 is None:
         raise BenchError(f"--models {SMOLLM2} requires --smollm2 DIR, the model's folder; add it or drop {SMOLLM2}")
     theirs = prepare_environment(settings.environment, record.say) if TRL in settings.contenders else None
-    record.result |= {
-        "trl_versions": None if theirs is None else theirs.versions,
-        "ppo": "not compared: this release of TRL has no trl.experimental.ppo",
-    }
     for model in settings.models:
         checkpoint = prepare_model(record.out / "models", model, settings.smollm2)
         for rows, new_tokens in (map(int, cell.split("x")) for cell in settings.cells):

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +43,16 @@ PROMPTS = (
 )
 
 
-@dataclass(frozen=True)
-class Environment:
-    """TRL's virtual environment: its interpreter and the versions of its packages."""
-
-    python: Path
-    versions: dict[str, str]
-
-
-def prepare_environment(folder: Path, log: Callable[[str], None]) -> Environment:
-    """Install TRL's environment in `folder` unless it is complete, and return it."""
+def prepare_environment(folder: Path, log: Callable[[str], None]) -> Path:
+    """Install TRL's environment in `folder` unless it is there and has these requirements; return its Python interpreter."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    if not done.is_file():
+    if not done.is_file() or done.read_text() != REQUIREMENTS.read_text():
         log(f"installing TRL into {folder}: a few minutes, once")
         venv.create(folder, with_pip=True, clear=True)
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
         done.write_text(REQUIREMENTS.read_text())
-    listed = subprocess.run([*pip, "list", "--format=json"], check=True, capture_output=True, text=True).stdout
-    return Environment(python, {package["name"]: package["version"] for package in json.loads(listed)})
+    return python
 
 
 def prepare_model(folder: Path, name: str, smollm2: Path | None) -> Path:
@@ -104,8 +94,8 @@ def prepare_cell(arguments: argparse.Namespace, out: Path, cell: dict[str, Any],
 
 
 @contextlib.contextmanager
-def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> Iterator[SteppedTrainer]:
-    """Run one side of the comparison: `trl` in the environment `theirs`, or ours; yield its trainer."""
+def running(name: str, settings: dict[str, Any], theirs: Path | None) -> Iterator[SteppedTrainer]:
+    """Run one side of the comparison: `trl` with the interpreter `theirs`, or ours; yield its trainer."""
     folder = Path(settings["folder"])
     env = {
         **LIBRARY_ENV, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", LIBRARY_ENV["OMP_WAIT_POLICY"]),
@@ -114,7 +104,7 @@ def running(name: str, settings: dict[str, Any], theirs: Environment | None) -> 
     with contextlib.ExitStack() as stack:
         servers: list[int] = []
         if theirs is not None and name == "trl":
-            command = [str(theirs.python), "-u", "-m", "benchmarks.trl.theirs", json.dumps(settings)]
+            command = [str(theirs), "-u", "-m", "benchmarks.trl.theirs", json.dumps(settings)]
             env["PYTHONPATH"] = str(ROOT)
         else:
             path = folder / "run.yaml"

@@ -52,7 +52,7 @@ def test_grpo_trains_on_rewards_from_triton(tmp_path: Path, checkpoints: Checkpo
         try:
             assert gateway.stdout is not None
             url = gateway.stdout.readline().partition("gateway: ")[2].partition(",")[0]
-            script = [str(theirs.python), str(ROOT / "tests/support/trl_run.py")]
+            script = [str(theirs), str(ROOT / "tests/support/trl_run.py")]
             arguments = [str(checkpoints.policy), str(tmp_path), str(STEPS)]
             environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "REWARD_GATEWAY_URL": url}
             with subprocess.Popen([*script, *arguments], env=environment) as trainer:
@@ -86,7 +86,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": TEXT_POSITIONS, "pad_token_id": None}
     save_tiny(folder / "base", "qwen2", "language", **sizes)
     tokenizer.save_pretrained(folder / "base")
-    script = [str(theirs.python), str(ROOT / "tests/support/trl_reward.py"), str(folder / "base"), str(folder)]
+    script = [str(theirs), str(ROOT / "tests/support/trl_reward.py"), str(folder / "base"), str(folder)]
     subprocess.run(script, env={**os.environ, **ENVIRONMENT}, check=True)
     return folder
 
