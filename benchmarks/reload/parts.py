@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks.reload import gaps, journal, leak, load, publish, training
+from benchmarks.reload import journal, leak, load, publish, training
 from benchmarks.reload.picture import draw_parts
 from benchmarks.reload.setup import Cores, ReloadSetup, on_core
 from benchmarks.support.benchmark import Option, Record, Result, Target
@@ -26,7 +26,6 @@ PARTS: dict[str, tuple[str, ModuleType]] = {
     "load": ("a", load),
     "publish": ("b", publish),
     "training": ("c", training),
-    "gaps": ("c", gaps),
     "leak": ("d", leak),
     "journal": ("e", journal),
 }
@@ -35,7 +34,7 @@ LETTERS = "abcde"
 OPTIONS = {
     "parts": Option(
         list(LETTERS),
-        "a: clients during reloads, b: time until served, c: clients during updates and HTTP loads, d: leaks, "
+        "a: clients during reloads, b: time until served, c: clients during updates, d: leaks, "
         "e: journal; earlier results of other parts in OUT are kept",
         known=LETTERS,
     ),
@@ -43,7 +42,7 @@ OPTIONS = {
     "models": Option(["1m", "7m", "110m"], f"any of {', '.join(SIZES)}; above 7m only in b", ["tiny"], SIZES),
     "swaps": Option(200, "part a: number of swaps", quick=4),
     "triton_reloads": Option(50, "part a: number of Triton reloads", quick=1),
-    "clients": Option(32, "parts a and c: scoring requests in flight while the model is reloaded", quick=4),
+    "clients": Option(32, "part a: scoring requests in flight while the model is reloaded", quick=4),
     "cycles": Option(25, "part a: cycles of quiet, swaps, quiet, Triton reloads", quick=1),
     "quiet_s": Option(3.0, "part a: seconds of each quiet block", quick=0.5),
     "publishes": Option(20, "part b: publishes of each model up to 7 million parameters", quick=2),
@@ -53,7 +52,6 @@ OPTIONS = {
         32, "part c: rows of the smallest update; the others have two and four times as many", quick=4
     ),
     "updates": Option(3, "part c: updates of each size on each server", quick=1),
-    "gap_reloads": Option(10, "part c: swaps, and as many loads over HTTP", quick=1),
     "leak_swaps": Option(1000, "part d: number of swaps", quick=20),
     "leak_triton_reloads": Option(100, "part d: number of Triton reloads", quick=2),
     "leak_clients": Option(4, "part d: value requests in flight", quick=2),

@@ -44,7 +44,7 @@ PROMPTS = (
 
 
 def prepare_environment(folder: Path, log: Callable[[str], None]) -> Path:
-    """Install TRL's environment in `folder` unless it is there and has these requirements; return its Python interpreter."""
+    """Install TRL's environment in `folder` unless it has the requirements already; return its Python interpreter."""
     done, python = folder / "complete", folder.absolute() / "bin" / "python"
     if not done.is_file() or done.read_text() != REQUIREMENTS.read_text():
         log(f"installing TRL into {folder}: a few minutes, once")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.command import report
-from benchmarks.reload import gaps, journal, leak, load, parts, publish, training
+from benchmarks.reload import journal, leak, load, parts, publish, training
 from benchmarks.reload.load import share_of_cycle
 from benchmarks.reload.parts import PARTS
 from benchmarks.reload.windows import Samples, p99, quiet_windows, ratio
@@ -159,29 +159,6 @@ def test_training_compares_sizes_of_the_update():
     assert found.verdict == "miss"
 
 
-def gaps_part() -> dict[str, Any]:
-    samples = joined(ticking(0, 20, 0.01), ticking(22, 30, 0.01), raw([19.99], [2020.0]))
-    windows = [("swap", 5.0, 5.1), ("http", 20.0, 22.0)]
-    return {"samples": samples, "windows": [{"way": w, "begin_s": b, "end_s": e} for w, b, e in windows]}
-
-
-def test_gaps_are_those_of_their_own_reloads():
-    summary = gaps.summarise(gaps_part())
-    assert summary["http"]["longest_silence_ms"] == pytest.approx(2010.0)
-    assert summary["swap"]["longest_silence_ms"] == pytest.approx(10.0)
-    found = gaps.targets(summary)
-    assert [b.value for b in found] == pytest.approx([201.0, 404.0])
-    assert [b.verdict for b in found] == ["pass", "pass"]
-
-
-def test_one_client_that_is_kept_waiting_among_others_is_seen():
-    part = gaps_part()
-    part["samples"] = joined(ticking(0, 30, 0.01), raw([20.0], [2000.0]))
-    silence, wait = gaps.targets(gaps.summarise(part))
-    assert silence.verdict == "miss"
-    assert wait.value == pytest.approx(400.0)
-
-
 def leak_samples(*, slope_kb: float, handles: float = 0.0, last: int = 1000) -> list[dict[str, float]]:
     """A jump in the warm-up, then growth by `slope_kb` a reload; `handles` are left open by each."""
     return [
@@ -229,7 +206,7 @@ def test_journal_counts_checking_too():
 
 def whole_result() -> dict[str, Any]:
     parts = {
-        "load": {"1m": load_part()}, "publish": publish_part(), "training": training_part(), "gaps": gaps_part(),
+        "load": {"1m": load_part()}, "publish": publish_part(), "training": training_part(),
         "leak": leak_part(), "journal": journal_part(),
     }  # fmt: skip
     return {"parts": parts}
