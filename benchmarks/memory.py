@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
+from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.children import output_of
 from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss
 from benchmarks.support.workload import trace_tokenizer
 from python_backend.config import RunConfig
@@ -47,10 +47,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             make_checkpoints(model, folder)
             for role in settings.roles:
                 command = [sys.executable, "-m", "benchmarks.memory", role, str(folder), str(settings.budget)]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise BenchError(f"{role} of {model} failed: {done.stderr.strip()[-500:]}")
-                sample = json.loads(done.stdout.splitlines()[-1])
+                sample = json.loads(output_of(f"{role} of {model}", command).splitlines()[-1])
                 record.add({"model": model, "role": role, **sample})
                 record.say(f"{model}  {role}: planned {sample['planned_mb']:.0f}, peak {sample['peak_mb']:.0f} MB")
 

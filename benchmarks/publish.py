@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
+from benchmarks.support.benchmark import Option, Record, Result, Target
+from benchmarks.support.children import output_of
 from benchmarks.support.samples import grouped, median_of
 from benchmarks.support.workload import SIZES, make_checkpoint
 
@@ -33,9 +33,7 @@ def measure(settings: argparse.Namespace, record: Record) -> None:
             make_checkpoint(SIZES[model], folder / "critic")
             arguments = ["benchmarks.publish_ranks", str(folder), str(settings.repeats)]
             agent = [sys.executable, "-m", "python_backend.parallel.agent", str(settings.ranks), *arguments]
-            done = subprocess.run(agent, capture_output=True, text=True)
-            if done.returncode:
-                raise BenchError(f"the ranks failed: {done.stderr[-2000:]}")
+            output_of("publishing on several ranks", agent)
             for sample in json.loads((folder / "samples.json").read_text()):
                 record.add({"model": model, **sample})
                 record.say(f"{model}  {sample['publish_s']:.2f} s, plain {sample['plain_s']:.2f} s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from benchmarks.reload.critic_service import RUN_ID
 from benchmarks.reload.setup import ReloadSetup, on_core, under_load
 from benchmarks.reload.windows import ratio
 from benchmarks.support.benchmark import Target
+from benchmarks.support.samples import medians
 from benchmarks.support.workload import SIZES, VOCAB_SIZE, make_checkpoint, noise_payload
 from benchmarks.update import one_update
 from python_backend.config import TrainerSection
@@ -102,13 +102,12 @@ def _update_seconds(model: str, payload: TrainPayload) -> float:
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
     """Return medians, the ratio of accepting to a bare write, and accepting as a share of an update."""
-    names = ("check_ms", "journal_ms", "accept_ms", "bare_ms")
-    medians = {name: statistics.median(sample[name] for sample in part["samples"]) for name in names}
+    found = medians(part["samples"], "check_ms", "journal_ms", "accept_ms", "bare_ms")
     return {
-        **medians, "n": len(part["samples"]), "bytes": part["samples"][0]["bytes"],
+        **found, "n": len(part["samples"]), "bytes": part["samples"][0]["bytes"],
         "payload": f"{part['rows']} x {part['tokens']:,}", "update_s": part["update_s"], "model": part["update_model"],
-        "ratio": ratio(medians["accept_ms"], medians["bare_ms"]),
-        "share": medians["accept_ms"] / 1e3 / part["update_s"],
+        "ratio": ratio(found["accept_ms"], found["bare_ms"]),
+        "share": found["accept_ms"] / 1e3 / part["update_s"],
     }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import psutil
 from benchmarks.reload.critic_service import CriticService
 from benchmarks.reload.setup import ReloadSetup, under_load
 from benchmarks.support.benchmark import BenchError, Target
-from benchmarks.support.samples import Sample
 from python_backend.wire.contract import CRITIC
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.tritonserver import TritonServer
@@ -49,8 +48,7 @@ def _measure_kind(setup: ReloadSetup, kind: str, total: int, reload: Callable[[C
             if number % max(1, total // 5) == 0:
                 setup.say(f"d: {number} of {total} {kind} reloads")
         seen = setup.clients.ask("/stop", {})
-    facts = {"requests": len(seen["start_s"]), "failed": len(seen["failures"])}
-    return {"samples": samples, **facts}
+    return {"samples": samples, "requests": len(seen["start_s"]), "failed": len(seen["failures"])}
 
 
 def look(running: TritonServer, weights: Path) -> dict[str, float]:
@@ -104,7 +102,7 @@ def _summarise_kind(found: dict[str, Any]) -> dict[str, Any]:
     return {"reloads": reloads[-1], "failed": found["failed"], **slopes, **growth, **last}
 
 
-def _slope(samples: list[Sample], key: str) -> float | None:
+def _slope(samples: list[dict[str, Any]], key: str) -> float | None:
     if len(samples) < 2:
         return None
     return statistics.linear_regression([s["reloads"] for s in samples], [s[key] for s in samples]).slope

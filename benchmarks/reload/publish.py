@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +12,9 @@ from typing import Any
 from benchmarks.reload.critic_service import CriticService
 from benchmarks.reload.setup import MOST_SIZE_UNDER_LOAD, ReloadSetup, on_core
 from benchmarks.reload.windows import ratio
-from benchmarks.support.benchmark import BenchError, Target
+from benchmarks.support.benchmark import Target
+from benchmarks.support.children import output_of
+from benchmarks.support.samples import medians
 from benchmarks.support.usage import timed
 from benchmarks.support.workload import model_size
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
@@ -77,18 +77,16 @@ def _fresh_process_ms(folder: Path) -> float:
     environment = {**os.environ, **server_environment(find_tritonserver())}
     command = [sys.executable, "-c", FRESH_PROCESS, str(folder)]
     start = time.monotonic()  # the same clock in every process
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FRESH_TIMEOUT_S)
-    if done.returncode:
-        raise BenchError(f"a new process could not load {folder}; its output ends with: {done.stderr[-400:]}")
-    return (float(done.stdout.split()[-1]) - start) * 1e3
+    output = output_of(f"loading {folder} in a new process", command, env=environment, timeout=FRESH_TIMEOUT_S)
+    return (float(output.split()[-1]) - start) * 1e3
 
 
 def summarise(part: dict[str, Any]) -> dict[str, Any]:
     """Return medians and ratios by model."""
     found = {}
     for model, of in part.items():
-        swap = _medians(of["swaps"], ("publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms"))
-        load = _medians(of["loads"], ("reload_ms", "fresh_ms"))
+        swap = medians(of["swaps"], "publish_ms", "to_served_ms", "reload_ms", "hash_ms", "load_ms", "canary_ms")
+        load = medians(of["loads"], "reload_ms", "fresh_ms")
         alone = swap["hash_ms"] + swap["load_ms"] + swap["canary_ms"]
         found[model] = {
             "parameters": of["parameters"],
@@ -96,10 +94,6 @@ def summarise(part: dict[str, Any]) -> dict[str, Any]:
             "triton": {**load, "ratio": ratio(load["reload_ms"], load["fresh_ms"]), "n": len(of["loads"])},
         }
     return found
-
-
-def _medians(samples: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, float]:
-    return {name: statistics.median(sample[name] for sample in samples) for name in names}
 
 
 def targets(summary: dict[str, Any]) -> list[Target]:

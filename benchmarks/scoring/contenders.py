@@ -69,7 +69,7 @@ class Contender:
     width: int = 0
     """Clients pad every row to this many tokens; 0: to the request's longest row."""
     children: Sequence[BenchChild] = ()
-    """One process per instance, called as in `scoring.instances`; empty if the contender speaks Triton's protocol."""
+    """One process per instance, called as in `scoring.processes`; empty if the contender speaks Triton's protocol."""
 
     def with_budget(self, token_budget: int) -> Contender:
         """Return this contender, processes included, with another token budget, which only `ideal` reads from here."""
@@ -172,11 +172,11 @@ def _arguments(setup: Setup, split: Split, counters: Path) -> dict[str, Any]:
 
 
 CONTENDERS: dict[str, Callable[[str, Setup, Split], Contender]] = {
-    "ideal": partial(instances, target="scoring.instances:serve_ideal"),
+    "ideal": partial(instances, target="scoring.processes:serve_ideal"),
     "ours": native,
     "pytriton_padded": partial(pytriton, strip_multiple=0),
     "pytriton_stripped": partial(pytriton, strip_multiple=16),
-    "one_forward": partial(instances, target="scoring.instances:serve_one_forward"),
+    "one_forward": partial(instances, target="scoring.processes:serve_one_forward"),
     "ragged_off": partial(native, ragged=False),
     "late_answers": partial(native, kind="LateModel"),
 }

@@ -22,7 +22,7 @@ from benchmarks.scoring.report import draw, summarise, targets
 from benchmarks.support.benchmark import BenchError, Option, Record
 from benchmarks.support.children import BenchChild, running_child
 from benchmarks.support.usage import memory_mb
-from benchmarks.support.workload import SIZES, TRACE, ModelSize, make_checkpoint, rows_for_tokens, trace_lengths
+from benchmarks.support.workload import SIZES, ModelSize, make_checkpoint, rows_for_tokens, trace_lengths
 from tools.calibrate.calibration import forward_overhead
 
 __all__ = ["OPTIONS", "draw", "measure", "summarise", "targets"]
@@ -50,14 +50,12 @@ SCALING_CONCURRENCY = 64
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
     """Measure the sweep with every model, and the growth of time and memory with the first model."""
-    record.result |= {"trace": TRACE, "models": {}}
     servers = record.out / "servers"
     shutil.rmtree(servers, ignore_errors=True)
-    with running_child("load generator", "scoring.load_generator:serve", {}, servers / "load.log") as load:
+    with running_child("load generator", "scoring.processes:serve_load", {}, servers / "load.log") as load:
         for name in settings.models:
             checkpoint = servers / f"{name}-checkpoint"
             parameters = make_checkpoint(SIZES[name], checkpoint)
-            record.result["models"][name] = {**dataclasses.asdict(SIZES[name]), "parameters": parameters}
             record.say(f"{name}: {parameters / 1e6:.2f} M parameters; starting the contenders one by one")
             ModelBench(settings, record, load, SIZES[name]).run(checkpoint, scaling=name == settings.models[0])
             shutil.rmtree(checkpoint)  # the largest has half a gigabyte

@@ -7,10 +7,11 @@ import http.client
 import importlib
 import json
 import signal
+import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,14 @@ def wait_until(is_ready: Callable[[], bool], child: Child) -> None:
         if time.monotonic() > deadline:
             raise BenchError(f"the {child.name} was not ready within {START_TIMEOUT_S:g} s; its log: {child.log_path}")
         time.sleep(0.05)
+
+
+def output_of(what: str, command: Sequence[str], **options: Any) -> str:
+    """Run a command to its end; return its standard output. Raises BenchError with the end of stderr if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode:
+        raise BenchError(f"{what} failed: {done.stderr.strip()[-2000:]}")
+    return done.stdout
 
 
 def free_ports() -> dict[str, int]:

@@ -43,6 +43,11 @@ def ratio(samples: Iterable[Sample], one: str, other: str, key: str, by: str = "
     return median_of(a[key] / b[key] for a, b in pairs(samples, one, other, by))
 
 
+def medians(samples: Sequence[Sample], *keys: str) -> dict[str, float]:
+    """Return the median of the samples for each key."""
+    return {key: statistics.median(sample[key] for sample in samples) for key in keys}
+
+
 def median_of(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None; None if there is no such value."""
     known = [value for value in values if value is not None]

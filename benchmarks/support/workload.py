@@ -21,7 +21,6 @@ SEED = 0
 VOCAB_SIZE = 4096
 SHORTEST, LONGEST = 16, 512  # tokens
 LOG_MEAN, LOG_SD = 4.8, 0.8
-TRACE = {"log_mean": LOG_MEAN, "log_sd": LOG_SD, "shortest": SHORTEST, "longest": LONGEST}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.benchmark import BenchError, Option, Record, Result, Target
-from benchmarks.support.samples import grouped, in_turn, ratio
+from benchmarks.support.samples import grouped, in_turn, medians, ratio
 from benchmarks.support.workload import SIZES
 from benchmarks.trl.trainers import GROUP, prepare_cell, prepare_environment, prepare_model, running
 
@@ -88,8 +88,7 @@ def summarise(result: Result) -> list[dict[str, Any]]:
         phases = {phase: statistics.median(s["phases"].get(phase, 0.0) for s in own) for phase in own[0]["phases"]}
         rows.append({
             **dict(zip((*CELL, "contender"), key, strict=True)),
-            "seconds_per_step": statistics.median(sample["seconds_per_step"] for sample in own),
-            "cpu_seconds_per_step": statistics.median(sample["cpu_seconds_per_step"] for sample in own),
+            **medians(own, "seconds_per_step", "cpu_seconds_per_step"),
             "peak_rss_mb": max(sample["peak_rss_mb"] for sample in own), "tokens": own[0]["tokens"],
             "phases": ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in phases.items()),
         })  # fmt: skip

@@ -18,7 +18,7 @@ from benchmarks.command import parse_arguments
 from benchmarks.scoring import sweep
 from benchmarks.scoring.cells import Pace, num_requests, plan_cells
 from benchmarks.scoring.contenders import CONTENDERS
-from benchmarks.scoring.instances import claim, pack, unpack
+from benchmarks.scoring.processes import claim, pack, unpack
 from benchmarks.support.benchmark import BenchError, Record
 from benchmarks.support.forward import CountedReward, ForwardCounters, read_counters
 from benchmarks.support.pytriton import stripped_width

@@ -36,7 +36,7 @@ WITHOUT_TORCH = [
     "python_backend.serving.allocator", "python_backend.serving.scheduling", "python_backend.serving.scoring",
     "python_backend.serving.requests", "python_backend.store.weights", "trainer.__main__",
     "trainer.control_plane", "actor.__main__", "actor.scoring.client", "critic_client", "tools.__main__",
-    "benchmarks.scoring.load_generator", "benchmarks.reload.parts", "benchmarks.scoring.sweep",
+    "benchmarks.scoring.processes", "benchmarks.reload.parts", "benchmarks.scoring.sweep",
     "tools.gateway.app", "tools.gateway.command", "tools.import_checkpoint", "tools.render_configs", "tools.run",
     "tools.serve",
 ]  # fmt: skip
