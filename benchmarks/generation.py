@@ -100,12 +100,10 @@ def contenders_of(
 ) -> dict[str, Contender]:
     """Return the contenders; each generates `lengths[i]` tokens for prompt i at temperature 1."""
     others = {PLAIN: plain, CONTINUOUS: continuous}
-    found: dict[str, Contender] = {
-        name: functools.partial(others[name], model, prompts, lengths) for name in settings.others
+    return {
+        **{name: functools.partial(others[name], model, prompts, lengths) for name in settings.others},
+        **{f"slots-{slots}": functools.partial(ours, model, prompts, lengths, slots) for slots in settings.slots},
     }
-    for slots in settings.slots:
-        found[f"slots-{slots}"] = functools.partial(ours, model, prompts, lengths, slots)
-    return found
 
 
 def decoder_of(lengths: Sequence[int]) -> Any:

@@ -45,7 +45,7 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
             modes, urls = [OVERLAPPED, SERIAL], None
             if contest == "computed":
                 modes, urls = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
-            measure_run(record, contest, config, modes, settings.steps, settings.rounds, padded_urls=urls)
+            asyncio.run(measure_run(record, contest, config, modes, settings.steps, settings.rounds, padded_urls=urls))
     rollouts, lengths = settings.scaling_rollouts, settings.scaling_lengths
     middle = rollouts[len(rollouts) // 2], lengths[len(lengths) // 2]
     checkpoints = make_checkpoints(out / "checkpoints" / "scaling", settings.scaling_model, max(rollouts))
@@ -53,7 +53,8 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
     with services(configuration(out / "scaling", checkpoints, *middle, ports), None):
         for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
             config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, ports)
-            measure_run(record, "scaling", config, [OVERLAPPED, SERIAL], 2, max(1, settings.rounds - 1))
+            rounds = max(1, settings.rounds - 1)
+            asyncio.run(measure_run(record, "scaling", config, [OVERLAPPED, SERIAL], 2, rounds))
 
 
 def make_checkpoints(folder: Path, model: str, num_prompts: int) -> Path:
@@ -137,7 +138,7 @@ def pytriton(config: RunConfig, checkpoints: Path) -> Iterator[list[str]]:
         yield urls
 
 
-def measure_run(
+async def measure_run(
     record: Record, contest: str, config: RunConfig, modes: Sequence[str], steps: int, rounds: int,
     padded_urls: Sequence[str] | None = None,
 ) -> None:  # fmt: skip
@@ -153,17 +154,14 @@ def measure_run(
         seconds = sample["seconds"] / sample["steps"]
         record.say(f"{contest:<9} {sample['mode']:<11} {size:>4} x {longest:<4} {seconds:7.2f} s a step")
 
-    async def run_blocks() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            ours = await stack.enter_async_context(TritonClient(config.server.http_url, client))
-            run = MeasuredRun(config, ours)
-            await run.scorer.compare_tokenizers()
-            if padded_urls is not None:
-                reward, critic = [await stack.enter_async_context(TritonClient(url, client)) for url in padded_urls]
-                run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + longest)
-            await run.blocks(modes, steps=steps, rounds=rounds, note=note)
-
-    asyncio.run(run_blocks())
+    async with contextlib.AsyncExitStack() as stack:
+        ours = await stack.enter_async_context(TritonClient(config.server.http_url, client))
+        run = MeasuredRun(config, ours)
+        await run.scorer.compare_tokenizers()
+        if padded_urls is not None:
+            reward, critic = [await stack.enter_async_context(TritonClient(url, client)) for url in padded_urls]
+            run.padded = PaddedServices(reward, critic, LONGEST_PROMPT + longest)
+        await run.blocks(modes, steps=steps, rounds=rounds, note=note)
 
 
 def seconds_per_token(checkpoints: Path, longest: int) -> dict[str, float]:
