@@ -37,8 +37,8 @@ def measure(setup: ReloadSetup) -> list[dict[str, Any]]:
     runs = []
     with ExitStack() as running:
         service = running.enter_context(CriticService(setup, "training", model, trainer=TRAINER))
-        sidecar = running_sidecar(service.config, lambda path: ["trainer", "--config", str(path)])
-        psutil.Process(running.enter_context(sidecar).process.pid).nice(LOWEST_PRIORITY)
+        sidecar = running.enter_context(running_sidecar(service.config))
+        psutil.Process(sidecar.process.pid).nice(LOWEST_PRIORITY)
         # PyTriton's critic infers and trains under one lock; PyTriton binds the model that trains last.
         arguments = {"critic": service.store.folder(0).absolute(), "trainer": TRAINER.model_dump(mode="json")}
         with on_core(setup.cores.server):

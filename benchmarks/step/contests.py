@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
     record.result["waits_s_per_token"] = waits
     for contest in ("computed", "waited"):
         config = configuration(out / contest, checkpoints, size, longest, free_ports())
-        with services(config, waits if contest == "waited" else None), contextlib.ExitStack() as others:
+        with services(config, waits if contest == "waited" else {}), contextlib.ExitStack() as others:
             modes, urls = [OVERLAPPED, SERIAL], None
             if contest == "computed":
                 modes, urls = [*modes, PADDED], others.enter_context(pytriton(config, checkpoints))
@@ -50,7 +50,7 @@ def measure_contests(settings: argparse.Namespace, record: Record) -> None:
     middle = rollouts[len(rollouts) // 2], lengths[len(lengths) // 2]
     checkpoints = make_checkpoints(out / "checkpoints" / "scaling", settings.scaling_model, max(rollouts))
     ports = free_ports()
-    with services(configuration(out / "scaling", checkpoints, *middle, ports), None):
+    with services(configuration(out / "scaling", checkpoints, *middle, ports), {}):
         for size, longest in dict.fromkeys([*((n, middle[1]) for n in rollouts), *((middle[0], n) for n in lengths)]):
             config = configuration(out / "scaling" / f"{size}x{longest}", checkpoints, size, longest, ports)
             rounds = max(1, settings.rounds - 1)
@@ -91,26 +91,24 @@ def configuration(folder: Path, checkpoints: Path, size: int, longest: int, port
 
 
 @contextlib.contextmanager
-def services(config: RunConfig, waits: dict[str, float] | None) -> Iterator[None]:
-    """Run server and sidecar; with `waits`, seconds per token, they sleep instead of computing."""
+def services(config: RunConfig, waits: Mapping[str, float]) -> Iterator[None]:
+    """Run server and sidecar, which sleep for `waits`, seconds per token, or compute if it is empty."""
     from python_backend.models.modeling import quiet_transformers
     from trainer.publish import initialise_store
 
     def change(repository: Path) -> None:
         for model, kind, key in ((REWARD_MODEL, "WaitingReward", "reward"), (CRITIC, "WaitingCritic", "critic")):
-            if waits is not None:
+            if waits:
                 replace_model(repository, model, kind, bench_seconds_per_token=f"{waits[key]:.12f}")
 
-    def sidecar(path: Path) -> list[str]:
-        if waits is None:
-            return ["trainer", "--config", str(path)]
+    def waiting_sidecar(path: str) -> list[str]:
         return child_command("step.waiting_sidecar:run", config=path, seconds_per_token=waits["train"])
 
     quiet_transformers()
     initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
     with contextlib.ExitStack() as running:
         running.callback(start_triton(config, change).stop)
-        running.enter_context(running_sidecar(config, sidecar))
+        running.enter_context(running_sidecar(config, waiting_sidecar if waits else None))
         yield
 
 

@@ -41,12 +41,13 @@ def replace_model(repository: Path, model: str, kind: str, **parameters: str) ->
 
 
 @contextlib.contextmanager
-def running_sidecar(config: RunConfig, command: Callable[[Path], list[str]]) -> Iterator[Child]:
-    """Run a sidecar with `python -m` and the arguments `command(its YAML)`; yield once it follows the journal."""
+def running_sidecar(config: RunConfig, command: Callable[[str], list[str]] | None = None) -> Iterator[Child]:
+    """Run the sidecar, or `python -m` with the arguments `command(its YAML)`; yield once it follows the journal."""
     path = config.run.dir / "sidecar.yaml"
     write_json(path, config.model_dump(mode="json", exclude_none=True), durable=False)  # JSON is YAML
     environment = {**LIBRARY_ENV, "OMP_NUM_THREADS": "1"}
-    child = Child("sidecar", command(path), config.run.logs_dir / "sidecar.log", environment)
+    arguments = ["trainer", "--config", str(path)] if command is None else command(str(path))
+    child = Child("sidecar", arguments, config.run.logs_dir / "sidecar.log", environment)
     try:
         journal = Journal(config.run.journal_dir, config.run.identity)
         wait_until(journal.is_followed, child)
