@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.benchmark import Option, Record, Result, Target
-from benchmarks.support.children import output_of
 from benchmarks.support.usage import peak_rss_bytes, reset_peak_rss
 from benchmarks.support.workload import trace_tokenizer
 from python_backend.config import RunConfig
@@ -40,6 +39,8 @@ OPTIONS = {
 
 def measure(settings: argparse.Namespace, record: Record) -> None:
     """Run every role of every model."""
+    from benchmarks.support.children import output_of  # aiohttp: not in the processes that are measured
+
     with tempfile.TemporaryDirectory() as scratch:
         make_checkpoints(WARM_UP, Path(scratch) / WARM_UP)
         for model in settings.models:
