@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class RowScores(RowValues):
     """For each row why it has no reward, empty if it has one."""
 
 
-class AsyncCriticClient:
+class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
     """A critic that Triton serves and a sidecar trains, for a trainer of your own. An async context manager.
 
     **Rows** are ragged, `[length_i]` each; never pad them. Position t of a row belongs to the value at token t, the
@@ -95,19 +95,14 @@ class AsyncCriticClient:
         self._critic: dict[str, str] | None = None
         self._is_closed = self._owns_run = False
 
-    async def __aenter__(self) -> AsyncCriticClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Cancel the calls in flight and close all connections. What a server has accepted is still trained."""
         if not self._is_closed:
             self._is_closed = True
-            await self._client.__aexit__(None, None, None)
+            await self._client.__aexit__()
 
     async def values(self, rows: Rows) -> RowValues:
         """Return the values of n rows of token ids of the critic's tokenizer.

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 from actor.scoring.client import TrainAnswer
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class CriticClient:
+class CriticClient(AbstractContextManager["CriticClient"]):
     """`AsyncCriticClient`, where everything is explained, with calls that block. A context manager.
 
     Any thread may call it, several at the same time: call `train` in a thread to overlap it with other work. It has an
@@ -37,12 +37,7 @@ class CriticClient:
         self._thread.start()
         self._closing = threading.Lock()
 
-    def __enter__(self) -> CriticClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

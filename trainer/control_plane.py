@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -85,13 +86,8 @@ class ModelStatistics:
     failure_count: int
     """Requests answered with an error."""
 
-    @property
-    def mean_batch(self) -> float:
-        """Mean rows per execution; 0 before the first."""
-        return self.inference_count / self.execution_count if self.execution_count else 0.0
 
-
-class ControlPlane:
+class ControlPlane(AbstractContextManager["ControlPlane"]):
     """A connection to one server; safe to use from several threads."""
 
     def __init__(self, grpc_url: str, key: str | None = None) -> None:
@@ -106,9 +102,6 @@ class ControlPlane:
         self._control = {control_key.GRPC_HEADER: key} if key else None
         self._tokens_types: dict[str, str] = {}
         self._client = triton.InferenceServerClient(grpc_url, channel_args=_CHANNEL_OPTIONS)
-
-    def __enter__(self) -> ControlPlane:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

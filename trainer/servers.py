@@ -36,11 +36,7 @@ class ModelServers:
 
     def urls(self) -> list[str]:
         """Return `host:port` of each current server. Raises ControlPlaneError if a name cannot be resolved."""
-        found: dict[str, None] = {}
-        for address in self.addresses:
-            for url in _resolve(address):
-                found[url] = None
-        return list(found)
+        return list(dict.fromkeys(url for address in self.addresses for url in _resolve(address)))
 
     def load(self, version: int, *, timeout_s: float) -> list[Loaded]:
         """Reload the model on all servers in parallel.

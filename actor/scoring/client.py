@@ -10,9 +10,8 @@ import functools
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,7 +48,7 @@ class TrainAnswer:
     weights_version: int
 
 
-class TritonClient:
+class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     """Triton client for one event loop and the whole run; use as an async context manager.
 
     On exit, calls in flight are cancelled and all connections are closed.
@@ -96,12 +95,7 @@ class TritonClient:
             settings.servers or [url], connect, settings, self.counters, waits_for_same=not expected
         )
 
-    async def __aenter__(self) -> TritonClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._is_closed = True
         callers = list(self._callers)
         for caller in callers:

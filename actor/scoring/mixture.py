@@ -1,10 +1,10 @@
-"""Mixtures of rewards that the server sums: names and weights, metadata for the rewards, and causes of failures."""
+"""The served reward, often a mixture of several: what it takes and replies with, metadata, and causes of failures."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,40 +13,45 @@ from torch import Tensor
 
 from actor.data.prompts import PromptError
 from actor.data.rollout import Prompt
-from actor.scoring.process import RewardKind
 from python_backend.config.reward_terms import MODEL_TERM
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.rewards.groups import GROUP_KEY
 from python_backend.wire.contract import (
     GROUPWISE,
+    PROCESS,
     REWARD_COMPONENTS,
     REWARD_ERRORS,
     REWARD_WEIGHTS,
     REWARDS,
     STEP_ENDS,
+    STEP_REWARDS,
+    TEXTS_ONLY,
 )
 
 
 @dataclass(frozen=True)
 class RewardMixture:
-    """Names and weights of the rewards that the server sums, empty if only the reward model is served, and its kind."""
+    """Names and weights of the rewards that the server sums, empty if only the reward model is served."""
 
     names: tuple[str, ...] = ()
     groupwise: bool = False  # whether all responses to a prompt must be in one request
     weights: tuple[float, ...] = ()
-    kind: RewardKind = field(default_factory=RewardKind)
+    granularity: str | None = None  # of a process reward: `step` or `token`
+    texts_only: bool = False
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> RewardMixture:
         """Create the mixture from the `parameters` of reward_model."""
         names, weights = (json.loads(parameters.get(key) or "[]") for key in (REWARD_COMPONENTS, REWARD_WEIGHTS))
         is_groupwise = parameters.get(GROUPWISE) == "true"
-        return cls(tuple(names), is_groupwise, tuple(weights), RewardKind.of(parameters))
+        texts_only = parameters.get(TEXTS_ONLY) == "true"
+        return cls(tuple(names), is_groupwise, tuple(weights), parameters.get(PROCESS), texts_only)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """Outputs to request from reward_model."""
-        return ((REWARDS, REWARD_COMPONENTS, REWARD_ERRORS) if self.names else (REWARDS,)) + self.kind.outputs
+        components = (REWARD_COMPONENTS, REWARD_ERRORS) if self.names else ()
+        return (REWARDS, *components, *((STEP_REWARDS, STEP_ENDS) if self.granularity else ()))
 
     @property
     def model_weight(self) -> float:
@@ -68,7 +73,7 @@ class RewardMixture:
                     f"prompt {prompt.prompt_id} has a column {sorted(taken)[0]!r}, the name under which reward "
                     "functions receive the prompt's or the response's text or group; rename the column"
                 )
-        for prompt in prompts if self.kind.granularity else ():
+        for prompt in prompts if self.granularity else ():
             if STEP_ENDS in prompt.metadata:
                 raise PromptError(
                     f"prompt {prompt.prompt_id} has a column {STEP_ENDS!r}, the name of a response's steps in its "
@@ -77,7 +82,7 @@ class RewardMixture:
 
     @property
     def _needs_texts(self) -> bool:
-        return bool(self.names) or self.kind != RewardKind()
+        return bool(self.names or self.granularity or self.texts_only)
 
     def metadata(self, prompt: Prompt, response: str, group: int) -> dict[str, Any]:
         """Return a row's metadata: the prompt's other columns and, where needed, the texts of prompt and response.

@@ -27,10 +27,8 @@ class ServerNames:
 
     async def urls(self) -> list[str]:
         """Return `host:port` of every server, each once. Raises RequestFailed if a name was never resolved."""
-        found: dict[str, None] = {}
-        for address in self._addresses:
-            found |= dict.fromkeys(await self._resolved(address))
-        return list(found)
+        found = [url for address in self._addresses for url in await self._resolved(address)]
+        return list(dict.fromkeys(found))
 
     async def _resolved(self, address: str) -> list[str]:
         if not address.startswith(DNS_PREFIX):

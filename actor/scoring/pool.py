@@ -17,14 +17,13 @@ from actor.scoring.names import ServerNames
 from actor.scoring.outage import Outage
 from actor.scoring.retry import (
     HINT,
-    MAX_BACKOFF_S,
     Attempts,
     Kind,
     RequestCounters,
     RequestFailed,
     ServersDiffer,
     Trouble,
-    jittered,
+    backoff_s,
 )
 from actor.scoring.server import C, Server, Suspension
 from python_backend.config import ClientSection
@@ -247,7 +246,7 @@ class ServerPool(Generic[C]):
     async def _bring_back(self, server: Server[C]) -> None:
         """Probe a server that was lost or joins until all requested models are ready, then put it into service."""
         while server in self.servers:
-            await asyncio.sleep(self._pause_s(server.losses))
+            await asyncio.sleep(backoff_s(self._settings.backoff_s, server.losses - 1))
             await self._look_up()
             if server not in self.servers:
                 break
@@ -300,12 +299,9 @@ class ServerPool(Generic[C]):
         if known and not known.on_trial:  # already recorded by another request in flight when the process died
             return
         losses = known.losses + 1 if known else 1
-        pause_s = self._pause_s(losses)
+        pause_s = backoff_s(self._settings.backoff_s, losses - 1)
         server.suspended[model] = Suspension(losses, time.monotonic() + pause_s, trouble.why)
         asyncio.get_running_loop().call_later(pause_s, self._change)
-
-    def _pause_s(self, losses: int) -> float:
-        return jittered(min(MAX_BACKOFF_S, self._settings.backoff_s * 2.0 ** min(losses - 1, 16)))
 
     async def _wait(self, model: str) -> None:
         """Wait until the state of any server changes. Raises RequestFailed after `max_outage_s`."""
@@ -337,18 +333,14 @@ class ServerPool(Generic[C]):
         """Wake all waiters; end the outage if every model with waiting requests is served again."""
         self._changed.set()
         self._changed = asyncio.Event()
-        if self._outage and all(map(self._is_served, self._outage.models)):
-            self._end_outage()
-
-    def _is_served(self, model: str) -> bool:
-        return any(server.down is None and model not in server.suspended for server in self.servers)
-
-    def _end_outage(self) -> None:
-        if self._outage and self._reminder:
+        if self._outage and self._reminder and all(map(self._is_served, self._outage.models)):
             self._reminder.cancel()
             self._outage.end()
             self._counters.outage_seconds += self._outage.seconds
             self._outage = None
+
+    def _is_served(self, model: str) -> bool:
+        return any(server.down is None and model not in server.suspended for server in self.servers)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,9 @@ import torch
 from torch import Tensor
 
 from actor.data.rollout import ProcessRewards
-from python_backend.wire.contract import PROCESS, STEP_ENDS, STEP_REWARDS, TEXTS_ONLY
+from python_backend.wire.contract import STEP_ENDS, STEP_REWARDS
 
 BLOCK = 32  # tokens decoded at once
-
-
-@dataclass(frozen=True)
-class RewardKind:
-    """What the served reward model takes and replies with, besides one reward per row of tokens."""
-
-    granularity: str | None = None  # of a process reward: `step` or `token`
-    texts_only: bool = False
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, str]) -> RewardKind:
-        """Create the kind from the `parameters` of reward_model."""
-        return cls(parameters.get(PROCESS), parameters.get(TEXTS_ONLY) == "true")
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Further outputs to request from reward_model."""
-        return () if self.granularity is None else (STEP_REWARDS, STEP_ENDS)
 
 
 def ends_on_tokens(

@@ -166,7 +166,7 @@ class Attempts:
         if self._outlasts(trouble, url):
             self.retried += 1
             self._pauses += 1
-            return jittered(min(MAX_BACKOFF_S, self._settings.backoff_s * 2.0 ** min(self._pauses, 16)))
+            return backoff_s(self._settings.backoff_s, self._pauses)
         self._reached(trouble, url)
         if not self.budget.spend():
             cause = trouble.sentence(self.model, url, self.retried + 1)
@@ -174,8 +174,7 @@ class Attempts:
                 f"{cause}; not retried: too many requests fail, the retry_budget is exhausted"
             ) from trouble.__cause__
         self.retried += 1
-        longest = min(MAX_BACKOFF_S, self._settings.backoff_s * 2 ** (self._made - 1))
-        return jittered(longest)
+        return backoff_s(self._settings.backoff_s, self._made - 1)
 
     def _outlasts(self, trouble: Trouble, url: str) -> bool:
         """Return whether to retry a 503 without using up a retry; log the first one."""
@@ -200,6 +199,6 @@ class Attempts:
         return kinds.get(trouble.kind, RequestFailed)(sentence)
 
 
-def jittered(longest_s: float) -> float:
-    """Return a random time between half of `longest_s` and all of it, so that retries do not come in bursts."""
-    return longest_s * random.uniform(0.5, 1.0)
+def backoff_s(first_s: float, doublings: int) -> float:
+    """Return `first_s`, doubled so often but at most `MAX_BACKOFF_S`, with jitter: retries must not come in bursts."""
+    return min(MAX_BACKOFF_S, first_s * 2.0 ** min(doublings, 16)) * random.uniform(0.5, 1.0)

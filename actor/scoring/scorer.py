@@ -89,8 +89,8 @@ class Scorer:
                 f"{self._tokenizer.name_or_path}): values belong to the policy's tokens, so the critic must start "
                 "from a checkpoint with the same vocabulary"
             )
-        self.sends_sentences = self.sends_pairs or theirs[REWARD_MODEL] != ours or self.mixture.kind.texts_only
-        if self.sends_sentences and self.mixture.kind.granularity == "token":
+        self.sends_sentences = self.sends_pairs or theirs[REWARD_MODEL] != ours or self.mixture.texts_only
+        if self.sends_sentences and self.mixture.granularity == "token":
             raise ModelMismatch(
                 f"reward.process.granularity is token, but the tokens of {folders[REWARD_MODEL]} are not the policy's "
                 f"({self._tokenizer.name_or_path}); use a reward model with the policy's tokenizer, or set it to step"
@@ -152,7 +152,7 @@ class Scorer:
         metadata = texts = pairs = None
         if self.mixture.names or self.sends_sentences:
             metadata, texts, pairs = await asyncio.to_thread(self._texts, rollout, chunk, group_size)
-        is_process = self.mixture.kind.granularity is not None
+        is_process = self.mixture.granularity is not None
         more: dict[str, Any] = {"prompt_lengths": rollout.prompt_lengths[chunk].tolist()} if is_process else {}
         if texts is None and self.has_critic:
             return await self._client.score(rows, (*wanted, VALUES, WEIGHTS_VERSION), metadata, **more)
@@ -174,7 +174,7 @@ class Scorer:
         return metadata, [self.render(rollout, i) for i in indices] if self.sends_sentences else None, None
 
     def _assembled(self, rollout: Rollout, parts: list[tuple[slice, Answer]]) -> Scores:
-        if self.sends_sentences and self.mixture.kind.granularity is not None:
+        if self.sends_sentences and self.mixture.granularity is not None:
             parts = [(chunk, self._on_tokens(rollout, chunk, answer)) for chunk, answer in parts]
         return _assemble(rollout, parts, self.mixture, is_live=self._is_live)
 
@@ -226,7 +226,7 @@ def _assemble(
     versions, scored = torch.full((count,), -1, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
     components = torch.full((count, len(mixture.names)), torch.nan)
     reward_versions = torch.full((count,), -1, dtype=torch.int64) if is_live else None
-    steps = None if mixture.kind.granularity is None else process.empty(count, width)
+    steps = None if mixture.granularity is None else process.empty(count, width)
     failures, num_explained = [], 0
     for chunk, answer in parts:
         if isinstance(answer, str):

@@ -6,22 +6,16 @@ import asyncio
 import contextlib
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 
-from actor.scoring.connection import trouble_of
+from actor.scoring.connection import timeout, trouble_of
 from actor.scoring.retry import Kind, Trouble
 from actor.vllm.versions import FULL, PolicyVersion
 from python_backend.errors import RlhfError
 from python_backend.store.durable import exclusive_lock
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from async_timeout import timeout
 
 OLDEST = (0, 32)  # the first version with /inference/v1/generate and spans of weights versions
 PROBE_S = 10.0

@@ -11,8 +11,8 @@ from fake_triton import FakeTriton
 from live_system import training_inputs
 from scripted_servers import scene, until
 
+from actor.scoring import pool
 from actor.scoring.client import TritonClient
-from actor.scoring.pool import ServerPool
 from actor.scoring.retry import RETRY_RESERVE, RequestCounters
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARD_MODEL
@@ -48,7 +48,7 @@ def test_draining_servers_one_after_the_other_costs_nothing():
 
 def test_the_same_server_is_no_failover(monkeypatch: pytest.MonkeyPatch):
     """The pause of a server whose model died may be over before the next attempt chooses a server."""
-    monkeypatch.setattr(ServerPool, "_pause_s", lambda self, losses: 0.0)
+    monkeypatch.setattr(pool, "backoff_s", lambda first_s, doublings: 0.0)
 
     async def play() -> None:
         async with FakeTriton(lambda _, number: "dead" if number == 1 else "ok") as server, client_of(server) as client:
