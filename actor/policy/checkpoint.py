@@ -28,7 +28,7 @@ from actor.policy.state_files import ADAPTERS
 from python_backend.checkpoints.inspection import CheckpointError, fingerprint_weights
 from python_backend.config import RunConfig
 from python_backend.store.durable import numbers_in, remove_folder, sweep, sync_directory, write_folder
-from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, read_state, seal, verify_folder
+from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint, hashes, read_state, sealed, verify_folder
 
 logger = logging.getLogger(__name__)
 REBUILDS = ("precision", "lora_rank", "lora_alpha", "lora_targets")  # settings with which the weights load again
@@ -82,7 +82,7 @@ def save_checkpoint(root: Path, run: RunState, state: Mapping[str, Any], *, keep
 
     def fill(folder: Path) -> None:
         policy.write_state(folder)
-        (folder / STATE_FILE).write_text(json.dumps(seal(whole, folder)))
+        (folder / STATE_FILE).write_text(json.dumps(sealed(whole, hashes(folder))))
 
     write_folder(root / str(state["step"]), fill)
     for step in numbers_in(root)[:-keep]:

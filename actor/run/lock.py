@@ -6,14 +6,13 @@ A second actor would also rewind the critic under the first one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 from python_backend.errors import RlhfError
-from python_backend.store.durable import exclusive_lock
+from python_backend.store.durable import exclusive_lock, is_locked
 
 LOCK_FILE = "actor.lock"
 RUN_LOCK_FILE = "run.lock"
@@ -29,30 +28,24 @@ class UnusableFolder(RlhfError):
     """The folder cannot be created or written."""
 
 
-@contextlib.contextmanager
-def only_actor(run_dir: Path) -> Iterator[None]:
+def only_actor(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the actor's exclusive lock on `run_dir`, across all hosts that share file locks. Raises ActorRuns."""
-    with _only("actor", run_dir, LOCK_FILE):
-        yield
+    return _only("actor", run_dir, LOCK_FILE)
 
 
-@contextlib.contextmanager
-def only_run(run_dir: Path) -> Iterator[None]:
+def only_run(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the exclusive lock of `tools run` on `run_dir`, from preparation to report. Raises ActorRuns."""
-    with _only("`tools run`", run_dir, RUN_LOCK_FILE):
-        yield
+    return _only("`tools run`", run_dir, RUN_LOCK_FILE)
 
 
-@contextlib.contextmanager
-def only_server(server_dir: Path) -> Iterator[None]:
+def only_server(server_dir: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the exclusive lock of a tritonserver's folder. Raises ActorRuns."""
-    with _only("server", server_dir, SERVER_LOCK_FILE, key="server.dir"):
-        yield
+    return _only("server", server_dir, SERVER_LOCK_FILE, key="server.dir")
 
 
 def in_progress(run_dir: Path) -> bool:
     """Return whether `tools run` or an actor holds its lock on `run_dir`."""
-    return any(_is_held(run_dir / name) for name in (RUN_LOCK_FILE, LOCK_FILE))
+    return any(is_locked(run_dir / name) for name in (RUN_LOCK_FILE, LOCK_FILE))
 
 
 @contextlib.contextmanager
@@ -71,14 +64,3 @@ def _only(what: str, folder: Path, name: str, *, key: str = "run.dir") -> Iterat
         except OSError as error:
             raise UnusableFolder(f"{key}: {folder} cannot be used: {error.strerror}; name another folder") from error
         yield
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except BlockingIOError:
-        return True
-    return False

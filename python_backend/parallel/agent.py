@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="rlhf-ranks-") as root:
         folder = AgentFolder(Path(root))
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: _stop(folder))
+            signal.signal(number, lambda *_: folder.stop())
         os.environ[FOLDER], os.environ[AGENT] = root, str(os.getpid())
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # if a rank dies, the others print a stack trace of C++
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun warns otherwise; the ranks set their own number
@@ -43,11 +43,6 @@ def main(argv: Sequence[str]) -> int:
             ])  # fmt: skip
         code = folder.exit_code()
         return 1 if code is None else code
-
-
-def _stop(folder: AgentFolder) -> None:
-    with contextlib.suppress(ProcessLookupError):  # rank 0 has died; the next one ends at once
-        folder.stop()
 
 
 if __name__ == "__main__":

@@ -8,14 +8,16 @@ Kubernetes, the ranks find their number in the environment, too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from python_backend.errors import RlhfError
 from python_backend.stop_signal import die_with_parent
+from python_backend.store.durable import replace_file
 
 FOLDER = "RLHF_AGENT_FOLDER"  # environment variable: the folder of the agent that started this rank
 AGENT = "RLHF_AGENT_PID"  # environment variable: the process id of that agent
@@ -36,12 +38,14 @@ def launch_ranks(ranks: int, module: str, arguments: Sequence[str], *, key: str)
     Raises:
         RanksError: a launcher started this process with another number of ranks.
     """
-    if is_launched(os.environ):
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # set by torchrun, and launchers like it
         started = int(os.environ["WORLD_SIZE"])
         if started != ranks:
             raise RanksError(f"{key} is {ranks}, but the launcher started {started} processes; make them equal")
         if FOLDER in os.environ:
-            _follow_agent(AgentFolder(Path(os.environ[FOLDER])))
+            goes_on = die_with_parent(int(os.environ[AGENT])) and AgentFolder(Path(os.environ[FOLDER])).enter()
+            if not goes_on:
+                sys.exit(0)
         if os.environ["RANK"] != "0":  # they leave when rank 0 does
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if FOLDER not in os.environ:
@@ -66,11 +70,6 @@ def ended(code: int) -> int:
     return code
 
 
-def is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, has started this process."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
-
-
 class AgentFolder:
     """Files in which an agent and its ranks record the process id of rank 0 and the end of the job."""
 
@@ -87,20 +86,15 @@ class AgentFolder:
         """End the job: ask rank 0 to finish, and let ranks that start later end at once."""
         if self.exit_code() is None:
             self.end(0)
-        if self._first.exists():  # rank 0 writes its number before it looks for the end: one of the two is seen
+        # Rank 0 writes its number before it looks for the end: one of the two is seen. It may have died, too; the next
+        # one ends at once.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             os.kill(int(self._first.read_text()), signal.SIGINT)
 
     def end(self, code: int) -> None:
         """Record the exit code of the job."""
-        staged = self._end.with_suffix(".tmp")
-        staged.write_text(str(code))
-        staged.replace(self._end)
+        replace_file(self._end, str(code).encode(), durable=False)
 
     def exit_code(self) -> int | None:
         """Return the exit code of the job; None until it has ended."""
         return int(self._end.read_text()) if self._end.exists() else None
-
-
-def _follow_agent(folder: AgentFolder) -> None:
-    if not die_with_parent(int(os.environ[AGENT])) or not folder.enter():
-        sys.exit(0)

@@ -173,8 +173,7 @@ class Ranks:
 
         Rank 0 waits until the others have read that the job has ended, because its store ends with its process.
         """
-        if self.rank == 0:
-            self.operations.announce(END)
+        self.announce(END)
         left, deadline = self._store.add("left", 1), time.monotonic() + LEAVE_S
         while self.rank == 0 and left < self.size and time.monotonic() < deadline:
             time.sleep(POLL_S)

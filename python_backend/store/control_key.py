@@ -11,6 +11,7 @@ import secrets
 from pathlib import Path
 
 from python_backend.errors import RlhfError
+from python_backend.store.durable import staged_file
 
 VARIABLE = "TRITON_CONTROL_KEY"
 TRAINING_VARIABLE = "TRAINING_KEY"  # the image's name for what `server.training_key_env` names elsewhere
@@ -47,22 +48,17 @@ def key_in(path: Path) -> str:
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32))
-            file.flush()
-            os.fsync(file.fileno())  # after a power failure, the linked file might else be empty
         # link(2) is atomic: if several processes start together, all use the key of the first one to link its file.
-        with contextlib.suppress(FileExistsError):
+        key = secrets.token_hex(32).encode()
+        with staged_file(path.parent, [key], mode=0o600) as fresh, contextlib.suppress(FileExistsError):
             os.link(fresh, path)
-        fresh.unlink()
-    key = path.read_text().strip()
-    if len(key) < SHORTEST_KEY:
+    found = path.read_text().strip()
+    if len(found) < SHORTEST_KEY:
         raise UnusableKey(
-            f"{path} contains a key of {len(key)} characters, at least {SHORTEST_KEY} are needed; "
+            f"{path} contains a key of {len(found)} characters, at least {SHORTEST_KEY} are needed; "
             "delete the file, and the next start makes a new key"
         )
-    return key
+    return found
 
 
 def closing_arguments(key: str) -> list[str]:

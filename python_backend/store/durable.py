@@ -60,6 +60,7 @@ def staged_file(
     *,
     first: Callable[[], bytes] | None = None,
     durable: bool = True,
+    mode: int = 0o666,
 ) -> Iterator[Path]:
     """Write `parts` to a temporary file in `folder` and yield its path; the `with` block can link or rename the file.
 
@@ -70,8 +71,9 @@ def staged_file(
         first: called after `parts` are synced. The bytes that it returns replace the first part, so they must have the
             same length.
         durable: whether to fsync the content.
+        mode: permissions of the file, from which the umask takes some away.
     """
-    path, descriptor = _locked_temporary(folder)
+    path, descriptor = _locked_temporary(folder, mode)
     try:
         _write_all(descriptor, parts)
         if first is not None:
@@ -235,6 +237,16 @@ def exclusive_lock(path: Path, *, patience_s: float) -> Iterator[None]:
         yield
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether a process on this host, or one that shares file locks, holds `exclusive_lock` on `path`."""
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
 def sweep_files(folder: Path) -> None:
     """Delete temporary files that killed writers left in `folder`; keep those of live writers, which are locked."""
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -290,11 +302,11 @@ def refusal(folder: Path) -> OSError | None:
         return error
 
 
-def _locked_temporary(folder: Path) -> tuple[Path, int]:
+def _locked_temporary(folder: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file in `folder`, lock it, and return its path and descriptor."""
     while True:
         path = folder / f".{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:  # 0: another process swept it between open and flock, so try again

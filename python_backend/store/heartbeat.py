@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from python_backend.store.durable import read_json, write_json
-
-FILE = "heartbeat.json"
+HEARTBEAT_FILE = "heartbeat.json"
 LOOK_EVERY_S = 0.1  # minimum time between two reads of the file
 
 
@@ -23,20 +20,6 @@ class Heartbeat:
     state: str
     time: float  # unix seconds
     trouble: str | None = None  # what blocks the sidecar, such as a full disk or a process that holds a lock
-
-
-def read_heartbeat(root: Path) -> Heartbeat | None:
-    """Return the newest heartbeat in `root`; None if there is none or a machine crash has truncated the file."""
-    try:
-        data = read_json(root / FILE)
-        return None if data is None else Heartbeat(**data)
-    except (ValueError, TypeError):
-        return None
-
-
-def write_heartbeat(root: Path, heartbeat: Heartbeat) -> None:
-    """Write the heartbeat in `root`, without fsync: a lost heartbeat is replaced by the next one."""
-    write_json(root / FILE, asdict(heartbeat), durable=False)
 
 
 class HeartbeatWatch:

@@ -25,7 +25,7 @@ from typing import Any
 
 from python_backend.errors import RlhfError
 from python_backend.store import durable
-from python_backend.store.heartbeat import Heartbeat, write_heartbeat
+from python_backend.store.heartbeat import HEARTBEAT_FILE, Heartbeat
 from python_backend.store.journal_entry import RESULT_SUFFIX, DamagedEntry, Entry, Kind, Result, entries_in
 from python_backend.store.journal_file import TrainingFile
 from python_backend.store.journal_state import DAMAGED, JournalState
@@ -277,8 +277,8 @@ class Journal(JournalState):
                 self.finish(entry, result)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Write the heartbeat."""
-        write_heartbeat(self.root, heartbeat)
+        """Write the heartbeat, without fsync: a lost one is replaced by the next one."""
+        durable.write_json(self.root / HEARTBEAT_FILE, asdict(heartbeat), durable=False)
 
     # ---- internal ----
 

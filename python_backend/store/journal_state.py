@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from pathlib import Path
 
-from python_backend.store.durable import changed_at, read_json
-from python_backend.store.heartbeat import Heartbeat, read_heartbeat
+from python_backend.store.durable import changed_at, is_locked, read_json
+from python_backend.store.heartbeat import HEARTBEAT_FILE, Heartbeat
 from python_backend.store.journal_entry import (
     DIGEST,
     RESULT_SUFFIX,
@@ -103,19 +102,16 @@ class JournalState:
         return metadata_in(self._entries / entry.name, TRACEPARENT_HEADER)
 
     def heartbeat(self) -> Heartbeat | None:
-        """Return the sidecar's newest heartbeat."""
-        return read_heartbeat(self.root)
+        """Return the sidecar's newest heartbeat; None if there is none or a machine crash has truncated the file."""
+        try:
+            data = read_json(self.root / HEARTBEAT_FILE)
+            return None if data is None else Heartbeat(**data)
+        except (ValueError, TypeError):
+            return None
 
     def is_followed(self) -> bool:
         """Return whether a sidecar on this host holds the journal's lock."""
-        try:
-            with (self.root / "LOCK").open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+        return is_locked(self.root / "LOCK")
 
     def _rewind_under_way(self) -> Entry | None:
         rewinds = sorted(entries_in(self._entries, kind="rewind"))

@@ -18,11 +18,6 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint's content does not match its checksums; the message names the file."""
 
 
-def seal(state: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Hash every file below `folder` and return the content of its state.json."""
-    return sealed(state, hashes(folder))
-
-
 def hashes(folder: Path, *, part: int = 0, parts: int = 1) -> dict[str, str]:
     """Return the sha256 of every file below `folder`, or of every `parts`-th of them, by relative path."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -17,7 +17,8 @@ from live_system import Checkpoints, FinishedRun, make_run
 from actor.run.lock import only_run
 from python_backend.config import load_config
 from python_backend.store.durable import write_json
-from python_backend.store.heartbeat import Heartbeat, write_heartbeat
+from python_backend.store.heartbeat import Heartbeat
+from python_backend.store.journal import Journal
 from tools import status
 from tools.report.display import RunDisplay
 from tools.server.log import readable
@@ -62,7 +63,8 @@ def test_what_blocks_a_sidecar_and_what_a_log_complains_of(
     folders = run.config.run
     folders.journal_dir.mkdir(parents=True)
     beat = Heartbeat(1, 7, 0, "publishing", time.time() - 300)
-    write_heartbeat(folders.journal_dir, dataclasses.replace(beat, trouble="No space left on device"))
+    journal = Journal(folders.journal_dir, folders.identity)
+    journal.beat(dataclasses.replace(beat, trouble="No space left on device"))
     folders.logs_dir.mkdir()
     log = "10:00:00 WARNING the first\n10:00:01 ERROR the second\n10:00:02 INFO step 8\n"
     (folders.logs_dir / "actor.log").write_text(log)
