@@ -137,8 +137,12 @@ class RunConfig(Section):
         check_actor(self.actor)
         check_optimizer("actor.optimizer", self.actor.optimizer, total_steps=self.actor.optimizer_steps)
         check_optimizer("trainer.optimizer", self.trainer.optimizer)
-        check_training("actor.policy", self.actor.policy, "actor.optimizer", self.actor.optimizer.kind)
-        check_training("trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind)
+        check_training(
+            "actor.policy", self.actor.policy, "actor.optimizer", self.actor.optimizer.kind, ranks=self.actor.ranks
+        )
+        check_training(
+            "trainer", self.trainer, "trainer.optimizer", self.trainer.optimizer.kind, ranks=self.trainer.ranks
+        )
         check_trainer(self.trainer)
         return self
 

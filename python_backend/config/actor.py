@@ -129,10 +129,6 @@ def check_actor(actor: ActorSection) -> None:
         )
     if "" in generation.stop_strings:
         raise ValueError("actor.generation.stop_strings contains an empty string, which ends every response; remove it")
-    if actor.ranks > 1 and actor.optimizer.kind != "adamw":
-        raise ValueError(
-            f"actor.optimizer.kind: {actor.optimizer.kind} is not supported with actor.ranks above 1; set adamw"
-        )
     _check_adapters(actor.policy)
     _check_rewards(actor)
     _check_prompts(actor.prompts, actor.steps)

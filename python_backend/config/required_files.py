@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import symtable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError, check_checkpoint, inspect_checkpoint, reward_head
 from python_backend.checkpoints.tensor_parallel import check_tensor_parallel
@@ -27,10 +28,6 @@ def check_files(config: RunConfig, *, server: bool = False, actor: bool = False)
         ConfigError: the message has one line per missing or unusable file, with key, value and what to do.
     """
     problems = _of_actor(config) if actor else {}
-    if actor:
-        problems |= missing_packages(
-            "actor.policy", config.actor.policy, "actor.optimizer", config.actor.optimizer.kind
-        )
     if server:
         problems = {**_of_server(config, whole_run=actor), **problems}
     _raise(problems)
@@ -86,7 +83,9 @@ def _of_server(config: RunConfig, *, whole_run: bool) -> dict[str, str | None]:
         problems["reward.checkpoint"] = _of_reward(config.reward, whole_run=whole_run)
     for role, section in config.served_sections.items():
         if section.tensor_parallel > 1 and problems[f"{role}.checkpoint"] is None:
-            problems[f"{role}.checkpoint"] = _of_split(section.checkpoint, section.tensor_parallel)
+            problems[f"{role}.checkpoint"] = _refused(
+                check_tensor_parallel, section.checkpoint, section.tensor_parallel
+            )
     if config.functions and not config.uses_reward_model and not _has_tokenizer(folder := tokenizer_folder(config)):
         problems["actor.policy.checkpoint"] = (
             f"{folder} has no tokenizer to decode the policy's tokens for reward functions; give the folder of the "
@@ -116,32 +115,18 @@ def _of_actor(config: RunConfig) -> dict[str, str | None]:
         )
     if actor.validation.prompts is not None and actor.validation.size:
         problems["actor.validation.prompts"] = _of_prompts(actor.validation.prompts)
-    return problems
+    return problems | missing_packages("actor.policy", actor.policy, "actor.optimizer", actor.optimizer.kind)
 
 
 def _of_checkpoint(folder: Path, way_out: str = "") -> str | None:
-    try:
-        check_checkpoint(folder)
-    except CheckpointError as error:
-        return str(error) if folder.is_dir() else f"{error}{_start_of(folder)}{way_out}"
-    return None
-
-
-def _of_split(folder: Path, size: int) -> str | None:
-    try:
-        check_tensor_parallel(folder, size)
-    except CheckpointError as error:
-        return str(error)
-    return None
+    problem = _refused(check_checkpoint, folder)
+    return problem if problem is None or folder.is_dir() else f"{problem}{_start_of(folder)}{way_out}"
 
 
 def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
     folder = reward.checkpoint
-    try:
-        if reward.logit is None:
-            reward_head(inspect_checkpoint(folder))
-    except CheckpointError as error:
-        return str(error)
+    if reward.logit is None and (problem := _refused(lambda: reward_head(inspect_checkpoint(folder)))):
+        return problem
     if (reward.logit or reward.process) and not _has_tokenizer(folder):
         return f"{folder} has no tokenizer, which reward.logit and reward.process need; save it there"
     if whole_run and not _has_tokenizer(folder):
@@ -149,6 +134,15 @@ def _of_reward(reward: RewardSection, *, whole_run: bool) -> str | None:
             f"{folder} has no tokenizer, so it is unknown whether the reward model uses the policy's token ids; "
             "save the reward model's tokenizer into it with tokenizer.save_pretrained(folder)"
         )
+    return None
+
+
+def _refused(check: Callable[..., object], *arguments: Any) -> str | None:
+    """Return the message of the CheckpointError that `check` raises; None if it raises none."""
+    try:
+        check(*arguments)
+    except CheckpointError as error:
+        return str(error)
     return None
 
 

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Protocol
+from typing import TypeAlias
 
+from python_backend.config.actor_parts import PolicySection
 from python_backend.config.sections import TrainerSection
 
-
-class Trained(Protocol):
-    """Settings of a model in training: `actor.policy` or `trainer`."""
-
-    @property
-    def attention(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def precision(self) -> str: ...
+Trained: TypeAlias = PolicySection | TrainerSection
+"""Settings of a model in training."""
 
 
-def check_training(section: str, trained: Trained, optimizer: str, kind: str) -> None:
-    """Raise ValueError if a setting needs another device or precision.
+def check_training(section: str, trained: Trained, optimizer: str, kind: str, *, ranks: int) -> None:
+    """Raise ValueError if a setting needs another device or precision, or is not supported on several ranks.
 
     Args:
         section: key of the section `trained`.
@@ -35,16 +28,16 @@ def check_training(section: str, trained: Trained, optimizer: str, kind: str) ->
             raise ValueError(
                 f"{section}.attention: flash_attention_2 needs {section}.precision: bfloat16, not {trained.precision}"
             )
+    if kind != "adamw" and ranks > 1:
+        raise ValueError(
+            f"{optimizer}.kind: {kind} is not supported with {optimizer.partition('.')[0]}.ranks above 1; set adamw"
+        )
     if kind == "adamw_8bit" and trained.device == "cpu":
         raise ValueError(f"{optimizer}.kind: adamw_8bit needs CUDA, {on_cpu}; set it to adamw")
 
 
 def check_trainer(trainer: TrainerSection) -> None:
-    """Reject settings of the critic that need LoRA, or that several ranks do not support."""
-    if trainer.ranks > 1 and trainer.optimizer.kind != "adamw":
-        raise ValueError(
-            f"trainer.optimizer.kind: {trainer.optimizer.kind} is not supported with trainer.ranks above 1; set adamw"
-        )
+    """Reject settings of the critic that need LoRA."""
     if trainer.publish.format == "adapter" and not trainer.lora_rank:
         raise ValueError("trainer.publish.format: adapter needs trainer.lora_rank above 0; set it, or set merged")
     if not trainer.lora_rank and trainer.lora_targets != "all-linear":
