@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
-from python_backend.checkpoints.safetensors_header import read_header
 from python_backend.config import TrainerSection
 from python_backend.errors import NotFinite
-from python_backend.models.adamw import load_state, make_adamw, state_tensors
+from python_backend.models.adamw import empty_state, load_state, make_adamw, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.models.batching import padded_rows, plan_micro_batches
 from python_backend.models.collation import collate
@@ -153,19 +152,11 @@ class CriticUpdate:
 
     def _read_slices(self, folder: Path, *, no_dist: bool = False) -> None:
         """Load weights, optimizer and random state from files of any number of ranks."""
-        stored = {name for path in folder.glob("*.safetensors") for name in read_header(path)}
-        weights = self._stored_weights()
+        stored, weights, random_state = stored_shapes(folder), self._stored_weights(), self._random_state()
         if self.settings.lora_rank:
-            shapes = {
-                name: shape for name, shape in stored_shapes(folder).items() if name in stored and "/" not in name
-            }
+            shapes = {name: shape for name, shape in stored.items() if "/" not in name}
             check_trained({name: tensor.shape for name, tensor in weights.items()}, shapes, folder, "trainer")
-        state, random_state = {}, self._random_state()
-        for name, parameter in self.parameters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[f"{key}/{name}"] = torch.zeros_like(parameter, requires_grad=False)
-            state[f"step/{name}"] = torch.zeros(())
-        state = {name: tensor for name, tensor in state.items() if name in stored}  # none before the first step
+        state = empty_state(self.parameters, stored)  # none before the first step
         read_tensors({**weights, **state, **random_state}, folder, no_dist=no_dist)
         torch.set_rng_state(random_state[RANDOM_STATE])
         load_state(self.optimizer, self.parameters, state)

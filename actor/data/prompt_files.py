@@ -231,13 +231,9 @@ def _groups(path: Path) -> list[tuple[int, Callable[[], Any]]]:
         else:
             mapped.seek(0)
             batches = list(pa.ipc.open_stream(mapped))
-        return [(batch.num_rows, partial(_same, batch)) for batch in batches]
+        return [(batch.num_rows, partial(batches.__getitem__, i)) for i, batch in enumerate(batches)]
     except (OSError, pa.ArrowException) as error:
         raise PromptError(f"cannot read the prompts {path}: {error}") from error
-
-
-def _same(batch: Any) -> Any:
-    return batch
 
 
 def _check_plain(where: str, name: str, value: Any) -> None:

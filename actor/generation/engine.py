@@ -171,7 +171,7 @@ class Generation:
                 ).cpu()  # fmt: skip
             for i, (row, index) in enumerate(zip(output[:, width:], batch, strict=True)):
                 ends = (torch.isin(row, torch.tensor(self._eos_ids)).nonzero().flatten() + 1).tolist()
-                end = min([*ends, *stop.ends_of(i)], default=None)
+                end = min([*ends, *([stop.ends[i]] if i in stop.ends else [])], default=None)
                 finished(index, Response(row[:end].tolist(), end is not None))
 
     def _generation_config(self) -> GenerationConfig:
@@ -198,8 +198,7 @@ class _Draw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         finite_normaliser(scores)
-        drawn = torch.tensor([next(row) for row in self._draws], dtype=torch.float64, device=scores.device)
-        chosen = draw(self._warpers(input_ids, scores), drawn)
+        chosen = draw(self._warpers(input_ids, scores), self._draws)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
 
@@ -218,17 +217,14 @@ class _Stop(StoppingCriteria):
 
     def __init__(self, prompt_width: int, has_stop: Callable[[Sequence[int]], bool]) -> None:
         self._width, self._has_stop = prompt_width, has_stop
-        self._ends: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        """Row -> length of its response up to the stop string."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         for i, response in enumerate(input_ids[:, self._width :].tolist()):
-            if i not in self._ends and self._has_stop(response):
-                self._ends[i] = len(response)
-        return torch.tensor([i in self._ends for i in range(len(input_ids))], device=input_ids.device)
-
-    def ends_of(self, row: int) -> list[int]:
-        """Return the length of the row's response up to the stop string, as a list; empty if there is none."""
-        return [self._ends[row]] if row in self._ends else []
+            if i not in self.ends and self._has_stop(response):
+                self.ends[i] = len(response)
+        return torch.tensor([i in self.ends for i in range(len(input_ids))], device=input_ids.device)
 
 
 @contextlib.contextmanager

@@ -204,12 +204,8 @@ class Decoder:
         normaliser = finite_normaliser(scaled)
         seen = None if cache.seen is None else cache.seen[first : first + len(rows)]
         allowed = self._restricted(rows, logits, seen)
-        drawn = [next(row.draws) for row in rows if row.draws]
-        if drawn:
-            uniform = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
-            chosen = draw(self._warpers(None, allowed), uniform)
-        else:
-            chosen = allowed.argmax(-1)
+        draws = [row.draws for row in rows if row.draws]
+        chosen = draw(self._warpers(None, allowed), draws) if draws else allowed.argmax(-1)
         if seen is not None:
             seen.scatter_(1, chosen[:, None], True)
         logprobs = scaled.gather(-1, chosen[:, None])[:, 0] - normaliser
@@ -261,8 +257,9 @@ class Decoder:
         return end - begin
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """Sample one token per row of `logits` `[n, V]` by inverting its CDF at `uniform` `[n]`; returns int64 `[n]`."""
+def draw(logits: Tensor, draws: Sequence[Iterator[float]]) -> Tensor:
+    """Sample a token int64 `[n]` for each row of `logits` `[n, V]`, by inverting its CDF at the row's next draw."""
+    uniform = torch.tensor([next(row) for row in draws], dtype=torch.float64, device=logits.device)
     # Scaling by the last value keeps the search inside the vocabulary where rounding leaves it below 1.
     below = logits.softmax(-1).to(torch.float64).cumsum(-1)
     return torch.searchsorted(below, (uniform * below[:, -1])[:, None], right=True)[:, 0]

@@ -8,12 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from python_backend.models.adamw import load_state, named_state, state_tensors
+from python_backend.models.adamw import empty_state, load_state, named_state, state_tensors
 from python_backend.models.adapters import check_trained, load_trained, trained_tensors
 from python_backend.parallel.sharding import read_tensors, stored_shapes, write_slices
 
@@ -49,11 +48,7 @@ def read_state(policy: Policy, folder: Path) -> None:
         load_state(policy.optimizer, parameters, load_file(folder / OPTIMIZER_FILE))
         return
     source = folder / OPTIMIZER if is_sliced else folder
-    state: dict[str, Tensor] = {}
-    for full_name in stored_shapes(source):
-        key, slash, name = full_name.partition("/")
-        if slash:  # other files in the folder hold weights
-            state[full_name] = torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name].detach())
+    state = empty_state(parameters, stored_shapes(source))  # other files in the folder hold weights
     read_tensors(state, source, no_dist=not dist.is_initialized())
     load_state(policy.optimizer, parameters, state)
 

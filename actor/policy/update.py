@@ -17,8 +17,8 @@ from actor.data.rollout import PPOBatch
 from actor.policy.policy import Policy
 from python_backend.config import ActorSection, OptimizerSection, UpdateSection
 from python_backend.errors import NotFinite
-from python_backend.models.adapters import adapter_dropouts, in_training
-from python_backend.models.gradient_checkpointing import recomputing
+from python_backend.models.adapters import adapter_dropouts
+from python_backend.models.gradient_checkpointing import in_training, recomputing
 from python_backend.parallel.sharding import whole
 
 

@@ -25,20 +25,14 @@ def make_policy(config: RunConfig, method: Method, ranks: Ranks | None) -> tuple
     """Load the policy of a run, and create its update; `ranks` is None if this is the only process."""
     actor = config.actor
     torch.manual_seed(config.run.seed)  # LoRA adapters are initialised randomly, and alike on all ranks
-    if ranks is None:
-        policy = Policy.of(actor)
-        _use_vllm(config, policy)
-        return policy, PolicyUpdate.of(actor, policy, method)
-    sharded = ShardedPolicy.of(actor, ranks=ranks)
-    _use_vllm(config, sharded)
-    return sharded, RankedUpdate.of(actor, sharded, method, ranks=ranks)
-
-
-def _use_vllm(config: RunConfig, policy: Policy) -> None:
-    if config.actor.generation.engine == "vllm":
+    kind, kind_of_update = (Policy, PolicyUpdate) if ranks is None else (ShardedPolicy, RankedUpdate)
+    others = {} if ranks is None else {"ranks": ranks}
+    policy = kind.of(actor, **others)
+    if actor.generation.engine == "vllm":
         from actor.vllm.generation import VllmGeneration  # deferred: HTTP
 
         policy.generation = VllmGeneration(config, policy)
+    return policy, kind_of_update.of(actor, policy, method, **others)
 
 
 def follow(config: RunConfig, ranks: Ranks) -> None:

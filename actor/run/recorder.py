@@ -379,10 +379,8 @@ class Bookkeeper:
         return json.loads(path.read_text()) if path.is_file() else {}
 
     def _seconds_per_step(self) -> float:
-        total, steps = 0.0, 0
-        for line in each_line(self._dir / "metrics.jsonl"):
-            total, steps = total + line["timers/step_time"], steps + 1
-        return total / max(1, steps)
+        seconds = [line["timers/step_time"] for line in each_line(self._dir / "metrics.jsonl")]
+        return sum(seconds) / max(1, len(seconds))
 
 
 def _in_nats(kl: float | None) -> str:

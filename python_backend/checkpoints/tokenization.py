@@ -134,9 +134,8 @@ def _encode_pair(
 def _enough(tokenizer: Any, text: str, max_length: int) -> str:
     """Return the text, or a part of it with more than `max_length` tokens."""
     for part in _parts(text, max_length, tokenizer.truncation_side):
-        if len(part) == len(text):
-            break
-        if len(tokenizer(part, add_special_tokens=False)["input_ids"]) >= max_length + SPARE_TOKENS:
+        is_whole = len(part) == len(text)  # its tokens need no count
+        if is_whole or len(tokenizer(part, add_special_tokens=False)["input_ids"]) >= max_length + SPARE_TOKENS:
             break
     return part
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,16 @@ def named_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
 def state_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return the optimizer's state as `<key>/<parameter name>` tensors on the CPU."""
     return {name: tensor.cpu().contiguous() for name, tensor in named_state(optimizer, parameters).items()}
+
+
+def empty_state(parameters: Mapping[str, nn.Parameter], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return a tensor to read into for each of `names` that `named_state` gave, sharded as the parameters are."""
+    parts = {full_name: full_name.partition("/") for full_name in names}
+    return {
+        full_name: torch.zeros(()) if key == "step" else torch.zeros_like(parameters[name].detach())
+        for full_name, (key, _, name) in parts.items()
+        if name in parameters
+    }
 
 
 def load_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:

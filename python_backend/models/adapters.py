@@ -5,7 +5,6 @@ Shared by the policy and the critic in training.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +51,7 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
     # Subclasses are excluded: routers of some mixtures of experts subclass Linear and return more than the product.
     others = [
         path for path, module in model.named_modules()
-        if isinstance(module, LAYERS) and (module is output or not _is_layer(module))
+        if isinstance(module, LAYERS) and (module is output or type(module) not in LAYERS)
     ]  # fmt: skip
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=named or "all-linear",
@@ -65,15 +64,11 @@ def with_adapters(model: Any, lora: Lora, output: nn.Module, *, task: str | None
         return get_peft_model(model, config)
 
 
-def _is_layer(module: nn.Module) -> bool:
-    return type(module) in LAYERS
-
-
 def _layers_named(model: Any, lora: Lora, output: nn.Module) -> list[str]:
     """Return the paths of the linear layers that match the targets; peft silently ignores a name without a match."""
     linear = [
         path for path, module in model.named_modules()
-        if _is_layer(module) and module is not output
+        if type(module) in LAYERS and module is not output
     ]  # fmt: skip
     found: list[str] = []
     for target in lora.targets:
@@ -95,18 +90,6 @@ def adapter_dropouts(model: Any) -> list[nn.Module]:
     return [
         module for path, module in model.named_modules() if ".lora_dropout." in path and isinstance(module, nn.Dropout)
     ]
-
-
-@contextlib.contextmanager
-def in_training(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put these modules into training mode within the block, and into eval mode afterwards."""
-    try:
-        for module in modules:
-            module.train()
-        yield
-    finally:
-        for module in modules:
-            module.eval()
 
 
 def plain_tensors(model: Any) -> dict[str, Tensor]:

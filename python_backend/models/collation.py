@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from python_backend.checkpoints.inspection import CheckpointError
 from python_backend.checkpoints.positions import stable_length
+from python_backend.models.batching import padded_rows
 from python_backend.wire.contract import Limits
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,7 @@ def collate(
         width: S in tokens, at least the length of the longest row, which is the default.
     """
     lengths = torch.tensor([row.size for row in rows], dtype=torch.int64)
-    ids = torch.zeros((len(rows), width or int(lengths.max())), dtype=torch.int64)
-    for i, row in enumerate(rows):
-        ids[i, : row.size] = torch.from_numpy(row)
+    ids = torch.from_numpy(padded_rows(rows, width or int(lengths.max()), np.int64))
     attention = (torch.arange(ids.shape[1])[None] < lengths[:, None]).long()
     return ids.to(device), attention.to(device), lengths.to(device)
 

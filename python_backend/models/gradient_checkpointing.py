@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -37,17 +37,21 @@ def checkpoint_gradients(model: Any, key: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def recomputing(model: Any) -> Iterator[None]:
+def recomputing(model: Any) -> contextlib.AbstractContextManager[None]:
     """Recompute activations in backward passes within the block; no effect without `checkpoint_gradients`."""
-    layers = _checkpointed_layers(model)
+    return in_training(_checkpointed_layers(model))
+
+
+@contextlib.contextmanager
+def in_training(modules: Sequence[Any]) -> Iterator[None]:
+    """Put these modules, but not those inside them, into training mode within the block, into eval mode afterwards."""
     try:
-        for layer in layers:
-            layer.training = True
+        for module in modules:
+            module.training = True
         yield
     finally:
-        for layer in layers:
-            layer.training = False
+        for module in modules:
+            module.training = False
 
 
 def _checkpointed_layers(model: Any) -> list[Any]:

@@ -103,7 +103,8 @@ def lean_decoder(model: Any) -> LeanDecoder | None:
     if model.tp_size is not None:  # a rank has only a part of each layer
         return None
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default" or config.hidden_act != "silu" or _slides(config):
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if rope.get("rope_type", "default") != "default" or config.hidden_act != "silu" or slides:
         return None
     lean = LeanDecoder(body)
     return lean if _is_equal(lean, body) else None
@@ -119,10 +120,6 @@ def _is_equal(lean: LeanDecoder, body: Any) -> bool:
     ends = own[torch.arange(len(lengths)), lengths - 1]
     differences = (lean.hidden(ids) - own).abs().max(), (lean.last_hidden(ids, lengths) - ends).abs().max()
     return all(float(difference) <= limit for difference in differences)
-
-
-def _slides(config: Any) -> bool:
-    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def _linear(layer: Any, x: Tensor) -> Tensor:

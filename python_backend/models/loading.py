@@ -85,7 +85,7 @@ def load_token_model(info: CheckpointInfo, head: HeadWeights | None, dtype: str,
     if kind is None:
         raise CheckpointError(f"{info.folder}: transformers has no classification class for {info.model_type} models")
     model = _load(info, kind, config, dtype, with_head=False, group=group)
-    _put_head_of(info, model, head or HeadWeights(torch.zeros(1, head_of(model).in_features), None))
+    _put_head(info, model, head or HeadWeights(torch.zeros(1, head_of(model).in_features), None))
     return model
 
 
@@ -99,7 +99,7 @@ def load_pooled_model(info: CheckpointInfo, head: Head, dtype: str) -> Any:
             "decoder or an encoder"
         )
     model = _load(info, kind, config, dtype, with_head=False)
-    _put_head_of(info, model, read_head(info, head))
+    _put_head(info, model, read_head(info, head))
     return model
 
 
@@ -112,24 +112,20 @@ def load_causal_model(info: CheckpointInfo, dtype: str, group: RankGroup | None 
     return _load(info, kind, config, dtype, with_head=True, group=group)
 
 
-def put_head(linear: torch.nn.Linear, head: HeadWeights) -> None:
-    """Replace the weights of `linear` with those of `head`, in fp32.
+def _put_head(info: CheckpointInfo, model: Any, head: HeadWeights) -> None:
+    """Replace the weights of the model's head with those of `head`, in fp32.
 
-    A head without bias sets an existing bias to 0; a head with bias adds one if `linear` has none.
+    A head without bias sets an existing bias to 0; a head with bias adds one if the model's has none.
     """
-    bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
-    linear.weight = torch.nn.Parameter(head.weight.clone())
-    linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
-
-
-def _put_head_of(info: CheckpointInfo, model: Any, head: HeadWeights) -> None:
     linear = head_of(model)
     if info.head is not None and head.weight.shape[1] != linear.in_features:
         raise head_shape_error(
             info.folder, info.head.weight_name, info.tensors[info.head.weight_name],
             f"[num_labels, {linear.in_features}], as wide as the body's hidden states",
         )  # fmt: skip
-    put_head(linear, head)
+    bias = head.bias if head.bias is not None or linear.bias is None else torch.zeros(head.weight.shape[0])
+    linear.weight = torch.nn.Parameter(head.weight.clone())
+    linear.bias = None if bias is None else torch.nn.Parameter(bias.clone())
 
 
 def load_weights(model: Any, folder: Path) -> None:

@@ -56,11 +56,10 @@ def log_json(process: str, run: str, *, rank: int = 0, level: int = logging.INFO
         logger.critical("uncaught exception", exc_info=exception)
 
     sys.excepthook = uncaught
-    threading.excepthook = lambda args: uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.excepthook = lambda args: uncaught(*args[:3])  # type, value, traceback
 
     def ignored(args: Any) -> None:  # an exception in __del__, which Python only prints
-        exception = (args.exc_type, args.exc_value, args.exc_traceback)
-        logger.error("exception ignored in %r", args.object, exc_info=exception)
+        logger.error("exception ignored in %r", args.object, exc_info=tuple(args[:3]))
 
     sys.unraisablehook = ignored
 

@@ -60,12 +60,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor whole, on the CPU, one at a time; collective. All ranks must consume it in the same order."""
-    for name, tensor in tensors.items():
-        yield name, whole(tensor.detach()).cpu()
-
-
 def write_slices(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write sharded tensors to `folder`, each rank its slices to files of its own; collective.
 
@@ -129,7 +123,7 @@ def write_checkpoint(
     """
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in shapes.items()}
     owners = _owners(sizes, ranks.size)
-    paths = [folder / _file_name(part, ranks.size) for part in range(ranks.size)]
+    paths = [folder / f"model-{part + 1:05d}-of-{ranks.size:05d}.safetensors" for part in range(ranks.size)]
     layouts = [layout({name: shapes[name] for name in shapes if owners[name] == part}) for part in range(ranks.size)]
 
     def create() -> None:
@@ -198,10 +192,6 @@ def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:
         load[owner] += sizes[name]
         owners[name] = owner
     return owners
-
-
-def _file_name(rank: int, size: int) -> str:
-    return f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
 def differing(tensors: Mapping[str, Tensor], stored: CheckpointInfo) -> list[str]:

@@ -44,8 +44,7 @@ class TritonPythonModel(StoredModel):
         self.start()
 
     def load_version(self, folder: Path, served: CriticModel | None) -> CriticModel:
-        critic: CriticModel = self.load("load_critic", folder, served)
-        return critic
+        return self.load("load_critic", folder, served)
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         rows = yield from self._reader.read(call)
@@ -64,8 +63,7 @@ class TritonPythonModel(StoredModel):
 
     def forward(self, model: Version, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         with self.on_all_ranks(model.model, rows, width):
-            values: list[np.ndarray] = model.model.values(rows, width)
-            return values
+            return model.model.values(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ FAILURES = {
 }
 
 
-class JournalModel:
+class JournalModel(ABC):
     """Base of critic_train and critic_save.
 
     `execute` writes each request to the journal durably and returns. A waiter thread polls for results and replies to
@@ -53,13 +54,13 @@ class JournalModel:
         except tracing.TracingUnavailable as error:  # a server without the extra still trains
             log_error(str(error))
 
+    @abstractmethod
     def accept(self, call: Call) -> Entry:
         """Write the request to the journal and return its entry. Raises ContractError if the request is invalid."""
-        raise AssertionError("defined by the subclass")
 
+    @abstractmethod
     def reply(self, result: Result) -> Mapping[str, np.ndarray]:
         """Return the response tensors for a result without an error."""
-        raise AssertionError("defined by the subclass")
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: write the requests to the journal; the waiter thread replies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,6 @@ class RowReader:
         self._template = template
         self._generation_prompt = generation_prompt
         self._truncates = truncates
-        self._tokenizer: Any = None
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         """Return the request's rows, as a generator because tokenising sentences is slow.
@@ -145,12 +145,10 @@ class RowReader:
             raise ContractError(f'{where}: {str(messages)[:80]}, must be a list of {{"role": …, "content": …}}')
         return messages
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Any:
         """The checkpoint's tokenizer, loaded when it is first used: clients that send tokens never need it."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._checkpoint)
-        return self._tokenizer
+        return load_tokenizer(self._checkpoint)
 
     def _encode(self, text: str, pair: str = "", *, append_eos: bool = False) -> list[int]:
         # One token more than the limit is enough to see that a text is too long.

@@ -43,8 +43,7 @@ class TritonPythonModel(StoredModel):
 
     def load_version(self, folder: Path, served: RewardModel | None) -> RewardModel:
         loader, options = read_loader(self.parameters)
-        model: RewardModel = self.load(loader, folder, served, **options)
-        return model
+        return self.load(loader, folder, served, **options)
 
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         return self._reader.read(call)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ class Scoring:
         return {QUEUE_US: microseconds[:, :1], COMPUTE_US: microseconds[:, 1:]}
 
 
-class ScoringModel:
+class ScoringModel(ABC):
     """Base class of the Triton models reward, critic and reference.
 
     A subclass sets `limits` and defines `current_model`, `read`, `forward` and `reply`; its `initialize` calls `set_up`
@@ -104,32 +105,32 @@ class ScoringModel:
         for thread in (*self._workers, self._answerer):
             thread.start()
 
-    def prepare_worker(self) -> None:
+    def prepare_worker(self) -> None:  # noqa: B027 - a hook, which a subclass need not define
         """Hook that runs once in each worker thread, before its first forward pass."""
 
+    @abstractmethod
     def current_model(self) -> Any:
         """Return the model for requests whose first forward pass has not started."""
-        raise AssertionError("defined by the subclass")
 
+    @abstractmethod
     def read(self, call: Call) -> Generator[int, None, ScoringRows]:
         """Return the request's rows, as a generator. Raises ContractError if the request is invalid.
 
         A generator with slow work first yields the number of bytes that it will read, and yields again after each part.
         `execute` runs it up to its first yield; the thread "sentences" runs the rest.
         """
-        raise AssertionError("defined by the subclass")
 
     def needs_forward(self, call: Call) -> bool:
         """Return whether any output that the caller requested needs a forward pass."""
         return True
 
+    @abstractmethod
     def forward(self, model: Any, rows: list[np.ndarray], width: int) -> list[np.ndarray]:
         """Return one output array per row, from one forward pass with rows padded to `width` tokens."""
-        raise AssertionError("defined by the subclass")
 
+    @abstractmethod
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         """Return the response tensors of a request whose rows are all done."""
-        raise AssertionError("defined by the subclass")
 
     def execute(self, requests: list[Any]) -> None:
         """Triton's entry point: queue the rows, then block while the backlog is above its limits (backpressure)."""

@@ -56,6 +56,7 @@ OPTIONAL_OUTPUTS = frozenset({PROBABILITIES, QUEUE_US, COMPUTE_US, UNNAMED})
 TOKEN_REWARDS = "token_rewards"  # FP32 [B, S]: index t is the reward given at token t of the scored row, 0 where none
 STEP_REWARDS = "step_rewards"  # FP32 [B, K], K: most steps of a row; 0 behind a row's last step
 STEP_ENDS = "step_ends"  # INT64 [B, K]: token that ends step k; of a sentence, characters up to its end; -1 behind
+# `step_ends` is also the key in `metadata` of a row whose steps the request gives.
 PROCESS = "process"  # parameter: granularity of a process reward, `step` or `token`
 # In the error message of a reward that a row of tokens alone cannot be sent to; health probes recognise it.
 NEEDS_MORE = "needs more than a row of tokens"

@@ -187,10 +187,10 @@ def _expect_targets(name: str, array: np.ndarray) -> None:
     with np.errstate(all="ignore"):
         if np.isfinite(array.sum()) and (name != MASK or array.min() >= 0):
             return
-    finite = np.isfinite(array)
-    if not finite.all():
-        row, column = (int(i) for i in np.unravel_index(int(np.argmin(finite)), array.shape))
-        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]}, must be finite")
-    if name == MASK and (array < 0).any():
-        row, column = (int(i) for i in np.unravel_index(int(np.argmax(array < 0)), array.shape))
-        raise ContractError(f"{name}[{row}, {column}]: {array[row, column]:g}, must not be negative")
+    for wrong, rule in (
+        (~np.isfinite(array), "must be finite"),
+        ((array < 0) & (name == MASK), "must not be negative"),
+    ):
+        if wrong.any():
+            row, column = (int(i) for i in np.unravel_index(int(np.argmax(wrong)), array.shape))
+            raise ContractError(f"{name}[{row}, {column}]: {array[row, column]:g}, {rule}")

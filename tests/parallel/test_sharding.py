@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from python_backend.parallel import sharding
 from python_backend.parallel.ranks import Ranks
-from python_backend.parallel.sharding import read_tensors, shard, whole_tensors, write_checkpoint, write_slices
-from tests.support.ranks import on_ranks
+from python_backend.parallel.sharding import read_tensors, shard, write_checkpoint, write_slices
+from tests.support.ranks import on_ranks, whole_tensors
 
 
 def a_model(seed: int, *, tied: bool = False) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch import Tensor
+
+from python_backend.parallel.sharding import whole
 from tools.server.ports import free_port
 
 Work = Callable[..., Any]
@@ -16,6 +19,12 @@ Work = Callable[..., Any]
 # torch's, so that it has no threads of torch's, which a fork would lose.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["trainer.sharded.update", "actor.run.policies"])
+
+
+def whole_tensors(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each tensor whole, on the CPU, one at a time; collective. All ranks must consume it in the same order."""
+    for name, tensor in tensors.items():
+        yield name, whole(tensor.detach()).cpu()
 
 
 def on_ranks(size: int, work: Work, *arguments: Any, group_timeout_s: float = 120, timeout_s: float = 240) -> list[Any]:

@@ -18,12 +18,11 @@ from python_backend.config import TrainerSection
 from python_backend.models.adapters import MergedWeights
 from python_backend.models.modeling import CriticModel, load_critic, save_critic
 from python_backend.parallel.ranks import Ranks
-from python_backend.parallel.sharding import whole_tensors
 from python_backend.store.sealed_folder import STATE_FILE, DamagedCheckpoint
 from python_backend.store.weights import WeightsStore
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import TrainPayload, train_payload
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, whole_tensors
 from trainer.checkpoint import CheckpointFolder, CheckpointState
 from trainer.critic_update import CriticUpdate
 from trainer.sharded import update as sharded_update

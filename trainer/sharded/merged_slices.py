@@ -45,5 +45,4 @@ class _Delta(nn.Module):
         self.layer = layer
 
     def forward(self) -> Tensor:
-        delta: Tensor = self.layer.get_delta_weight("default")
-        return delta
+        return self.layer.get_delta_weight("default")

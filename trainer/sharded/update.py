@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from python_backend.config import TrainerSection
+from python_backend.models.adamw import named_state
 from python_backend.models.batching import plan_micro_batches
 from python_backend.models.modeling import write_config
 from python_backend.parallel.ranks import RankFailed, Ranks
@@ -56,11 +57,7 @@ class ShardedUpdate(CriticUpdate):
     def write(self, folder: Path) -> dict[str, str]:
         """Write weights, optimizer and random state, each rank its slices; return the sha256 of each file."""
         self._ranks.announce("write", folder=str(folder))
-        state = {
-            f"{key}/{name}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        state = named_state(self.optimizer, self.parameters)
         write_slices({**self._stored_weights(), **state, **self._random_state()}, folder)
         if self._ranks.rank == 0 and not self.settings.lora_rank:
             write_config(self.critic, folder)

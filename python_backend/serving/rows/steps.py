@@ -7,6 +7,7 @@ unless it is blank. Published models are trained with a mark behind every step, 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,6 @@ from python_backend.wire.contract import METADATA, SENTENCES, ContractError, Lim
 if TYPE_CHECKING:  # that module imports triton_python_backend_utils, which exists only inside tritonserver
     from python_backend.serving.triton import Call
 
-STEP_ENDS_KEY = "step_ends"  # in a row's metadata
 AGGREGATES: dict[str, Callable[[np.ndarray], Any]] = {
     "min": np.min, "mean": np.mean, "last": lambda steps: steps[-1], "prod": np.prod, "sum": np.sum,
 }  # fmt: skip
@@ -144,7 +144,9 @@ class StepReader(RowReader):
         if self._rules.apart or not spans:
             ids, at = self._apart(prefix, contents, mark) if spans else (self._encode(prefix + text[start:]), [])
         elif mark is None:
-            raise ContractError(f"{METADATA}[{index}].{STEP_ENDS_KEY}: needs reward.process.mark, which is not set")
+            raise ContractError(
+                f"{METADATA}[{index}].{contract.STEP_ENDS}: needs reward.process.mark, which is not set"
+            )
         else:
             ids, at = self._whole(index, prefix, contents, mark)
         read_at = np.asarray(at, np.int64)
@@ -171,7 +173,7 @@ class StepReader(RowReader):
             text += content + mark
         ids = self._encode(text)
         tags = [i for i, token in enumerate(ids) if token == self._tag_id]
-        written = _occurrences(text, tag)
+        written = [found.start() for found in re.finditer(re.escape(tag), text)]
         if len(tags) != len(written):
             raise ContractError(
                 f"{SENTENCES}[{index}]: {tag!r} occurs {len(written)} times, as a token of its own {len(tags)} times; "
@@ -182,7 +184,7 @@ class StepReader(RowReader):
     def _separator(self, index: int) -> str:
         if self._rules.separator is None:
             raise ContractError(
-                f"{METADATA}[{index}].{STEP_ENDS_KEY}: missing; a process reward without separator "
+                f"{METADATA}[{index}].{contract.STEP_ENDS}: missing; a process reward without separator "
                 f"{contract.NEEDS_MORE}; send it, or set reward.process.separator"
             )
         return self._rules.separator
@@ -219,10 +221,10 @@ def split_steps(text: str, start: int, separator: str) -> list[Span]:
 
 def given_ends(index: int, metadata: Mapping[str, Any], first: int, last: int) -> np.ndarray | None:
     """Return the row's `step_ends` int64 `[K]`, None if it has none. Raises ContractError if they are invalid."""
-    ends = metadata.get(STEP_ENDS_KEY)
+    ends = metadata.get(contract.STEP_ENDS)
     if ends is None:
         return None
-    where = f"{METADATA}[{index}].{STEP_ENDS_KEY}"
+    where = f"{METADATA}[{index}].{contract.STEP_ENDS}"
     if not isinstance(ends, list) or not ends or not all(type(end) is int for end in ends):
         raise ContractError(f"{where}: {str(ends)[:80]}, must be a list of integers")
     for before, end in zip([first - 1, *ends], ends, strict=False):
@@ -270,11 +272,3 @@ def step_reply(rows: ScoringRows, scores: Sequence[np.ndarray], aggregate: str) 
         contract.REWARDS: rewards, contract.TOKEN_REWARDS: token_rewards,
         contract.STEP_REWARDS: step_rewards, contract.STEP_ENDS: ends,
     }  # fmt: skip
-
-
-def _occurrences(text: str, tag: str) -> list[int]:
-    found, at = [], text.find(tag)
-    while at >= 0:
-        found.append(at)
-        at = text.find(tag, at + len(tag))
-    return found

@@ -95,15 +95,14 @@ class Follower:
         self._count(self.version.number, False)
         self._watcher.start()
 
-    def stop(self) -> None:
-        """Stop the watcher thread and delete this instance's serving record."""
-        self._stop.set()
-        self._watcher.join()
-        self._store.records.withdraw(self._record)
+    def stop(self, *, waits: bool = True) -> None:
+        """Stop the watcher thread and delete this instance's serving record, so that no publish waits for it.
 
-    def abandon(self) -> None:
-        """Delete this instance's serving record, so that no publish waits for it; its watcher may never end."""
+        `waits`: for the watcher to end, which it may never do once a rank of the model is lost.
+        """
         self._stop.set()
+        if waits:
+            self._watcher.join()
         self._store.records.withdraw(self._record)
 
     def _first(self) -> Version:

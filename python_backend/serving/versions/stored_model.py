@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,9 @@ class StoredModel(TorchScoringModel):
         self._fixed = Version(0, model)
         return model
 
+    @abstractmethod
     def load_version(self, folder: Path, served: Any) -> Any:
         """Load the model in a version's folder; `served` is the model served now, None for the first."""
-        raise AssertionError("defined by the subclass")
 
     def stop_loading(self) -> None:
         if self._follower is not None:
@@ -68,7 +69,7 @@ class StoredModel(TorchScoringModel):
 
     def lost(self) -> None:
         if self._follower is not None:
-            self._follower.abandon()
+            self._follower.stop(waits=False)
 
     def current_model(self) -> Version:
         return self._fixed if self._follower is None else self._follower.version
