@@ -127,11 +127,10 @@ class AsyncCriticClient(AbstractAsyncContextManager["AsyncCriticClient"]):
         Raises like `values`; also CriticClientError if the server has no reward model that takes these tokens.
         """
         tokens, client = token_rows(rows), await self._connected()
-        if metadata is not None and len(metadata) != len(tokens):
-            raise contract.ContractError(f"{contract.METADATA}: {len(metadata)} entries for {len(tokens)} rows")
         lengths = None if prompt_lengths is None else [int(length) for length in prompt_lengths]
-        if lengths is not None and len(lengths) != len(tokens):
-            raise contract.ContractError(f"{contract.PROMPT_LENGTHS}: {len(lengths)} entries for {len(tokens)} rows")
+        for name, given in ((contract.METADATA, metadata), (contract.PROMPT_LENGTHS, lengths)):
+            if given is not None and len(given) != len(tokens):
+                raise contract.ContractError(f"{name}: {len(given)} entries for {len(tokens)} rows")
         served = await self._outputs_with_rewards(client)
         explained = (contract.REWARD_ERRORS,) if contract.REWARD_ERRORS in served else ()
         outputs = (contract.REWARDS, contract.VALUES, contract.WEIGHTS_VERSION, *explained)

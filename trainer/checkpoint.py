@@ -149,8 +149,7 @@ class CheckpointFolder:
         durable.sweep(self.root)
 
     def _told(self) -> list[int] | None:
-        data = durable.read_json(self.root / KEEP_FILE)
-        return None if data is None else data["steps"]
+        return (durable.read_json(self.root / KEEP_FILE) or {}).get("steps")
 
     def _is_asked(self, step: int) -> bool:
         try:

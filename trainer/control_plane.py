@@ -196,8 +196,7 @@ class ControlPlane(AbstractContextManager["ControlPlane"]):
 
     def statistics(self, model: str) -> ModelStatistics:
         """Return the model's counters from Triton's statistics API, summed over its versions."""
-        answer = self._call(model, self._client.get_inference_statistics, model)
-        versions = answer.model_stats
+        versions = self._call(model, self._client.get_inference_statistics, model).model_stats
         return ModelStatistics(
             inference_count=sum(version.inference_count for version in versions),
             execution_count=sum(version.execution_count for version in versions),

@@ -103,7 +103,6 @@ class CriticVersions:
 
     def _reload_through_triton(self, step: int) -> None:
         try:
-            reload = self.publisher.triton_reload()
-            self._progress.log_reload(step, reload, "save")
+            self._progress.log_reload(step, self.publisher.triton_reload(), "save")
         except ControlPlaneError as error:  # thread edge: the checkpoint is on disk, and the old process keeps serving
             logger.error("the reload through Triton after a save failed: %s", error)

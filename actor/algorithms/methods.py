@@ -56,8 +56,7 @@ def with_critic(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, T
 
 def returns_to_go(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the discounted sum of token rewards from each token on, as advantages and as returns; `lam` is unused."""
-    nothing = torch.zeros_like(episodes.mask)
-    return gae(nothing, _token_rewards(episodes), episodes.mask, gamma=gamma, lam=1.0)
+    return gae(torch.zeros_like(episodes.mask), _token_rewards(episodes), episodes.mask, gamma=gamma, lam=1.0)
 
 
 def against_the_others(episodes: Episodes, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,5 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, weights: Tensor, *, kind: st
     Raises: ValueError if the kind is unknown or the shapes differ.
     Source: Shao et al. 2024 (arXiv 2402.03300), equation 4; Tang and Munos 2025 (arXiv 2506.09477) on the gradients.
     """
-    inside = weights != 0
-    logprobs, ref_logprobs = (x.masked_fill(~inside, 0.0) for x in (logprobs, ref_logprobs))
+    logprobs, ref_logprobs = (x.masked_fill(weights == 0, 0.0) for x in (logprobs, ref_logprobs))
     return masked_sum(kl_estimate(logprobs, ref_logprobs, kind), weights) / (total or 1)

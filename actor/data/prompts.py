@@ -12,12 +12,10 @@ import numpy as np
 from actor.data.prompt_files import PromptError, PromptRow, read_rows, source_of
 from actor.data.rollout import Prompt
 from python_backend.checkpoints.tokenization import encode_prompt
-
-__all__ = ["MESSAGES_KEY", "PromptError", "PromptReader", "read_prompts"]
+from python_backend.rewards.function import MESSAGES_KEY
 
 logger = logging.getLogger(__name__)
 TooLong = Literal["error", "skip", "truncate"]
-MESSAGES_KEY = "messages"  # metadata key of a chat; the server renders it with the reward model's own template
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,9 @@ def _read_trained(policy: Policy, folder: Path, *, is_sliced: bool) -> None:
     own = _trained(policy)
     name = ADAPTERS if policy.settings.lora_rank else WEIGHTS
     source = folder / name if is_sliced else folder
-    stored = stored_shapes(source)
     check_trained(
         {name: tensor.shape for name, tensor in own.items()},
-        {name: shape for name, shape in stored.items() if "/" not in name}, source, "actor.policy",
+        {name: shape for name, shape in stored_shapes(source).items() if "/" not in name}, source, "actor.policy",
     )  # fmt: skip
     read_tensors(own, source, no_dist=not dist.is_initialized())
 

@@ -87,9 +87,8 @@ class PolicyUpdate:
         return {f"train_optim/{name}": value for name, value in means.items()}
 
     def _minibatches(self, count: int, generator: torch.Generator) -> list[Tensor]:
-        s = self._settings
-        orders = [torch.randperm(count, generator=generator) for _ in range(s.epochs)]
-        return [rows for order in orders for rows in order.split(s.minibatch_size)]
+        orders = [torch.randperm(count, generator=generator) for _ in range(self._settings.epochs)]
+        return [rows for order in orders for rows in order.split(self._settings.minibatch_size)]
 
     def _gradients(self, batch: PPOBatch, rows: Tensor, total: float, kl_coef: float) -> dict[str, float]:
         """Accumulate the gradients of a minibatch; return its loss and its statistics as sums over tokens."""

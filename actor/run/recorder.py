@@ -271,12 +271,16 @@ class Bookkeeper:
         ):
             return
         score = {"step": step, "reward": reward, **({} if version is None else {"reward_version": version})}
+        self._write_policy(best, score)
 
-        def fill(folder: Path) -> None:
-            self._policy.save(folder)
-            write_json(folder / "best.json", score)
+    def _write_policy(self, folder: Path, about: dict[str, Any]) -> None:
+        """Write the policy to `folder`, with `about` in a JSON file of the folder's name."""
 
-        write_folder(best, fill)
+        def fill(staging: Path) -> None:
+            self._policy.save(staging)
+            write_json(staging / f"{folder.name}.json", about)
+
+        write_folder(folder, fill)
 
     async def keep(self, step: int) -> None:
         """Write what a run that stops after `step` leaves: its checkpoint, unless it exists, and `policy/`."""
@@ -313,19 +317,13 @@ class Bookkeeper:
 
     async def save_policy(self, step: int) -> None:
         """Write the policy as it is after `step` to `policy/`."""
-
-        def fill(folder: Path) -> None:
-            self._policy.save(folder)
-            write_json(folder / "policy.json", {"step": step})
-
-        await asyncio.to_thread(write_folder, self._dir / "policy", fill)
+        await asyncio.to_thread(self._write_policy, self._dir / "policy", {"step": step})
 
     async def finish(self, scorer: Scorer, seconds: float, *, steps: int) -> dict[str, Any]:
         """Wait for pending saves, write the final policy and actor_summary.json, and return the summary."""
         await asyncio.gather(*self.saves)
         if self._unsaved is not None:
-            keep_steps = critic_steps(self._checkpoints)
-            await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=keep_steps)
+            await self._client.save(run_id=self._run_id, step=self._unsaved, keep_steps=critic_steps(self._checkpoints))
         await self.save_policy(steps)
         await asyncio.to_thread(self._log.close)
         summary = {

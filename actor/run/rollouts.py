@@ -40,18 +40,16 @@ class Rollouts:
         self._in_thread = in_thread
         self._begun: asyncio.Task[Collected] | None = None
 
-    async def begin(self, step: int, *, updated: int) -> None:
+    async def begin(self, step: int, *, updated: int) -> asyncio.Task[Collected]:
         """Start the rollout of `step` with the current policy, which contains the updates up to step `updated`."""
         await self._in_thread(self._policy.renew_sampler)
         self._begun = asyncio.create_task(self.collect(step, updated=updated))
+        return self._begun
 
     async def take(self, step: int) -> Collected:
         """Return the rollout of `step`, starting it now if it was not started in advance."""
         set_log_position(step=step)
-        if self._begun is None:
-            await self.begin(step, updated=step - 1)
-        assert self._begun is not None
-        rollout = await self._begun
+        rollout = await (self._begun or await self.begin(step, updated=step - 1))
         self._begun = None
         return rollout
 

@@ -9,7 +9,6 @@ from typing import Any
 from actor.algorithms.advantages import explained_variance, response_mask
 from actor.algorithms.experience import score_returns, sequence_kl
 from actor.data.compute import InThread
-from actor.data.prompts import MESSAGES_KEY
 from actor.data.rollout import Prompt, Rollout, ScoredRollout, Scores
 from actor.policy.policy import Policy
 from actor.run.collection import collect
@@ -17,6 +16,7 @@ from actor.run.metrics import Timers
 from actor.scoring.reference import Reference
 from actor.scoring.scorer import Scorer
 from python_backend.monitoring.tracing import span
+from python_backend.rewards.function import MESSAGES_KEY
 
 SEED_OFFSET = 1_000_000  # keeps validation seeds apart from the seeds of training rollouts
 

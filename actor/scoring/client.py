@@ -156,8 +156,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         Raises:
             RequestFailed: all attempts failed, or the request itself is invalid.
         """
-        inputs = {**_padded(rows, width, prompt_lengths), **_metadata(metadata)}
-        return await self._infer(contract.CRITIC_INFER, inputs, outputs)
+        return await self._infer(contract.CRITIC_INFER, _rows(rows, metadata, width, prompt_lengths), outputs)
 
     async def rewards(
         self, rows: list[np.ndarray], outputs: tuple[str, ...] = (contract.REWARDS,),
@@ -167,8 +166,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
         Raises RequestFailed.
         """
-        inputs = {**_padded(rows, width, prompt_lengths), **_metadata(metadata)}
-        return await self._infer(contract.REWARD_MODEL, inputs, outputs)
+        return await self._infer(contract.REWARD_MODEL, _rows(rows, metadata, width, prompt_lengths), outputs)
 
     async def score_sentences(
         self, texts: list[str], outputs: tuple[str, ...], metadata: list[dict[str, Any]] | None = None, *,
@@ -190,7 +188,7 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
 
         Raises RequestFailed.
         """
-        answer = await self._infer(contract.REFERENCE, _padded(rows), (contract.LOGPROBS,))
+        answer = await self._infer(contract.REFERENCE, _rows(rows), (contract.LOGPROBS,))
         return answer[contract.LOGPROBS]
 
     async def train(self, payload: Mapping[str, np.ndarray], *, run_id: str, step: int) -> TrainAnswer:
@@ -236,30 +234,23 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
     ) -> dict[str, np.ndarray]:
         if contract.TOKENS in arrays:
             arrays = {**arrays, contract.TOKENS: arrays[contract.TOKENS].astype(self._tokens_dtype, copy=False)}
-        with span(model):
-            return await self._send(model, arrays, outputs, writes=writes)
-
-    async def _send(
-        self, model: str, arrays: Mapping[str, np.ndarray], outputs: tuple[str, ...], *, writes: bool
-    ) -> dict[str, np.ndarray]:
-        trace = traceparent()
-        traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
-        headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
-        message = Message(model, arrays, outputs, headers)
-
-        async def ask(connection: HTTPConnection) -> dict[str, np.ndarray]:
-            return await connection.infer(message)
-
         s = self._settings
-        budget = self._training_budget if writes else self._scoring_budget
-        outlast_s = s.max_outage_s if writes and self._has_trained else 0.0
-        retries = self._train_retries if writes else s.retries
-        attempts = Attempts(model, s, budget, retries=retries, outlast_s=outlast_s, repeats_failures=not writes)
+        attempts = Attempts(
+            model, s, self._training_budget if writes else self._scoring_budget,
+            retries=self._train_retries if writes else s.retries,
+            outlast_s=s.max_outage_s if writes and self._has_trained else 0.0, repeats_failures=not writes,
+        )  # fmt: skip
         deadline_s = s.train_deadline_s if writes else s.deadline_s
         # Join the queue before waiting for the semaphore, so that the queue has the order of the calls.
-        with self._calling(), self._turns.join() if writes else nullcontext() as turn:
+        with span(model), self._calling(), self._turns.join() if writes else nullcontext() as turn:
+            trace = traceparent()
+            traced = {contract.TRACEPARENT_HEADER: trace} if trace else {}
+            headers = {**self._headers, contract.SENDER_HEADER: str(self._sender), **traced}
+            message = Message(model, arrays, outputs, headers)
             async with self._in_flight:
-                answer = await self._until_answered(attempts, ask, deadline_s, turn=turn)
+                answer = await self._until_answered(
+                    attempts, lambda connection: connection.infer(message), deadline_s, turn=turn
+                )
         self._has_trained |= writes
         return answer
 
@@ -310,15 +301,18 @@ def _metadata(rows: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
     return {} if rows is None else {contract.METADATA: contract.texts_array([json.dumps(row) for row in rows])}
 
 
-def _padded(rows: list[np.ndarray], width: int = 0, prompt_lengths: list[int] | None = None) -> dict[str, np.ndarray]:
-    """Return `tokens` [n, S], `sequence_lengths` [n, 1] and `prompt_lengths` [n, 1], if given.
+def _rows(
+    rows: list[np.ndarray], metadata: list[dict[str, Any]] | None = None, width: int = 0,
+    prompt_lengths: list[int] | None = None,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Return `tokens` [n, S], `sequence_lengths` [n, 1] and, if given, `prompt_lengths` [n, 1] and `metadata` [n, 1].
 
     S is the longest row, and at least `width`.
     """
     tokens = padded_rows(rows, max(width, *(row.size for row in rows)), np.int64)
     sizes = {contract.SEQUENCE_LENGTHS: [row.size for row in rows], contract.PROMPT_LENGTHS: prompt_lengths}
     counts = {name: np.asarray(size, np.int64)[:, None] for name, size in sizes.items() if size is not None}
-    return {contract.TOKENS: tokens, **counts}
+    return {contract.TOKENS: tokens, **counts, **_metadata(metadata)}
 
 
 def _run(run_id: str) -> dict[str, np.ndarray]:

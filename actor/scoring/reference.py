@@ -133,8 +133,7 @@ class ServedStream(RowStream[ReferenceLogprobs]):
     async def logprobs(self, whole: Rollout) -> ReferenceLogprobs:
         """Return the log-probs of all rows, in the order of `whole`."""
         parts, order = await self.answers()
-        width = whole.tokens.shape[1] - 1
-        return await asyncio.to_thread(_joined, parts, order, width)
+        return await asyncio.to_thread(_joined, parts, order, whole.tokens.shape[1] - 1)
 
 
 def _joined(parts: list[ReferenceLogprobs], order: torch.Tensor, width: int) -> ReferenceLogprobs:
@@ -153,8 +152,9 @@ def make_reference(config: RunConfig, client: TritonClient, policy: Policy) -> R
     """Create the reference that `actor.kl.reference` selects."""
     if not config.actor.kl.serves_reference:
         return OwnReference(policy)
-    rows_per_request = config.actor.client.rows_per_request
-    return ServedReference(client, policy, config.reference.checkpoint, rows_per_request=rows_per_request)
+    return ServedReference(
+        client, policy, config.reference.checkpoint, rows_per_request=config.actor.client.rows_per_request
+    )
 
 
 def only_known(scores: Scores, reference: ReferenceLogprobs) -> Scores:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from actor.data.compute import each
-from actor.data.prompts import MESSAGES_KEY
 from actor.data.rollout import Rollout, Scores
 from actor.scoring import process
 from actor.scoring.client import RequestFailed, TritonClient
@@ -19,6 +18,7 @@ from actor.scoring.mixture import RewardMixture
 from actor.scoring.retry import RequestRefused
 from python_backend.checkpoints.tokenization import fingerprint
 from python_backend.errors import RlhfError
+from python_backend.rewards.function import MESSAGES_KEY
 from python_backend.wire.contract import (
     CRITIC,
     REWARD_COMPONENTS,

@@ -85,7 +85,11 @@ class VllmGeneration(Generation):
         task = asyncio.current_task()
         assert task is not None
         limit = asyncio.Semaphore(self._settings.batch_size)
-        pool = self._pool()
+        connect = functools.partial(
+            VllmConnection, version=self._versions.current(), is_adapter=self._is_adapter,
+            limit=self._settings.batch_size, deadline_s=self._vllm.deadline_s, checked=self._checked,
+        )  # fmt: skip
+        pool = ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
         async def respond(row: int) -> None:
             async with limit:
@@ -103,13 +107,6 @@ class VllmGeneration(Generation):
                 response.cancel()
             await asyncio.gather(*responses, return_exceptions=True)
             await pool.close()
-
-    def _pool(self) -> ServerPool[VllmConnection]:
-        connect = functools.partial(
-            VllmConnection, version=self._versions.current(), is_adapter=self._is_adapter,
-            limit=self._settings.batch_size, deadline_s=self._vllm.deadline_s, checked=self._checked,
-        )  # fmt: skip
-        return ServerPool(self._vllm.servers, connect, self._client, RequestCounters(), hint=HINT)
 
     def _sampling(self, seed: int, row: int, *, greedy: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters of one row, with a seed of its own, so that a repeated request matches."""

@@ -1,4 +1,4 @@
-"""Reads the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
+"""Reads and encodes the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
 
 Format: https://huggingface.co/docs/safetensors (header length in 8 bytes, JSON header, data).
 """
@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,25 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         return {name: _tensor(item, file.name, 8 + length, size) for name, item in header.items()}
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file.name} is damaged or not a safetensors file ({error})") from error
+
+
+def encode_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], sizes: Mapping[str, int], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the header (length prefix and JSON) of a file that stores `tensors` in order.
+
+    Args:
+        tensors: dtype (as in `TensorInfo`) and shape by name.
+        sizes: bytes by name.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + sizes[name]]}
+        end += sizes[name]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the tensor data to 8 bytes
+    return struct.pack("<Q", len(text)) + text
 
 
 def _tensor(item: Mapping[str, Any], file: str, data: int, size: int) -> TensorInfo:

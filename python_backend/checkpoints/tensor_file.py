@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from python_backend.checkpoints.safetensors_header import encode_header
 
 STORED_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -38,17 +39,12 @@ def write_tensors(
 def layout(shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, int]]:
     """Return a file's header, and the position of each tensor in the file, ascending."""
     names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))  # the wider first: aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    starts = {}
-    for name in names:
-        dtype, shape = shapes[name]
-        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": STORED_AS[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    text = struct.pack("<Q", len(text)) + text
-    return text, {name: len(text) + start for name, start in starts.items()}
+    sizes = {name: math.prod(shapes[name][1]) * shapes[name][0].itemsize for name in names}
+    header = encode_header(
+        {name: (STORED_AS[shapes[name][0]], shapes[name][1]) for name in names}, sizes, {"format": "pt"}
+    )
+    starts = itertools.accumulate(sizes.values(), initial=len(header))
+    return header, dict(zip(names, starts, strict=False))
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -67,13 +67,14 @@ class TritonPythonModel(StoredModel):
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
         wanted, rows = scoring.call.wanted, scoring.rows
-        outputs = [output for output in scoring.outputs if output is not None]
         versions = version_column(scoring.model, len(rows.tokens))
         answer = {WEIGHTS_VERSION: versions, AFTER_CRITIC: versions}
         if VALUES in wanted:
-            answer[VALUES] = padded_rows(outputs, rows.width)
+            answer[VALUES] = padded_rows(scoring.outputs, rows.width)
         if RESPONSE_VALUES in wanted and rows.prompt_lengths is not None:
             # Indices p-1 ... length-2: the value of the state before each response token.
-            parts = [output[p - 1 : -1] for output, p in zip(outputs, rows.prompt_lengths.tolist(), strict=True)]
+            parts = [
+                output[p - 1 : -1] for output, p in zip(scoring.outputs, rows.prompt_lengths.tolist(), strict=True)
+            ]
             answer[RESPONSE_VALUES] = padded_rows(parts, max(1, *(part.size for part in parts)))
         return answer

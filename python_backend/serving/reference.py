@@ -52,5 +52,4 @@ class TritonPythonModel(TorchScoringModel):
             return model.logprobs(rows, width)
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
-        outputs = [output for output in scoring.outputs if output is not None]
-        return {contract.LOGPROBS: padded_rows(outputs, scoring.rows.width)}
+        return {contract.LOGPROBS: padded_rows(scoring.outputs, scoring.rows.width)}

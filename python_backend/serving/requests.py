@@ -167,8 +167,11 @@ class RowReader:
                 "save one in that folder (chat_template.jinja), or send the conversation as one text"
             )
         try:
-            options = {"tokenize": False, "add_generation_prompt": generation_prompt}
-            text = str(self.tokenizer.apply_chat_template(conversation, **options))
+            text = str(
+                self.tokenizer.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=generation_prompt
+                )
+            )
             text.encode()  # raises on lone surrogates: JSON may contain them, tokenizers reject them
             return text
         except Exception as error:  # the template is the checkpoint's own code and may raise any exception

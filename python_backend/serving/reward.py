@@ -55,11 +55,10 @@ class TritonPythonModel(StoredModel):
             return list(model.model.rewards_and_scores(rows, width))
 
     def reply(self, scoring: Scoring) -> Mapping[str, np.ndarray]:
-        outputs = [output for output in scoring.outputs if output is not None]
         if self._is_process:
-            return step_reply(scoring.rows, outputs, self.parameters.text("aggregate"))
+            return step_reply(scoring.rows, scoring.outputs, self.parameters.text("aggregate"))
         model: RewardModel = scoring.model.model
-        rewards, scores = np.split(np.stack(outputs), [model.num_outputs], axis=1)
+        rewards, scores = np.split(np.stack(scoring.outputs), [model.num_outputs], axis=1)
         answer = {REWARDS: rewards, REWARD_VERSION: version_column(scoring.model, len(rewards))}
         if PROBABILITIES in scoring.call.wanted:
             answer[PROBABILITIES] = model.probabilities(scores)

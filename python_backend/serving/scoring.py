@@ -51,7 +51,7 @@ class Scoring:
     deadline: float | None  # the request fails if its first forward pass has not started by then
     model: Any = None  # set when the first row runs, so that one weights version scores the whole request
     done: int = 0  # number of rows with an output
-    outputs: list[np.ndarray | None] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)  # an array per row; None until it is done
     times: np.ndarray | None = None  # float64 [B, 2]: seconds in the queue and in the forward pass; None: not wanted
 
     def timing(self) -> dict[str, np.ndarray]:

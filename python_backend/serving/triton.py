@@ -177,8 +177,9 @@ class MetricCounters:
 
     def __init__(self, model: str, descriptions: Mapping[str, str]) -> None:
         """Register the counters. `descriptions` maps metric names to help texts."""
-        kind = pb_utils.MetricFamily.COUNTER
-        self._metrics = [_metric(model, name, text, kind) for name, text in descriptions.items()]
+        self._metrics = [
+            _metric(model, name, text, pb_utils.MetricFamily.COUNTER) for name, text in descriptions.items()
+        ]
         self._pending = [0.0] * len(self._metrics)
 
     def add(self, amounts: Sequence[float]) -> None:

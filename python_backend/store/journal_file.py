@@ -6,13 +6,12 @@ with the digest replaces it at the end. The arrays are written from their own bu
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
+from python_backend.checkpoints.safetensors_header import encode_header
 from python_backend.store.journal_entry import DIGEST
 from python_backend.wire.training_payload import TrainPayload, content_digest, field_digest
 
@@ -66,13 +65,6 @@ class TrainingFile:
 
 
 def header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Return the header (length prefix and JSON) of a safetensors file that stores `arrays` in order."""
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, array in arrays.items():
-        end = offset + array.nbytes
-        entries[name] = {"dtype": DTYPES[array.dtype.name], "shape": list(array.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the tensor data to 8 bytes
-    return struct.pack("<Q", len(text)) + text
+    """Return the header of a safetensors file that stores `arrays` in order."""
+    tensors = {name: (DTYPES[array.dtype.name], array.shape) for name, array in arrays.items()}
+    return encode_header(tensors, {name: array.nbytes for name, array in arrays.items()}, metadata)

@@ -114,8 +114,8 @@ class JournalState:
         return is_locked(self.root / "LOCK")
 
     def _rewind_under_way(self) -> Entry | None:
-        rewinds = sorted(entries_in(self._entries, kind="rewind"))
-        return next((entry for entry in rewinds if self.result(entry) is None), None)
+        rewinds = entries_in(self._entries, kind="rewind")
+        return min((entry for entry in rewinds if self.result(entry) is None), default=None)
 
     def _digest(self, entry: Entry) -> str | None:
         """Return the digest of a step's content, DAMAGED if it is unreadable, or None if it was removed long ago."""

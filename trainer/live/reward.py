@@ -19,10 +19,6 @@ from trainer.live.gate import check_tokenizer, read_pairs
 from trainer.publish import Publisher, Reload, copy_checkpoint, reward_loader
 
 
-class GateClosed(RlhfError):
-    """A checkpoint is less accurate than the served version, so it must not be served."""
-
-
 def publish_reward(
     config: RunConfig, checkpoint: Path, *, beat: Callable[[str], None], say: Callable[[str], None] = print
 ) -> Reload:
@@ -34,7 +30,7 @@ def publish_reward(
 
     Raises:
         CheckpointError: the checkpoint is damaged, not finite, or of another architecture, head or tokenizer.
-        GateClosed: it is less accurate than the served version, beyond `reward.gate.tolerance`.
+        RlhfError: it is less accurate than the served version, beyond `reward.gate.tolerance`.
         VersionRejected: its copy failed verification, or an instance rejected it; the old version serves.
     """
     section, model = config.reward, live_model(config, "reward")
@@ -49,22 +45,23 @@ def publish_reward(
     if not np.isfinite(canary_outputs(candidate)).all():
         raise CheckpointError(f"{checkpoint}: the rewards of the canary row are not finite")
     if section.gate is not None:
-        _pass_gate(section, served, candidate, current, say)
+        _pass_gate(section, section.gate.tolerance, served, candidate, current, say)
     manifest = store.manifest(current)
     publisher = Publisher.of(config, store, run_id=manifest.run_id, epoch=manifest.epoch, model=model)
-    write = functools.partial(copy_checkpoint, checkpoint)
-    return publisher.publish(candidate, step=0, parent=current, beat=beat, write=write)
+    return publisher.publish(
+        candidate, step=0, parent=current, beat=beat, write=functools.partial(copy_checkpoint, checkpoint)
+    )
 
 
 def _pass_gate(
-    section: RewardSection, served: RewardModel, candidate: RewardModel, current: int, say: Callable[[str], None]
-) -> None:
-    assert section.gate is not None
+    section: RewardSection, tolerance: float, served: RewardModel, candidate: RewardModel, current: int,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
     pairs = read_pairs(section, served)
     before, after = pairs.accuracy(served), pairs.accuracy(candidate)
     say(f"accuracy on {len(pairs.chosen)} pairs: {after:.4f}, served version {current}: {before:.4f}")
-    if not after >= before - section.gate.tolerance:
-        raise GateClosed(
+    if not after >= before - tolerance:
+        raise RlhfError(
             f"not published: its accuracy {after:.4f} is below the served version's {before:.4f} minus "
-            f"reward.gate.tolerance ({section.gate.tolerance:g})"
+            f"reward.gate.tolerance ({tolerance:g})"
         )

@@ -116,12 +116,9 @@ class ShardedCritic(CriticModel):
         """Return whether a version has the weights of this critic, bit for bit."""
         self.ranks.announce("holds", root=str(store.root), version=version)
         weights = MergedSlices(self.model)
-
-        def compare() -> bool:
-            return not self._differing(weights, store.folder(version))
-
         try:
-            return all(self.ranks.gather(self.ranks.together(compare)))
+            same = self.ranks.together(lambda: not self._differing(weights, store.folder(version)))
+            return all(self.ranks.gather(same))
         except (CheckpointError, RankFailed):  # a file is damaged
             return False
 

@@ -61,16 +61,15 @@ class ShardedUpdate(CriticUpdate):
         write_slices({**self._stored_weights(), **state, **self._random_state()}, folder)
         if self._ranks.rank == 0 and not self.settings.lora_rank:
             write_config(self.critic, folder)
-        rank, size = self._ranks.rank, self._ranks.size
-        parts = self._ranks.gather(self._ranks.together(lambda: hashes(folder, part=rank, parts=size)))
+        own = self._ranks.together(lambda: hashes(folder, part=self._ranks.rank, parts=self._ranks.size))
+        parts = self._ranks.gather(own)
         return {name: digest for part in parts for name, digest in part.items()}
 
     def read(self, folder: Path, optimizer_step: int) -> None:
         """Load what any number of ranks wrote. Raises as `CriticUpdate.read`."""
         self._ranks.announce("read", folder=str(folder), optimizer_step=optimizer_step)
-        rank, size = self._ranks.rank, self._ranks.size
         try:
-            self._ranks.together(lambda: verify_folder(folder, part=rank, parts=size))
+            self._ranks.together(lambda: verify_folder(folder, part=self._ranks.rank, parts=self._ranks.size))
         except RankFailed as error:
             raise DamagedCheckpoint(str(error)) from error
         self._read_slices(folder)

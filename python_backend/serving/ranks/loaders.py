@@ -29,12 +29,10 @@ def load_model(loader: str, folder: Path, served: Model | None, options: Mapping
     Raises:
         CheckpointError: the model cannot be loaded, or its weights are not finite.
     """
-    options = {**options}
-    finite = options.pop("finite", False)
     if isinstance(served, CriticModel | RewardModel):
         model: Any = served.with_weights(folder)
     else:
-        model = LOADERS[loader](folder, **options)
-    if finite or isinstance(model, CriticModel):
+        model = LOADERS[loader](folder, **{name: value for name, value in options.items() if name != "finite"})
+    if options.get("finite") or isinstance(model, CriticModel):
         check_finite(model.model)  # reads every weight, and so pages in the mapped file before the first forward pass
     return model

@@ -74,14 +74,14 @@ class Rank:
         if message["op"] == "load":
             threading.Thread(target=self._load, args=(message,), name="load", daemon=True).start()
         else:
-            rows = [np.asarray(row, np.int64) for row in message["rows"]]
-            forward(self._model(message["key"]), rows, message["width"])
+            forward(
+                self._model(message["key"]), [np.asarray(row, np.int64) for row in message["rows"]], message["width"]
+            )
 
     def _load(self, message: dict[str, Any]) -> None:
         served = None if message["served"] is None else self._model(message["served"])
         try:
-            folder = Path(message["folder"])
-            model = load_part(self._group, message["loader"], folder, served, message["options"])
+            model = load_part(self._group, message["loader"], Path(message["folder"]), served, message["options"])
         except Exception as error:  # thread edge: rank 0 gets the same error, and no message will name this model
             logger.warning("rank %d: %s", torch.distributed.get_rank(), error)
             return
