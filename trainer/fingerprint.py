@@ -31,8 +31,11 @@ def deciding_settings(section: TrainerSection) -> dict[str, Any]:
     """Return the settings that determine the weights, by name, as JSON values."""
     values = section.model_dump(mode="json")
     flat = {**values, **{f"optimizer.{name}": value for name, value in values["optimizer"].items()}}
-    names = (*DECIDING, *ROUNDING)
-    return {name: flat[name] for name in names if name not in UNLESS_DEFAULT or flat[name] != UNLESS_DEFAULT[name]}
+    return {
+        name: flat[name]
+        for name in (*DECIDING, *ROUNDING)
+        if name not in UNLESS_DEFAULT or flat[name] != UNLESS_DEFAULT[name]
+    }
 
 
 def deciding(settings: Mapping[str, Any], name: str) -> Any:

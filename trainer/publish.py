@@ -184,10 +184,10 @@ class Publisher:
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         if failed:
             raise ControlPlaneError("; ".join(f"{outcome.url}: {outcome.error}" for outcome in failed))
-        versions = {outcome.url: outcome.version or 0 for outcome in outcomes}
         return Reload(
-            self._store.current() or 0, "triton", reload_ms=(time.monotonic() - start) * 1e3, served_by=versions
-        )
+            self._store.current() or 0, "triton", reload_ms=(time.monotonic() - start) * 1e3,
+            served_by={outcome.url: outcome.version or 0 for outcome in outcomes},
+        )  # fmt: skip
 
     def look(self, working: Working = contextlib.nullcontext) -> None:
         """Idle maintenance: roll CURRENT back if an instance rejects it, and replace instances that died.

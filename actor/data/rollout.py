@@ -6,11 +6,18 @@ of a tensor `[B, S-1]` belongs to token t+1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+
+
+def joined(tensors: Sequence[Tensor], width: int, *, padding: int = 0) -> Tensor:
+    """Concatenate tensors `[B_i, S_i]`, padded on the right to `width`, into one of `[B, width]`."""
+    return torch.cat([torch.nn.functional.pad(each, (0, width - each.shape[1]), value=padding) for each in tensors])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from actor.algorithms.advantages import response_mask
-from actor.data.rollout import Prompt, Rollout
+from actor.data.rollout import Prompt, Rollout, joined
 from actor.generation.engine import Generation
 from actor.generation.shared_prompts import can_share, response_hidden
 from actor.generation.slots import Finished, Response
@@ -340,10 +340,9 @@ def _scattered(values: Tensor, inside: Tensor) -> Tensor:
 def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
     """Concatenate rollouts, padded to the longest row."""
     width = max(part.tokens.shape[1] for part in parts)
-    padded = [torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1]), value=pad_id) for part in parts]
     return Rollout(
         [prompt for part in parts for prompt in part.prompts],
-        torch.cat(padded),
+        joined([part.tokens for part in parts], width, padding=pad_id),
         torch.cat([part.lengths for part in parts]),
         torch.cat([part.prompt_lengths for part in parts]),
         torch.cat([part.is_end for part in parts]),
@@ -353,6 +352,4 @@ def join_rollouts(parts: Sequence[Rollout], pad_id: int) -> Rollout:
 
 def _joined_logprobs(parts: Sequence[Rollout], width: int) -> Tensor | None:
     known = [part.logprobs for part in parts if part.logprobs is not None]
-    if len(known) < len(parts):
-        return None
-    return torch.cat([torch.nn.functional.pad(logprobs, (0, width - 1 - logprobs.shape[1])) for logprobs in known])
+    return joined(known, width - 1) if len(known) == len(parts) else None

@@ -49,8 +49,7 @@ def follow(config: RunConfig, ranks: Ranks) -> None:
         return
     assert isinstance(policy, ShardedPolicy)
     assert isinstance(update, RankedUpdate)
-    sampling = threading.Thread(target=_sample, args=(policy, config.actor.threads), daemon=True)
-    sampling.start()
+    threading.Thread(target=_sample, args=(policy, config.actor.threads), daemon=True).start()
     ranks.operations.follow({**policy.operations, "update": functools.partial(update.run, None)})
 
 

@@ -39,7 +39,8 @@ class Turns:
             yield turn
         finally:
             self._line.remove(turn)
-            self._change()
+            self._changed.set()  # wakes all that wait
+            self._changed = asyncio.Event()
 
     async def come(self, turn: Turn, server: Callable[[], str | None]) -> None:
         """Wait until the request of `turn` may be sent to the server that `server()` returns.
@@ -69,7 +70,3 @@ class Turns:
 
     def _is_ahead(self, earlier: Turn, turn: Turn, server: str | None) -> bool:
         return not turn.held_up and earlier.sent_to is not None and earlier.sent_to == server
-
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

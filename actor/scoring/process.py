@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from actor.data.rollout import ProcessRewards
+from actor.data.rollout import ProcessRewards, joined
 from python_backend.wire.contract import STEP_ENDS, STEP_REWARDS
 
 BLOCK = 32  # tokens decoded at once
@@ -74,12 +73,8 @@ def place(rewards: ProcessRewards, chunk: slice, answer: Mapping[str, np.ndarray
 
 def join(parts: Sequence[ProcessRewards], width: int) -> ProcessRewards:
     """Concatenate rewards of several rollouts, padded to `width` tokens."""
-
-    def padded(tensor: Tensor) -> Tensor:
-        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
-
     return ProcessRewards(
-        torch.cat([padded(part.rewards) for part in parts]),
-        torch.cat([padded(part.ends) for part in parts]),
+        joined([part.rewards for part in parts], width),
+        joined([part.ends for part in parts], width),
         torch.cat([part.outcome for part in parts]),
     )

@@ -12,7 +12,7 @@ import torch
 
 from actor.algorithms.advantages import response_mask
 from actor.data.compute import InThread
-from actor.data.rollout import ReferenceLogprobs, Rollout, Scores
+from actor.data.rollout import ReferenceLogprobs, Rollout, Scores, joined
 from actor.policy.policy import Policy
 from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.scorer import ModelMismatch
@@ -137,9 +137,8 @@ class ServedStream(RowStream[ReferenceLogprobs]):
 
 
 def _joined(parts: list[ReferenceLogprobs], order: torch.Tensor, width: int) -> ReferenceLogprobs:
-    padded = [torch.nn.functional.pad(part.logprobs, (0, width - part.logprobs.shape[1])) for part in parts]
     return ReferenceLogprobs(
-        torch.cat(padded)[order],
+        joined([part.logprobs for part in parts], width)[order],
         torch.cat([part.known for part in parts])[order],
         sorted({failure for part in parts for failure in part.failures}),
     )

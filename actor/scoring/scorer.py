@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from actor.data.compute import each
-from actor.data.rollout import Rollout, Scores
+from actor.data.rollout import Rollout, Scores, joined
 from actor.scoring import process
 from actor.scoring.client import RequestFailed, TritonClient
 from actor.scoring.mixture import RewardMixture
@@ -268,11 +268,10 @@ def _one_version(versions: np.ndarray, rows: int) -> int:
 
 def join_scores(parts: list[Scores], width: int) -> Scores:
     """Concatenate scores of several rollouts, with values padded to `width` tokens."""
-    values = [torch.nn.functional.pad(part.values, (0, width - part.values.shape[1])) for part in parts]
     reward_versions = [part.reward_versions for part in parts if part.reward_versions is not None]
     return Scores(
         torch.cat([part.rewards for part in parts]),
-        torch.cat(values),
+        joined([part.values for part in parts], width),
         torch.cat([part.versions for part in parts]),
         torch.cat([part.scored for part in parts]),
         sorted({failure for part in parts for failure in part.failures}),

@@ -115,16 +115,14 @@ class VllmConnection:
     async def _only_loader(self) -> AsyncIterator[None]:
         """Hold the lock of this server among the actor's ranks, each of which generates with all servers."""
         path = self._version.folder.with_name(f"{self._url}.lock")
-        while True:
-            with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as held:
+            while True:
                 try:
                     held.enter_context(exclusive_lock(path, patience_s=0.0))
+                    break
                 except TimeoutError:
-                    pass
-                else:
-                    yield
-                    return
-            await asyncio.sleep(LOCK_POLL_S)
+                    await asyncio.sleep(LOCK_POLL_S)
+            yield
 
     async def _load_weights(self) -> None:
         await self._post("/pause?mode=wait")

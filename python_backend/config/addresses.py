@@ -21,6 +21,5 @@ def resolve(address: str) -> list[str]:
     if not address.startswith(DNS_PREFIX):
         return [address]
     name, _, port = address.removeprefix(DNS_PREFIX).rpartition(":")
-    found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
-    hosts = sorted({str(item[4][0]) for item in found})
+    hosts = sorted({str(item[4][0]) for item in socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)})
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]

@@ -230,7 +230,6 @@ def load_reward(
     copied = None if like is None or like.origin is None else twin_with_head(like.model, like.origin, info, group)
     weights = _attribute_weights(info, head, attribute_weights)
     constants = constants_for(info, standardization)
-    num_outputs = 1 if merge_attributes else head.num_labels
     device = device if group is None else str(group.device)
     known: Any = None if like is None or copied is None else like._outputs
     outputs: TokenHead | PooledHead
@@ -253,8 +252,9 @@ def load_reward(
             compile_body(model, outputs)
     merging = merge_attributes and (head.num_labels > 1 or attribute_weights is not None)
     reward = RewardModel(
-        outputs, pooling=pooling, weights=weights.to(device) if merging else None, num_outputs=num_outputs,
-        constants=constants, skipped_pad_id=skipped_pad_id, origin=info,
+        outputs, pooling=pooling, weights=weights.to(device) if merging else None,
+        num_outputs=1 if merge_attributes else head.num_labels, constants=constants, skipped_pad_id=skipped_pad_id,
+        origin=info,
     )  # fmt: skip
     reward.reload = functools.partial(load_reward, **settings)
     return reward

@@ -130,7 +130,9 @@ def write_checkpoint(
         if ranks.rank == 0:
             for path, (header, _) in zip(paths, layouts, strict=True):
                 path.write_bytes(header)
-            _write_index(sizes, {name: paths[owner].name for name, owner in owners.items()}, folder)
+            files = {name: paths[owner].name for name, owner in sorted(owners.items())}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
     def write() -> None:
         for i in range(ranks.size):  # from its own on: two writers of a file would wait for each other
@@ -171,11 +173,6 @@ def _sync_and_hash(path: Path) -> str:
         digest = sha256_of(path)
         synced.result()
     return digest
-
-
-def _write_index(sizes: Mapping[str, int], files: Mapping[str, str], folder: Path) -> None:
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(files.items()))}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2))
 
 
 def _owners(sizes: Mapping[str, int], size: int) -> dict[str, int]:

@@ -90,9 +90,8 @@ class Worker:
         spec, self._wanted, self._limit_s, self._number = call.spec, wanted, call.timeout_s, 0
         self._channel, theirs = socket.socketpair()
         with theirs:  # closes this process's copy; otherwise the socket would not report the worker's end
-            arguments = [spec, *map(str, (theirs.fileno(), memory_mib))]
             self._process = subprocess.Popen(
-                [interpreter(), "-m", "python_backend.rewards.worker", *arguments],
+                [interpreter(), "-m", "python_backend.rewards.worker", spec, str(theirs.fileno()), str(memory_mib)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={name: value for name, value in os.environ.items() if name not in call.hidden_variables},

@@ -37,8 +37,7 @@ class JournalModel(ABC):
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Triton's entry point at load."""
-        parameters = Parameters(args)
-        self.parameters = parameters
+        self.parameters = parameters = Parameters(args)
         self.journal = Journal(parameters.path("journal"), parameters.text(RUN_ID))
         self._heartbeats = HeartbeatWatch(self.journal.heartbeat)
         self._silence_s = float(parameters.text("heartbeat_timeout_s"))

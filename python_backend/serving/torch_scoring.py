@@ -65,11 +65,11 @@ class TorchScoringModel(ScoringModel):
         """Return the context for a forward pass of `model`, in which the other ranks, if any, run theirs."""
         return contextlib.nullcontext() if self._ranks is None else self._ranks.forward(model, rows, width)
 
-    def stop_loading(self) -> None:
-        """Hook that runs at unload, when no request is left, to stop whatever calls `load`."""
+    def stop_loading(self, *, waits: bool = True) -> None:
+        """Hook to stop whatever calls `load`: at unload, when no request is left, or when the model has lost a rank.
 
-    def lost(self) -> None:
-        """Hook that runs when the model has lost a rank: from now on it scores nothing and loads nothing."""
+        `waits`: until it has ended, which it may never do once a rank is lost.
+        """
 
     def finalize(self) -> None:
         """Triton's entry point at unload."""
@@ -97,4 +97,4 @@ class TorchScoringModel(ScoringModel):
         if not self._started:
             os._exit(1)
         self.refuse_all(Unavailable(f"{self.parameters.model} {LOST_RANK}: {reason}"))
-        self.lost()
+        self.stop_loading(waits=False)

@@ -108,10 +108,17 @@ class ServingRanks:
 
     def _start(self, rank: int, arguments: list[str]) -> None:
         ours, theirs = multiprocessing.Pipe()
-        head = [str(theirs.fileno()), str(os.getpid()), str(rank)]
         with theirs:  # closes this process's copy
             process = subprocess.Popen(
-                [interpreter(), "-m", "python_backend.serving.ranks.process", *head, *arguments],
+                [
+                    interpreter(),
+                    "-m",
+                    "python_backend.serving.ranks.process",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    str(rank),
+                    *arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

@@ -63,13 +63,9 @@ class StoredModel(TorchScoringModel):
     def load_version(self, folder: Path, served: Any) -> Any:
         """Load the model in a version's folder; `served` is the model served now, None for the first."""
 
-    def stop_loading(self) -> None:
+    def stop_loading(self, *, waits: bool = True) -> None:
         if self._follower is not None:
-            self._follower.stop()
-
-    def lost(self) -> None:
-        if self._follower is not None:
-            self._follower.stop(waits=False)
+            self._follower.stop(waits=waits)
 
     def current_model(self) -> Version:
         return self._fixed if self._follower is None else self._follower.version
