@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from python_backend.checkpoints.inspection import CheckpointError
-from python_backend.config.command_line import interrupt_on_signals, report
-from python_backend.errors import REPORTED
+from python_backend.config.command_line import interrupt_on_signals, reporting
 from python_backend.store.durable import numbers_in, write_folder
 from tools.arguments import parse_or_complete
 
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from actor.policy.policy import Policy
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the folder and print how to load it; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(description="Write a checkpoint of a run's policy for other programs.")
@@ -29,10 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="a new folder; default: RUN/export/step-N[-peft]")
     arguments = parse_or_complete(parser, argv)
     interrupt_on_signals()
-    try:
-        print(export_policy(arguments.run, arguments.step, arguments.out, as_adapter=arguments.peft))
-    except REPORTED as error:
-        return report(error)
+    print(export_policy(arguments.run, arguments.step, arguments.out, as_adapter=arguments.peft))
     return 0
 
 
@@ -87,7 +83,3 @@ def _policy_of(folder: Path) -> Policy:
     policy = Policy(settings, GenerationSection(max_new_tokens=1), OptimizerSection(), max_prompt_tokens=1)
     read_weights(policy, folder)
     return policy
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ import yaml
 from pydantic import ValidationError
 
 from python_backend.checkpoints.inspection import CheckpointError, CheckpointInfo, inspect_checkpoint, reward_head
+from python_backend.checkpoints.tokenization import load_tokenizer, same_tokenizer
 from python_backend.config import RunConfig
-from python_backend.config.command_line import report
+from python_backend.config.command_line import reporting
 from python_backend.config.required_files import has_chat_template
-from python_backend.errors import REPORTED
 from tools.arguments import parse_or_complete
 
 FROM_REWARD = "from-reward"
@@ -29,7 +28,8 @@ HALF = {"BF16": "bfloat16"}
 HEADS = {"sequence": "sequence classification", "token": "token classification", "value": "value head"}
 
 
-def main(argv: list[str] | None = None) -> int:
+@reporting
+def main(argv: Sequence[str] | None = None) -> int:
     """Inspect the checkpoints and write the YAML; return 2 if one cannot be used."""
     parser = _parser()
     arguments = parse_or_complete(parser, argv)
@@ -43,15 +43,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{arguments.out} already exists; choose another file")
     if arguments.out is not None and not arguments.out.parent.is_dir():
         parser.error(f"the folder {arguments.out.parent} does not exist; create it first")
-    try:
-        if arguments.merge is not None:
-            from tools.merge_adapter import merge_reward_adapter  # torch: not for --help
+    if arguments.merge is not None:
+        from tools.merge_adapter import merge_reward_adapter  # torch: not for --help
 
-            merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
-            arguments.reward = arguments.merge
-        text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
-    except REPORTED as error:
-        return report(error)
+        merge_reward_adapter(arguments.reward, arguments.base, arguments.merge)
+        arguments.reward = arguments.merge
+    text = import_checkpoints(arguments.reward, arguments.critic, try_out=not arguments.no_load, say=print)
     if arguments.out is None:
         print(f"\n{text}", end="")
     else:
@@ -177,8 +174,6 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
 
 def _tokens_of(folder: Path, text: str) -> list[str]:
     """Return the tokens, special tokens included, that the reward model receives for a text. Raises CheckpointError."""
-    from python_backend.checkpoints.tokenization import load_tokenizer
-
     tokenizer = load_tokenizer(folder)
     return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
 
@@ -207,12 +202,9 @@ def _expect_finite(info: CheckpointInfo, outputs: Any) -> None:
 
 
 def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Callable[[str], None]) -> None:
-    from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
-
     if reward is critic or reward.tokenizer is None or critic.tokenizer is None:
         return
-    one, other = (fingerprint(load_tokenizer(info.folder)) for info in (reward, critic))
-    if one == other:
+    if same_tokenizer(reward.folder, critic.folder):
         say("tokenizers: reward and critic have the same vocabulary")
     else:
         say(
@@ -236,7 +228,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the YAML here; default: print it")
     parser.add_argument("--no-load", action="store_true", help="only inspect the files; do not load the models")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,38 +1,134 @@
 """Checks what a run needs before anything starts, for `tools run`, which refuses to start, and `tools doctor`.
 
-Each reward function is called once, in a worker as on the server, on the first prompt of the run.
+Reads the first rows of the prompt files, and calls each reward function once, in a worker as on the server, on the
+first prompt of the run.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from actor.data.prompt_files import read_rows, source_of
-from python_backend.checkpoints.tokenization import fingerprint, load_tokenizer
+from actor.data.prompt_files import PromptError, read_rows, source_of
+from python_backend.checkpoints.inspection import stored_dtypes
+from python_backend.checkpoints.positions import max_positions, stable_length
+from python_backend.checkpoints.tokenization import LONGEST_ROW_TOKENS, load_tokenizer, same_tokenizer
 from python_backend.config import ConfigError, RewardTerm, RunConfig
-from python_backend.config.required_files import check_files, tokenizer_folder
+from python_backend.config.required_files import check_files, has_chat_template, tokenizer_folder
 from python_backend.rewards.function import MESSAGES_KEY, PROMPT_KEY, RESPONSE_KEY, FunctionError, Sample
 from python_backend.rewards.pool import FunctionCall, ScoreOutcome, WorkerPool
-from tools.prompt_checks import check_prompts
+from python_backend.store.durable import read_json
 from tools.server.vllm import check_vllm, starts_vllm
 
+CHECKED_ROWS = 1000  # of each prompt file
 RESPONSE = "This is a trial response."
 
 
 def check_run(config: RunConfig) -> None:
     """Raise ConfigError with one line for each problem that would end the run, or leave it without rewards."""
     check_files(config, server=True, actor=config.has_actor)
-    problems = []
-    if config.has_actor:
-        check_prompts(config)
-        if starts_vllm(config):
-            check_vllm(config)
-        problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config)]
+    if not config.has_actor:
+        return
+    stored_dtypes(config.actor.policy.checkpoint)  # reads each file's header: one of several may be missing
+    check_prompts(config)
+    if starts_vllm(config):
+        check_vllm(config)
+    problems = [*_missing_trackers(config), *_tokenizers(config), *_functions(config)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Check the prompt files' first rows, and that all models take the longest rows. Raises ConfigError if not."""
+    _check_lengths(config)
+    prompts, validation = config.actor.prompts, config.actor.validation
+    held_out = {"actor.validation.prompts": validation.prompts} if validation.size else {}
+    for key, path in {**prompts.paths, **held_out}.items():
+        try:
+            contents = [] if path is None else _first_contents(path)
+            if any(isinstance(content, list) for content in contents):
+                _check_templates(config, key)
+        except PromptError as error:
+            raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_lengths(config: RunConfig) -> None:
+    """Check that no model refuses the longest rows of the run, so that no response is masked for its length.
+
+    Of the policy, only a rotary table that depends on the length can be known here, unless vLLM serves it; the actor
+    checks the rest.
+    """
+    prompt, new = config.actor.prompts.max_tokens, config.actor.generation.max_new_tokens
+    limit_of = max_positions if starts_vllm(config) else stable_length
+    limits = {"actor.policy.checkpoint": limit_of(_settings(config.actor.policy.checkpoint)) or prompt + new}
+    for role, section in config.served_sections.items():
+        known = (section.max_length, max_positions(_settings(section.checkpoint)))
+        limits[f"{role}.checkpoint"] = min(filter(None, known), default=LONGEST_ROW_TOKENS)
+    short = {key: limit for key, limit in limits.items() if limit < prompt + new}
+    if "reward.checkpoint" in short and _receives_texts(config):  # which the server truncates
+        del short["reward.checkpoint"]
+    if short:
+        raise ConfigError(
+            "\n".join(
+                f"{key}: takes rows of at most {limit} tokens, but actor.prompts.max_tokens ({prompt}) + "
+                f"actor.generation.max_new_tokens ({new}) is {prompt + new}; lower them"
+                for key, limit in short.items()
+            )
+        )
+
+
+def _first_contents(path: Path) -> list[Any]:
+    """Return the text or messages of the first rows of a prompt file. Raises PromptError if it or a row is empty."""
+    contents = []
+    for row in itertools.islice(read_rows(path), CHECKED_ROWS):
+        contents.append(row.columns[source_of(row)])
+        if not contents[-1]:
+            raise PromptError(f"{row.where}: {source_of(row)} is empty")
+    if not contents:
+        raise PromptError(f"{path} has no prompts")
+    return contents
+
+
+def _check_templates(config: RunConfig, prompts: str) -> None:
+    """Check that the models that must render conversations have a chat template.
+
+    Args:
+        prompts: configuration key of a prompt file that contains conversations; for the error message.
+
+    Raises:
+        ConfigError: the policy has none, or the reward model has none and receives texts.
+    """
+    policy, reward = config.actor.policy.checkpoint, config.reward.checkpoint
+    if not has_chat_template(policy):
+        raise ConfigError(
+            f"actor.policy.checkpoint: {policy} has no chat template, but {prompts} contains conversations; save a "
+            "template there as chat_template.jinja, or give the prompts as plain texts"
+        )
+    renders = config.uses_reward_model and config.reward.template is None and not has_chat_template(reward)
+    if renders and _receives_texts(config):
+        raise ConfigError(
+            f"reward.checkpoint: {reward} has no chat template, but must render the conversations in {prompts}, "
+            "because it receives texts (reward.text: pair, reward.process.mark, or another tokenizer than the "
+            "policy's); save the template that the reward model was trained with there as chat_template.jinja "
+            "(`{{ messages[-1]['content'] }}` scores only the reply), or give the prompts as plain texts"
+        )
+
+
+def _receives_texts(config: RunConfig) -> bool:
+    """Return whether the actor sends the reward model texts instead of token ids."""
+    reward = config.reward
+    marks = reward.process is not None and reward.process.mark is not None
+    if marks or reward.text == "pair" or reward.template is not None:
+        return True
+    return not same_tokenizer(config.actor.policy.checkpoint, reward.checkpoint)
+
+
+def _settings(checkpoint: Path) -> dict[str, Any]:
+    return read_json(checkpoint / "config.json") or {}
 
 
 def _missing_trackers(config: RunConfig) -> Iterator[str]:
@@ -45,11 +141,11 @@ def _tokenizers(config: RunConfig) -> Iterator[str]:
     """The critic's values belong to the policy's tokens; a reward model with another tokenizer receives texts."""
     if not config.serves_critic:
         return
-    folders = (config.actor.policy.checkpoint, config.critic.checkpoint)
-    if len({fingerprint(load_tokenizer(folder.absolute())) for folder in folders}) > 1:
+    policy, critic = config.actor.policy.checkpoint, config.critic.checkpoint
+    if not same_tokenizer(policy, critic):
         yield (
-            f"critic.checkpoint: the tokenizer of {folders[1]} differs from that of actor.policy.checkpoint "
-            f"({folders[0]}), but values belong to the policy's tokens; start the critic from a model with the policy's"
+            f"critic.checkpoint: the tokenizer of {critic} differs from that of actor.policy.checkpoint "
+            f"({policy}), but values belong to the policy's tokens; start the critic from a model with the policy's"
         )
 
 

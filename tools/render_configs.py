@@ -19,10 +19,9 @@ from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
 from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
-from python_backend.config.command_line import report, run_parser
+from python_backend.config.command_line import reporting, run_parser
 from python_backend.config.live_models import reward_is_live
 from python_backend.config.sections import UNMEASURED
-from python_backend.errors import REPORTED
 from python_backend.wire import contract
 from tools.arguments import parse_or_complete
 from tools.render.ensembles import critic_infer_steps
@@ -332,6 +331,7 @@ def _render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Render or check the repository; return 1 if a checked file is not up to date, 2 after an error."""
     parser = run_parser("Render the model repository.", default=DEFAULT_CONFIG)
@@ -355,8 +355,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"to serve it here:\n{shell_command(config, out, ['--config', str(args.config), *args.overrides])}")
     except ServerStartError as error:
         print(f"it cannot be served here: {error}")
-    except REPORTED as error:
-        return report(error)
     return 0
 
 

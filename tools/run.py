@@ -20,7 +20,7 @@ import psutil
 
 from actor.run.lock import only_actor, only_run
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import limit_access, report, run_parser
+from python_backend.config.command_line import limit_access, report, reporting, run_parser
 from python_backend.errors import REPORTED
 from python_backend.stop_signal import StopSignals
 from python_backend.store.durable import numbers_in
@@ -36,7 +36,7 @@ from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
 from tools.server.ports import PORT_KEYS, check_ports, with_free_ports
 from tools.server.supervisor import Supervisor
-from tools.server.vllm import VllmServer, check_vllm, starts_vllm
+from tools.server.vllm import VllmServer, starts_vllm
 
 POLL_S = 0.25
 ACTOR_EXIT_S = 5.0  # added to actor.stop_grace_s, the time that the actor has to write a checkpoint
@@ -124,7 +124,6 @@ class Run:
 
     def _start_vllm(self) -> None:
         self._display.phase("starting vLLM")
-        check_vllm(self.config)  # again, for a demo, whose files did not exist before
         self._vllm = VllmServer(self.config, log=self._display.log)
         self._vllm.await_ready(self._look)
         self._override(f"actor.generation.vllm.servers=[{self._vllm.url}]")
@@ -164,6 +163,8 @@ class Run:
         finally:
             child.stop(signal.SIGTERM, 5.0)
         self._override(*overrides)
+        with self._signals.raising():
+            check_run(self.config)
 
     def _relay(self, text: str) -> None:
         for line in text.splitlines():
@@ -251,6 +252,7 @@ def set_aside(run_dir: Path) -> None:
     run_dir.rename(previous)
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the system; return 0 when done, 2 after an error (printed to stderr), 130 after Ctrl-C."""
     parser = run_parser("Run the whole system in one terminal.")
@@ -271,19 +273,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.dry_run and (args.device_gib is not None or args.host_gib is not None):
         parser.error("--device-gib and --host-gib need --dry-run")
     signals = StopSignals()
-    try:
-        with signals.raising():
-            config = load_config(args.config, args.overrides)
-            limit_access(config.run)
-            if args.dry_run:
-                return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
-            if config.demo is None:  # a demo's files do not exist yet
-                check_run(config)
-            if args.fresh and config.run.dir.exists():
-                with only_run(config.run.dir), only_actor(config.run.dir):
-                    set_aside(config.run.dir)
-    except REPORTED as error:
-        return report(error)
+    with signals.raising():
+        config = load_config(args.config, args.overrides)
+        limit_access(config.run)
+        if args.dry_run:
+            return _plan(args.config, config, args.overrides, device_gib=args.device_gib, host_gib=args.host_gib)
+        if config.demo is None:  # a demo's files do not exist yet
+            check_run(config)
+        if args.fresh and config.run.dir.exists():
+            with only_run(config.run.dir), only_actor(config.run.dir):
+                set_aside(config.run.dir)
     return _supervise(args.config, config, args.overrides, signals, accepts_changes=args.accept_changes)
 
 
@@ -303,7 +302,6 @@ def _plan(
 def _supervise(
     path: Path, config: RunConfig, overrides: Sequence[str], signals: StopSignals, *, accepts_changes: bool
 ) -> int:
-    run: Run | None = None
     try:
         with only_run(config.run.dir), RunDisplay(config.run.dir, config.actor.steps) as display:
             run = Run(path, config, overrides, display, signals, accepts_changes=accepts_changes)
@@ -315,8 +313,6 @@ def _supervise(
                 with signals.raising():  # the second signal: the kernel then stops what is left, all at once
                     run.stop()
                 raise
-    except REPORTED as error:
-        return report(error)
     except KeyboardInterrupt:
         again = shlex.join(["python", "-m", "tools", "run", "--config", str(path), *overrides])
         print(f"stopped; {again} {_what_resumes(config.run.dir)}", file=sys.stderr)
@@ -346,7 +342,3 @@ def _print_outcome(run_dir: Path) -> None:
 def _print_policy(run_dir: Path) -> None:
     if line := loading_line(run_dir):
         print(f"policy: {run_dir / 'policy'}, which {line} loads")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import limit_access, log_to_stderr, report, run_parser
+from python_backend.config.command_line import limit_access, log_to_stderr, reporting, run_parser
 from python_backend.config.live_models import live_models
 from python_backend.config.required_files import check_files
-from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import say
 from python_backend.stop_signal import StopRequested, StopSignals
 from python_backend.store.control_key import control_key
@@ -40,6 +39,7 @@ MADE_FOR_ACTOR = {
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, then return 0; return 2 if the server cannot start."""
     parser = run_parser("Render the model repository and serve it.")
@@ -75,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             say("draining: further requests are refused; Ctrl-C again does not wait for those in flight")
             supervisor.drain(give_up=lambda: stop.count > 1)
         return 0
-    except REPORTED as error:
-        return report(error)
     finally:
         if supervisor is not None:
             supervisor.stop()
@@ -242,7 +240,3 @@ def _warn_if_exposed(server: TritonServer, log: Callable[[str], None]) -> None:
         log(
             f"warning: tritonserver {release} has known vulnerabilities; beyond loopback, use 2.69 (NGC 26.05) or later"
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import sys
@@ -13,9 +14,8 @@ from typing import Any
 
 from actor.run.lock import RUN_LOCK_FILE, in_progress
 from python_backend.config import RunConfig, load_config
-from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, report
+from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
 from python_backend.config.live_models import live_models
-from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import parsed
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
@@ -30,6 +30,7 @@ TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilob
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the state, once or until Ctrl-C; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(description="Show the state of a run.")
@@ -37,20 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="show it again every 2 s, until Ctrl-C"
     )
     arguments = parse_or_complete(parser, argv)
-    if arguments.watch is not None:
-        interrupt_on_signals()
-    try:
-        config = _as_started(load_config(arguments.config, arguments.overrides))
-        while arguments.watch is not None:
+    config = _as_started(load_config(arguments.config, arguments.overrides))
+    if arguments.watch is None:
+        print("\n".join(status(config)))
+        return 0
+    interrupt_on_signals()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
             text = "\n".join(status(config))
             print(CLEAR_SCREEN * sys.stdout.isatty() + text, flush=True)
             time.sleep(arguments.watch)
-        print("\n".join(status(config)))
-    except REPORTED as error:
-        return report(error)
-    except KeyboardInterrupt:
-        if arguments.watch is None:
-            raise
     return 0
 
 
@@ -180,7 +177,3 @@ def _ago(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{max(0.0, seconds):.0f} s ago"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

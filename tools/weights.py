@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.config import ConfigError, RunConfig, load_config
-from python_backend.config.command_line import add_run_arguments, report
+from python_backend.config.command_line import add_run_arguments, reporting
 from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model
-from python_backend.errors import REPORTED, RlhfError
+from python_backend.errors import RlhfError
 from python_backend.store.journal import Journal
 from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
 from tools.arguments import parse_or_complete
@@ -25,30 +25,28 @@ class NotServed(RlhfError):
     """Some instance does not serve the version that CURRENT names."""
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the action; return 0, 1 if a version is bad or not served, 2 after an error."""
     args = parse_or_complete(_parser(), argv)
-    try:
-        config = load_config(args.config, args.overrides)
-        model = live_model(config, args.model)
-        if model.name == "reward" and not config.reward.store:
-            raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
-        store = WeightsStore(model.store)
-        if store.current() is None and not store.versions():
-            raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
-        match args.action:
-            case "list":
-                show(store)
-            case "verify":
-                return verify(config, model, store, args.version or store.versions())
-            case "rollback":
-                rollback(config, model, store, args.to)
-            case "publish":
-                publish(config, model, store, args.path)
-            case "ready":
-                return ready(model, store, args.server or config.server.grpc_url)
-    except REPORTED as error:
-        return report(error)
+    config = load_config(args.config, args.overrides)
+    model = live_model(config, args.model)
+    if model.name == "reward" and not config.reward.store:
+        raise ConfigError("reward.store is false, so the reward model has no versions; set it to true")
+    store = WeightsStore(model.store)
+    if store.current() is None and not store.versions():
+        raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
+    match args.action:
+        case "list":
+            show(store)
+        case "verify":
+            return verify(config, model, store, args.version or store.versions())
+        case "rollback":
+            rollback(config, model, store, args.to)
+        case "publish":
+            publish(config, model, store, args.path)
+        case "ready":
+            return ready(model, store, args.server or config.server.grpc_url)
     return 0
 
 

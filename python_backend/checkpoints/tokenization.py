@@ -213,6 +213,12 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
+def same_tokenizer(one: Path, other: Path) -> bool:
+    """Return whether the tokenizers of two checkpoints have the same vocabulary. Raises CheckpointError."""
+    first, second = (fingerprint(load_tokenizer(folder.absolute())) for folder in (one, other))
+    return first == second
+
+
 @dataclass(frozen=True)
 class SpecialTokens:
     """Special token ids used in generation."""

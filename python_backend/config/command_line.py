@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from python_backend.config.sections import RunSection
+from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import log_json, say
 
 
@@ -63,3 +65,16 @@ def report(error: BaseException, code: int = 2) -> int:
     with contextlib.suppress(OSError):  # stderr may be a log on a full disk
         say(f"error: {error}{hint}", sys.stderr)
     return code
+
+
+def reporting(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """Make the `main` of a command print a `REPORTED` error and return 2, instead of raising it."""
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except REPORTED as error:
+            return report(error)
+
+    return run

@@ -15,6 +15,7 @@ import pytest
 from shebang import SHEBANG
 
 from python_backend.config import ConfigError, RunConfig
+from tools.preflight import check_prompts
 from tools.server.child import ChildDied
 from tools.server.vllm import VllmServer, check_vllm, starts_vllm, vllm_arguments
 
@@ -119,5 +120,7 @@ def test_a_command_that_is_missing_is_an_error_that_names_the_remedy(tmp_path: P
 
 def test_rows_that_are_too_long_are_refused_before_the_start(tmp_path: Path):
     config = run_config(tmp_path, max_tokens=60)
-    with pytest.raises(ConfigError, match=r"max_tokens \(60\) \+ actor.generation.max_new_tokens \(12\) is above 64"):
-        check_vllm(config)
+    with pytest.raises(
+        ConfigError, match=r"rows of at most 64 tokens, but actor.prompts.max_tokens \(60\) \+ .* is 72"
+    ):
+        check_prompts(config)

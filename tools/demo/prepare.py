@@ -15,8 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from python_backend.config.command_line import report
-from python_backend.errors import REPORTED
+from python_backend.config.command_line import reporting
 from python_backend.store.jsonl import write_jsonl
 from tools.arguments import parse_or_complete
 from tools.demo.corpus import Corpus, corpus_fingerprint, load_corpus
@@ -175,6 +174,7 @@ def _prompt_lines(name: str, texts: Iterable[str]) -> Iterator[dict[str, str]]:
     return ({"text": text, "prompt_id": f"{name}-{i:05d}"} for i, text in enumerate(texts))
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare a recipe and print its figures; return 0, or 2 after an error (printed to stderr)."""
     parser = argparse.ArgumentParser(description="Prepare checkpoints and prompts.")
@@ -183,10 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
     arguments = parse_or_complete(parser, argv)
-    try:
-        built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)
-    except REPORTED as error:
-        return report(error)
+    built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)
     print(json.dumps(built.figures, indent=2))
     return 0
 

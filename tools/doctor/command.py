@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -77,7 +76,3 @@ def _of(config: Any) -> list[tuple[str, Check]]:
         "server": checks.server,
     }
     return [(name, functools.partial(check, config)) for name, check in named.items()]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from actor.run.lock import in_progress
-from python_backend.checkpoints.inspection import stored_dtypes
 from python_backend.checkpoints.tokenization import encode_prompt, load_tokenizer
 from python_backend.config import ConfigError, RunConfig, load_config
 from python_backend.store.durable import read_json, refusal
@@ -40,8 +39,6 @@ def files(config: RunConfig) -> Iterator[Finding]:
         return
     try:
         check_run(config)
-        if config.has_actor:
-            stored_dtypes(config.actor.policy.checkpoint)  # reads each file's header: one of several may be missing
     except ConfigError as error:
         for line in str(error).splitlines():
             yield failed("files", line)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from actor.run.lock import in_progress
-from python_backend.config.command_line import interrupt_on_signals, report
-from python_backend.errors import REPORTED
+from python_backend.config.command_line import interrupt_on_signals, reporting
+from python_backend.errors import RlhfError
 from tools.arguments import parse_or_complete, seconds
 from tools.report.comparison import write_comparison
 from tools.report.page import write_report
@@ -60,6 +61,7 @@ class ReportPage:
         return [(state.st_size, state.st_mtime_ns) if state else None for state in states]
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; return 0, or 2 after an error."""
     parser = argparse.ArgumentParser(description="Write the page of a run, or one that compares several runs.")
@@ -74,21 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.follow:
         interrupt_on_signals()
     try:
-        page = ReportPage(arguments.run_dirs, arguments.out)
-        page.write(every_s=arguments.every if arguments.follow else None)
-        print(f"report: {page.path}", flush=True)
-        if arguments.follow:
-            page.follow(arguments.every)
+        with contextlib.suppress(KeyboardInterrupt):
+            page = ReportPage(arguments.run_dirs, arguments.out)
+            page.write(every_s=arguments.every if arguments.follow else None)
+            print(f"report: {page.path}", flush=True)
+            if arguments.follow:
+                page.follow(arguments.every)
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        return report(RuntimeError("the report needs matplotlib: pip install '.[training]'"))
-    except REPORTED as error:
-        return report(error)
-    except KeyboardInterrupt:
-        pass
+        raise RlhfError("the report needs matplotlib: pip install '.[training]'") from error
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -11,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from python_backend.checkpoints.positions import max_positions
 from python_backend.config import ConfigError, RunConfig
 from tools.server.child import Child
 from tools.server.health import get_page
@@ -47,13 +45,6 @@ def check_vllm(config: RunConfig) -> None:
     if actor.policy.lora_rank > RANK_LIMITS[-1]:
         raise ConfigError(
             f"actor.policy.lora_rank: {actor.policy.lora_rank} is above {RANK_LIMITS[-1]}, the most that vLLM serves"
-        )
-    limit = max_positions(json.loads((actor.policy.checkpoint / "config.json").read_text()))
-    if limit is not None and _longest(config) > limit:
-        raise ConfigError(
-            f"actor.prompts.max_tokens ({actor.prompts.max_tokens}) + actor.generation.max_new_tokens "
-            f"({actor.generation.max_new_tokens}) is above {limit}, the positions of {actor.policy.checkpoint}; "
-            "lower them"
         )
 
 
@@ -115,20 +106,17 @@ class VllmServer:
 
 def vllm_arguments(config: RunConfig, url: str) -> list[str]:
     """Return the arguments of `vllm` that serve the policy of a run at `url`."""
-    policy, vllm = config.actor.policy, config.actor.generation.vllm
+    policy, generation = config.actor.policy, config.actor.generation
+    longest = config.actor.prompts.max_tokens + generation.max_new_tokens
     host, _, port = url.rpartition(":")
     adapters = ["--enable-lora", "--max-lora-rank", str(_rank_limit(policy.lora_rank))] if policy.lora_rank else []
     return [
         "serve", str(Path(policy.checkpoint).absolute()), "--host", host, "--port", port, "--dtype", policy.precision,
-        "--max-model-len", str(_longest(config)), "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
-        *adapters, *vllm.arguments,
+        "--max-model-len", str(longest), "--enable-scale-out", "--logprobs-mode", "processed_logprobs",
+        *adapters, *generation.vllm.arguments,
     ]  # fmt: skip
 
 
 def _rank_limit(lora_rank: int) -> int:
     """Return the smallest limit that vLLM accepts for adapters of this rank."""
     return next(limit for limit in RANK_LIMITS if limit >= lora_rank)
-
-
-def _longest(config: RunConfig) -> int:
-    return config.actor.prompts.max_tokens + config.actor.generation.max_new_tokens
