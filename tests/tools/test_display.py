@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 
 from python_backend.store.jsonl import JsonlTail
-from tools.report.display import CURVE_POINTS, Curve, RunDisplay, sparkline
+from tools.report.data import MOST_DRAWN, Thinned
+from tools.report.display import RunDisplay, sparkline
 
 
 def step_row(step: int, **more: float) -> dict[str, Any]:
@@ -160,11 +161,11 @@ def test_a_run_of_months_takes_no_more_memory_than_one_of_hours(tmp_path: Path):
 
 
 def test_the_curve_of_a_run_of_months_keeps_its_shape():
-    curve = Curve()
+    curve = Thinned[float]()
     for value in range(100_000):
         curve.add(float(value))
-    assert len(curve.means) < CURVE_POINTS
-    assert sparkline(curve.means, 8) == "▁▂▃▄▅▆▇█"
+    assert len(curve.rows) <= MOST_DRAWN
+    assert sparkline(curve.rows, 8) == "▁▂▃▄▅▆▇█"
 
 
 @pytest.mark.parametrize("width", [80, 120])

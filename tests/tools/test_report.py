@@ -22,9 +22,10 @@ from tools.report.curves import (
     drawn,
     panels,
     svg,
+    write_curves,
 )
 from tools.report.data import Gain, UnreadableRun, formatted, load_run, phase_seconds, series
-from tools.report.page import highlight, pick_texts, verdict, word_pattern, write_curves, write_report
+from tools.report.page import highlight, pick_texts, verdict, word_pattern, write_report
 from tools.report.summary import SUMMARY_KEYS, Pair, write_summary
 
 EVIL = " <script>alert('x')</script> & great"

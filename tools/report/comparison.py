@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.report.curves import DISTINCT, ENDED, Axes, as_svg, markers
+from tools.report.curves import DISTINCT, ENDED, Axes, as_svg, finish, markers, smoothed
 from tools.report.data import RunRecord, load_run, series
 from tools.report.page import changed_settings, ends, render, state, write_page
 from tools.report.summary import SUMMARY_KEYS
@@ -137,12 +136,6 @@ def numbers(runs: Sequence[RunRecord]) -> list[tuple[str, str, list[Any]]]:
     return [row for row in rows if any(value is not None for value in row[2])]
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Return running means over a tenth of the values."""
-    window = max(1, len(values) // 10)
-    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
 def _has(overlay: Overlay, runs: Sequence[RunRecord]) -> bool:
     return any(overlay.points(run)[0] for run in runs)
 
@@ -163,11 +156,6 @@ def _drawn(overlay: Overlay, runs: Sequence[RunRecord]) -> str:
             axes.set_ylim(bottom=max(overlay.low, min(0.0, axes.get_ylim()[0])))
         if overlay.high is not None:
             axes.set_ylim(top=overlay.high)
-        axes.set_title(overlay.title)
-        axes.set_xlabel(overlay.xlabel)
-        if overlay.xlabel == "step":
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        if len(runs) <= FEW:
-            axes.legend(loc="best")
+        finish(axes, overlay.title, overlay.xlabel, legend=len(runs) <= FEW)
 
     return as_svg(draw)

@@ -73,10 +73,9 @@ def write_curves(run_dir: Path, out_png: Path) -> None:
 def draw_reward(axes: Axes, run: RunRecord) -> None:
     x, y = series(run.steps, "train_rollouts/rewards")
     window = max(1, len(y) // 10)
-    smooth = [statistics.fmean(y[max(0, i + 1 - window) : i + 1]) for i in range(len(y))]
     axes.plot(x, y, color=BLUE, alpha=0.35 if window > 1 else 1.0, lw=1, label="per step", **markers(x))
     if window > 1:
-        axes.plot(x, smooth, color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
+        axes.plot(x, smoothed(y), color=BLUE, lw=2.2, label=f"mean of {window} steps" + _thinned(x))
     with_kl = series(run.steps, "train_rollouts/rewards_with_kl")
     if with_kl[0] and with_kl != (x, y):
         axes.plot(*with_kl, color=GREY, lw=1.2, ls="--", label="minus KL penalty")
@@ -86,7 +85,7 @@ def draw_reward(axes: Axes, run: RunRecord) -> None:
     _mark_versions(axes, run)
     _mark_changes(axes, run)
     kl = run.summary.get("kl_final")
-    _finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
+    finish(axes, "Reward" + (f", at {formatted(kl, '.1f')} nats of KL" if kl is not None else ""), "step")
 
 
 def _mark_versions(axes: Axes, run: RunRecord) -> None:
@@ -132,7 +131,7 @@ def draw_kl(axes: Axes, run: RunRecord) -> None:
     y = _plot(axes, run, "train_rollouts/init_policy_kl_per_sequence", color=PURPLE, lw=1.8, label="training batch")
     _level(axes, run.summary.get("kl_final"), PURPLE, "held-out, at the end")
     axes.set_ylim(bottom=min(0.0, *y))
-    _finish(axes, "KL to the initial policy (nats per sequence)", "step")
+    finish(axes, "KL to the initial policy (nats per sequence)", "step")
 
 
 def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
@@ -145,7 +144,7 @@ def draw_explained_variance(axes: Axes, run: RunRecord) -> None:
     finite = [v for v in (*y, run.summary.get("ev_v0"), run.summary.get("ev_last")) if v is not None]
     # A fresh critic can be arbitrarily bad; below -1 the curve would flatten everything else.
     axes.set_ylim(max(-1.0, min((0.0, *finite)) - 0.08), 1.0)
-    _finish(axes, "Critic: explained variance of the returns", "step")
+    finish(axes, "Critic: explained variance of the returns", "step")
 
 
 def draw_step_time(axes: Axes, run: RunRecord) -> None:
@@ -157,7 +156,7 @@ def draw_step_time(axes: Axes, run: RunRecord) -> None:
     axes.stackplot(x, layers.values(), labels=list(layers), colors=[PHASE_COLOURS[name] for name in layers], lw=0)
     totals = sorted(row["timers/step_time"] for row in rows)
     axes.set_ylim(0, 1.75 * totals[int(0.95 * (len(totals) - 1))])
-    _finish(axes, "Seconds per step, by phase", "step", columns=2)
+    finish(axes, "Seconds per step, by phase", "step", columns=2)
 
 
 def draw_versions(axes: Axes, run: RunRecord) -> None:
@@ -177,7 +176,7 @@ def draw_versions(axes: Axes, run: RunRecord) -> None:
         label="version that scored the step",
     )  # fmt: skip
     axes.yaxis.get_major_locator().set_params(integer=True)
-    _finish(axes, "Served version of the critic weights", "minutes since the first step")
+    finish(axes, "Served version of the critic weights", "minutes since the first step")
 
 
 def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
@@ -192,19 +191,19 @@ def draw_reload_ms(axes: Axes, run: RunRecord) -> None:
             slowest.append(max(ms for _, ms in known))
     axes.set_yscale("log")
     axes.set_ylim(top=6 * max(slowest))
-    _finish(axes, "Milliseconds per reload", "minutes since the first step")
+    finish(axes, "Milliseconds per reload", "minutes since the first step")
 
 
 def draw_distinct(axes: Axes, run: RunRecord) -> None:
     """Draw the share of distinct bigrams, scaled to its maximum, which is a few per cent for long or many responses."""
     axes.set_ylim(0, 1.1 * max(_plot(axes, run, DISTINCT, color=GREEN, lw=1.6)) or 1.0)
-    _finish(axes, "Distinct bigrams (share of all)", "step")
+    finish(axes, "Distinct bigrams (share of all)", "step")
 
 
 def draw_ended(axes: Axes, run: RunRecord) -> None:
     _plot(axes, run, ENDED, color=ORANGE, lw=1.6)
     axes.set_ylim(-0.03, 1.03)
-    _finish(axes, "Responses that ended on their own (share)", "step")
+    finish(axes, "Responses that ended on their own (share)", "step")
 
 
 def _start(run: RunRecord) -> float:
@@ -248,13 +247,20 @@ def _has(rows: Sequence[dict[str, Any]], key: str, *, least: int = 1) -> bool:
     return sum(number(row.get(key)) is not None for row in rows) >= least
 
 
-def _finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1) -> None:
+def finish(axes: Axes, title: str, xlabel: str, *, columns: int = 1, legend: bool = True) -> None:
+    """Write the title, the label of the x axis and, unless no line has a label, the legend."""
     axes.set_title(title)
     axes.set_xlabel(xlabel)
     if xlabel == "step":
         axes.xaxis.get_major_locator().set_params(integer=True)
-    if axes.get_legend_handles_labels()[0]:
+    if legend and axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", ncols=columns)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return running means over a tenth of the values."""
+    window = max(1, len(values) // 10)
+    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def svg(draw: Draw, run: RunRecord) -> str:

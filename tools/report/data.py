@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from actor.run.lock import LOCK_FILE, RUN_LOCK_FILE, in_progress
 from python_backend.config import RunConfig
@@ -18,6 +18,7 @@ from python_backend.store.jsonl import each_line
 from tools.demo.gold import paired_ci95
 from tools.report.summary import Pair, current_summary, gold_gains, has_samples, read_pairs
 
+Row = TypeVar("Row")
 SETTINGS_FILE = "settings.json"
 CHANGES_FILE = "changes.jsonl"  # a line for each resume with other settings: {"step": …, "changed": {key: [old, new]}}
 RUN_FILES = (SETTINGS_FILE, "metrics.jsonl", RUN_LOCK_FILE, LOCK_FILE)  # every run has one of these
@@ -52,16 +53,6 @@ class Gain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutText:
-    """A response of a training rollout."""
-
-    step: int
-    prompt: str
-    response: str
-    reward: float | None  # None: no score
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """Data of the report, as read from the run folder."""
 
@@ -73,7 +64,7 @@ class RunRecord:
     pairs: list[Pair]
     validations: list[dict[str, Any]]  # every n-th line; empty if the run does not validate
     changes: list[dict[str, Any]]  # resumes with other settings, as CHANGES_FILE has them
-    texts: list[RolloutText]  # from training rollouts, if the run has no pairs
+    texts: list[dict[str, Any]]  # from training rollouts, if the run has no pairs
     is_finished: bool  # the actor has done its last step and validation
     in_progress: bool
 
@@ -165,7 +156,7 @@ def flattened(sections: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file by ascending step, thinned; for a step repeated after a resume, the last row."""
-    chosen = Thinned()
+    chosen = Thinned[dict[str, Any]]()
     for row in each_line(path):
         while chosen.rows and chosen.rows[-1]["step"] >= row["step"]:
             chosen.rows.pop()
@@ -173,31 +164,29 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return chosen.rows
 
 
-def read_texts(run_dir: Path) -> list[RolloutText]:
+def read_texts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the first and the last MOST_TEXTS lines of rollouts.jsonl; [] if the file is missing."""
     rows = each_line(run_dir / "rollouts.jsonl")
-    first = list(islice(rows, MOST_TEXTS))
-    names = ("step", "prompt", "response", "reward")
-    return [RolloutText(**{name: row[name] for name in names}) for row in (*first, *deque(rows, MOST_TEXTS))]
+    return [*islice(rows, MOST_TEXTS), *deque(rows, MOST_TEXTS)]
 
 
 def read_critic(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of critic_metrics.jsonl by time; updates and each kind of reload are thinned separately."""
-    chosen: dict[str | None, Thinned] = {}
+    chosen: dict[str | None, Thinned[dict[str, Any]]] = {}
     for row in each_line(run_dir / "critic_metrics.jsonl"):
         chosen.setdefault(row.get("reload"), Thinned()).add(row)
     return sorted((row for kind in chosen.values() for row in kind.rows), key=lambda row: row["time"])
 
 
-class Thinned:
+class Thinned(Generic[Row]):
     """Keeps every n-th row of a stream; n doubles whenever more than MOST_DRAWN rows are kept."""
 
     def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
         self._every = 1
         self._seen = 0
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Add the next row of the stream."""
         if self._seen % self._every == 0:
             self.rows.append(row)

@@ -24,12 +24,11 @@ from rich.text import Text
 
 from actor.run.lock import RUN_LOCK_FILE
 from python_backend.store.jsonl import JsonlTail
-from tools.report.data import PHASES, SHOWN_S, formatted, number, phase_seconds
+from tools.report.data import PHASES, SHOWN_S, Thinned, formatted, number, phase_seconds
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PHASE_STYLES = dict(zip(PHASES.values(), ("blue", "cyan", "green", "magenta", "red", "yellow", "white"), strict=True))
 SPARKLINE_WIDTH = 24
-CURVE_POINTS = 1000  # even, since pairs are merged; far more than a sparkline shows
 NARROW_WIDTH = 66  # columns that the display needs beside the sparkline
 PLAIN_LINES = 100  # without a terminal, about this many lines are printed, one step each
 ETA_STEPS = 20  # steps whose intervals the estimate uses
@@ -49,7 +48,7 @@ class RunDisplay:
         self._total = total_steps
         self._every = max(1, round(total_steps / PLAIN_LINES))
         self._recent: tuple[dict[str, Any], ...] = ()  # the last steps
-        self._rewards = Curve()  # of all steps
+        self._rewards = Thinned[float]()  # of all steps
         self._reloads: dict[str, dict[str, Any]] = {}
         self._num_reloads: Counter[str] = Counter()
         self._resumed_at = 0
@@ -109,7 +108,7 @@ class RunDisplay:
 
     def _read(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of new steps; each is part of the displayed state before it is yielded."""
-        # rich's thread may be drawing from these objects: they are replaced, never mutated.
+        # rich's thread may be drawing from these objects: they are replaced or appended to, never changed otherwise.
         for row in self._critic_metrics.read_new():
             kind = row.get("reload")
             if kind:
@@ -122,10 +121,11 @@ class RunDisplay:
                 continue
             last = self._last().get("step", 0)
             if step <= last:  # a resumed run has rewritten the file
-                known, self._recent, self._rewards = last, (row,), Curve()
+                known, self._recent, self._rewards = last, (row,), Thinned()
             else:
                 self._recent = (*self._recent[-ETA_STEPS:], row)
-            self._rewards.add(number(row.get("train_rollouts/rewards")))
+            if (reward := number(row.get("train_rollouts/rewards"))) is not None:
+                self._rewards.add(reward)
             if step > known:
                 yield row
 
@@ -190,7 +190,7 @@ class RunDisplay:
     def _table(self, row: dict[str, Any]) -> RenderableType:
         width = min(SPARKLINE_WIDTH, max(4, self._console.width - NARROW_WIDTH))
         extras = {
-            "reward": Text(sparkline(self._rewards.means, width), style="blue"),
+            "reward": Text(sparkline(self._rewards.rows, width), style="blue"),
             "KL": Text("nats/sequence", style="dim"),
             "swap reload": Text(f"×{self._num_reloads['swap']}", style="dim"),
             "triton reload": Text(f"×{self._num_reloads['triton']}", style="dim"),
@@ -206,25 +206,6 @@ class RunDisplay:
         for left, right in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
             grid.add_row(*left, *right)
         return grid
-
-
-class Curve:
-    """A series of any length, reduced to fewer than CURVE_POINTS means, each over the same number of values."""
-
-    def __init__(self) -> None:
-        self.means: tuple[float, ...] = ()
-        self._size = 1  # values in each mean
-        self._begun: list[float] = []  # values of the next mean
-
-    def add(self, value: float | None) -> None:
-        """Add a value; None is ignored."""
-        if value is not None:
-            self._begun.append(value)
-        if len(self._begun) == self._size:
-            self.means, self._begun = (*self.means, statistics.fmean(self._begun)), []
-        if len(self.means) == CURVE_POINTS:
-            self.means = tuple((a + b) / 2 for a, b in zip(self.means[::2], self.means[1::2], strict=True))
-            self._size *= 2
 
 
 def sparkline(values: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:

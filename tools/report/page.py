@@ -13,7 +13,7 @@ from markupsafe import Markup
 from python_backend.config import RewardTerm, RunConfig
 from python_backend.errors import RlhfError
 from python_backend.store.durable import replace_file
-from tools.report.curves import panels, write_curves
+from tools.report.curves import panels
 from tools.report.data import (
     ALL_WORDS,
     MOST_TEXTS,
@@ -28,8 +28,6 @@ from tools.report.data import (
     series,
 )
 from tools.report.summary import SUMMARY_KEYS, Pair, word_gains
-
-__all__ = ["write_curves", "write_report"]
 
 NUM_WORDS = 15
 NUM_TEXTS = 24
