@@ -25,13 +25,7 @@ def gold_scorer(dropped: Iterable[str] = TECHNICAL_WORDS, extra_dropped: Iterabl
     return score
 
 
-def words_that_gained(
-    before: list[str],
-    after: list[str],
-    *,
-    dropped: Iterable[str] = TECHNICAL_WORDS,
-    extra_dropped: Iterable[str] = (),
-) -> list[tuple[str, float]]:
+def words_that_gained(before: list[str], after: list[str]) -> list[tuple[str, float]]:
     """Return (word, gain per text) of each word whose gain is not 0, largest gain first.
 
     Measured by leave-one-word-out rescoring: a word contributes score(text) - score(text without that word)
@@ -39,8 +33,7 @@ def words_that_gained(
     tried: those in VADER's lexicon, boosters and negations; others only change the distances between these. The score
     is not linear, so the gains add up to the total gain only roughly.
     """
-    all_dropped = frozenset(dropped) | frozenset(extra_dropped)
-    old, new = (_mean_contributions(texts, all_dropped) for texts in (before, after))
+    old, new = _mean_contributions(before), _mean_contributions(after)
     gains = {word: new.get(word, 0.0) - old.get(word, 0.0) for word in {*old, *new}}
     return sorted(((w, g) for w, g in gains.items() if g != 0.0), key=lambda pair: (-pair[1], pair[0]))
 
@@ -71,13 +64,12 @@ def _analyzer(dropped: frozenset[str]) -> Any:
     return analyzer
 
 
-def _mean_contributions(texts: list[str], dropped: frozenset[str]) -> dict[str, float]:
+def _mean_contributions(texts: list[str]) -> dict[str, float]:
     """Return {word: mean over all texts of score(text) - score(text without the word)}."""
     from vaderSentiment.vaderSentiment import BOOSTER_DICT, NEGATE
 
-    analyzer = _analyzer(dropped)
-    acting = {*analyzer.lexicon, *BOOSTER_DICT, *NEGATE}
-    score = gold_scorer(dropped)
+    acting = {*_analyzer(frozenset(TECHNICAL_WORDS)).lexicon, *BOOSTER_DICT, *NEGATE}
+    score = gold_scorer()
     totals: defaultdict[str, float] = defaultdict(float)
     for text in texts:
         pieces = text.split()

@@ -43,7 +43,7 @@ QUICK = LlmRecipe(pieces_per_reply=1, num_replies=64, num_held_out=32, batch=32,
 def prepare(out_dir: Path, seed: int, quick: bool = False, log: Log = print) -> Built:
     """Return the folder with `reward` and the prompt files; build it if needed. Raises FetchError, PreparationError."""
     pretrained = prepare_pretrained(out_dir.parent, log)
-    sources = ("chats.py", "gold.py", "llm.py", "reward.py")
+    sources = ("chats.py", "gold.py", "llm.py", "models.py", "reward.py")
     fingerprint = {
         "seed": seed,
         "quick": quick,
@@ -81,13 +81,11 @@ def _build(root: Path, pretrained: Path, recipe: LlmRecipe, seed: int, log: Log)
     score = gold_scorer()
     tokenizer = AutoTokenizer.from_pretrained(pretrained / "encoder")
     model = r.load_encoder(pretrained / "encoder")
-    reward_recipe = r.RewardRecipe(epochs=recipe.epochs)
     log(f"reward model: {len(texts)} texts, ranked by VADER")
-    r.train_reward(model, tokenizer, texts, [score(text) for text in texts], reward_recipe, seed=seed, log=log)
+    gold = [score(text) for text in texts]
+    r.train_reward(model, tokenizer, texts, gold, epochs=recipe.epochs, seed=seed, log=log)
     rewards = r.score_texts(model, tokenizer, texts)
-    accuracy = pair_accuracy(
-        r.score_texts(model, tokenizer, unseen), [score(text) for text in unseen], margin=reward_recipe.pair_margin
-    )
+    accuracy = pair_accuracy(r.score_texts(model, tokenizer, unseen), [score(text) for text in unseen])
     log(f"reward model: pairwise accuracy {accuracy:.3f} on unseen topics")
     mean, std = rewards.mean().item(), rewards.std().item()
     r.save_reward(model, tokenizer, root / "reward", mean=mean, std=std)

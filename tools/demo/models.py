@@ -27,6 +27,9 @@ from transformers.utils import logging
 from tools.demo.random_models import train_bpe
 
 PAD, EOS = 0, 1
+# Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral.
+PAIR_MARGIN = 0.05
+LOG_EVERY_S = 3.0
 Rows = Sequence[Sequence[int]]
 Log = Callable[[str], None]
 
@@ -53,8 +56,6 @@ class Recipe:
     reward_adamw_lr: float = 1e-3
     num_samples: int = 4096
     """Continuations of the language model among the reward model's training texts."""
-    pair_margin: float = 0.05
-    """Pairs whose gold scores differ by at most this are ties, which are not trained on: most sentences are neutral."""
     prompt_tokens: int = 6
     new_tokens: int = 24
     num_standardization: int = 512
@@ -97,7 +98,8 @@ def train_language_model(rows: Rows, recipe: Recipe, *, seed: int, log: Log) -> 
     model = _new_language_model(recipe, seed)
     generator = torch.Generator().manual_seed(seed)
     batches = [b for _ in range(recipe.lm_epochs) for b in _bucketed(rows, recipe.lm_batch, generator)]
-    step = _stepper(model, recipe.lm_muon_lr, recipe.lm_adamw_lr, recipe.warmup_steps, len(batches))
+    optimizers = _optimizers(model, recipe.lm_muon_lr, recipe.lm_adamw_lr)
+    step = stepper(model, optimizers, recipe.warmup_steps, len(batches))
     progress = PreparationProgress("language model", len(batches), log)
     for batch in batches:
         loss = _next_token_losses(model, [rows[i] for i in batch]).mean()
@@ -144,27 +146,51 @@ def train_reward_model(
 ) -> LlamaForSequenceClassification:
     """Return a Bradley-Terry reward model, initialised with the language model's body and a zero head.
 
-    The loss is -log sigmoid(r_i - r_j), averaged over all in-batch pairs with gold_i - gold_j > `pair_margin`.
     `gold` has one score per row.
     """
     model = LlamaForSequenceClassification(_single_output_config(language_model))
     model.model.load_state_dict(language_model.model.state_dict())
     torch.nn.init.zeros_(model.score.weight)
+    optimizers = _optimizers(model, recipe.reward_muon_lr, recipe.reward_adamw_lr)
+    train_on_pairs(
+        lambda batch: _last_logits(model, [rows[i] for i in batch], chunk=16), gold,
+        lambda num_steps: stepper(model, optimizers, recipe.warmup_steps, num_steps),
+        epochs=recipe.reward_epochs, batch_size=recipe.reward_batch, seed=seed, log=log,
+    )  # fmt: skip
+    return model.eval()
+
+
+def train_on_pairs(
+    rewards_of: Callable[[list[int]], Tensor],
+    gold: Sequence[float],
+    make_step: Callable[[int], Callable[[Tensor], None]],
+    *,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    log: Log,
+) -> None:
+    """Train a Bradley-Terry reward model in place.
+
+    The loss is -log sigmoid(r_i - r_j), averaged over all in-batch pairs with gold_i - gold_j > `PAIR_MARGIN`.
+
+    Args:
+        rewards_of: returns the rewards [B] of the texts with these indices.
+        gold: one score per text.
+        make_step: returns the function that does one update with a loss, given the number of updates; see `stepper`.
+    """
     generator = torch.Generator().manual_seed(seed)
-    targets = torch.tensor(gold)
-    orders = [torch.randperm(len(rows), generator=generator) for _ in range(recipe.reward_epochs)]
-    batches = [batch for order in orders for batch in order.split(recipe.reward_batch)]
-    step = _stepper(model, recipe.reward_muon_lr, recipe.reward_adamw_lr, recipe.warmup_steps, len(batches))
+    orders = [torch.randperm(len(gold), generator=generator) for _ in range(epochs)]
+    batches = [batch for order in orders for batch in order.split(batch_size)]
+    targets, step = torch.tensor(gold), make_step(len(batches))
     progress = PreparationProgress("reward model", len(batches), log)
     for batch in batches:
-        better = targets[batch][:, None] - targets[batch][None, :] > recipe.pair_margin
-        if not better.any():
-            continue
-        rewards = _last_logits(model, [rows[i] for i in batch.tolist()], chunk=16)
-        loss = F.softplus(rewards[None, :] - rewards[:, None])[better].mean()
-        step(loss)
-        progress.show(loss)
-    return model.eval()
+        better = targets[batch][:, None] - targets[batch][None, :] > PAIR_MARGIN
+        if better.any():
+            rewards = rewards_of(batch.tolist())
+            loss = F.softplus(rewards[None, :] - rewards[:, None])[better].mean()
+            step(loss)
+            progress.show(loss)
 
 
 @torch.no_grad()
@@ -173,10 +199,10 @@ def score_rows(model: LlamaForSequenceClassification, rows: Rows) -> Tensor:
     return _last_logits(model, rows, chunk=128)
 
 
-def pair_accuracy(rewards: Tensor, gold: Sequence[float], *, margin: float) -> float:
-    """Return the share of pairs with gold_i - gold_j > `margin` for which `rewards` [N] has r_i > r_j."""
+def pair_accuracy(rewards: Tensor, gold: Sequence[float]) -> float:
+    """Return the share of pairs with gold_i - gold_j > `PAIR_MARGIN` for which `rewards` [N] has r_i > r_j."""
     targets = torch.tensor(gold)
-    better = targets[:, None] - targets[None, :] > margin
+    better = targets[:, None] - targets[None, :] > PAIR_MARGIN
     return (rewards[:, None] > rewards[None, :])[better].float().mean().item()
 
 
@@ -204,16 +230,16 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 class PreparationProgress:
     """Logs a line every few seconds: name, percent, loss, elapsed and remaining seconds."""
 
-    def __init__(self, name: str, total: int, log: Log, every_s: float = 3.0) -> None:
-        self._name, self._total, self._log, self._every_s = name, total, log, every_s
+    def __init__(self, name: str, total: int, log: Log) -> None:
+        self._name, self._total, self._log = name, total, log
         self._done, self._start = 0, time.monotonic()
         self._shown = self._start
 
     def show(self, loss: Tensor) -> None:
-        """Count one step; log a line after the last step, or if `every_s` seconds have passed since the last line."""
+        """Count one step; log a line after the last step, or if LOG_EVERY_S have passed since the last line."""
         self._done += 1
         now = time.monotonic()
-        if now - self._shown >= self._every_s or self._done == self._total:
+        if now - self._shown >= LOG_EVERY_S or self._done == self._total:
             self._shown = now
             share = self._done / self._total
             seconds = now - self._start
@@ -287,17 +313,20 @@ def _last_logits(model: LlamaForSequenceClassification, rows: Rows, *, chunk: in
     return torch.cat(parts)[torch.tensor(order).argsort()]
 
 
-def _stepper(
-    model: PreTrainedModel, muon_lr: float, adamw_lr: float, warmup_steps: int, num_steps: int
+def _optimizers(model: PreTrainedModel, muon_lr: float, adamw_lr: float) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
+    taken = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in taken]
+    return [_Muon(matrices, lr=muon_lr), torch.optim.AdamW(others, lr=adamw_lr, fused=True)]
+
+
+def stepper(
+    model: PreTrainedModel, optimizers: Sequence[torch.optim.Optimizer], warmup_steps: int, num_steps: int
 ) -> Callable[[Tensor], None]:
     """Return a function that does one update: backward, clip the gradient norm to 1, optimizer step.
 
     The learning rate warms up linearly, then follows a cosine to 0.
     """
-    matrices = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
-    taken = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in taken]
-    optimizers = [_Muon(matrices, lr=muon_lr), torch.optim.AdamW(others, lr=adamw_lr, fused=True)]
 
     def rate(step: int) -> float:
         cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / num_steps)))

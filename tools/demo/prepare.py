@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from python_backend.config.command_line import reporting
 from python_backend.store.jsonl import write_jsonl
 from tools.arguments import parse_or_complete
-from tools.demo.corpus import Corpus, corpus_fingerprint, load_corpus
+from tools.demo import reasoning
+from tools.demo.corpus import corpus_fingerprint, load_corpus
 from tools.demo.gold import gold_scorer
 from tools.demo.prepared_folder import Built, Log, build_once, code_fingerprint
 
@@ -78,10 +79,11 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[s
     from tools.demo import models as m
 
     start = time.monotonic()
-    corpus = _limited(load_corpus(every_nth_source=recipe.every_nth_source), recipe.max_sentences)
-    log(f"corpus: {len(corpus.train)} sentences, {len(corpus.held_out)} held out")
-    tokenizer = m.train_tokenizer(corpus.train, vocab_size=recipe.vocab_size)
-    train_rows, held_out_rows = (_encode(tokenizer, part) for part in (corpus.train, corpus.held_out))
+    corpus = load_corpus(every_nth_source=recipe.every_nth_source)
+    sentences = corpus.train[: recipe.max_sentences]
+    log(f"corpus: {len(sentences)} sentences, {len(corpus.held_out)} held out")
+    tokenizer = m.train_tokenizer(sentences, vocab_size=recipe.vocab_size)
+    train_rows, held_out_rows = (_encode(tokenizer, part) for part in (sentences, corpus.held_out))
 
     policy = m.train_language_model(train_rows, recipe, seed=seed, log=log)
     perplexity = m.perplexity(policy, held_out_rows)
@@ -102,8 +104,7 @@ def _train_and_save(root: Path, recipe: "Recipe", seed: int, log: Log) -> dict[s
     held_out = texts.real(held_out_rows)
     held_out_samples = texts.samples(validation, len(validation), seed=seed + 1)
     accuracies = [
-        m.pair_accuracy(m.score_rows(reward, part), texts.gold(part), margin=recipe.pair_margin)
-        for part in (held_out, held_out_samples)
+        m.pair_accuracy(m.score_rows(reward, part), texts.gold(part)) for part in (held_out, held_out_samples)
     ]
     initial = m.score_rows(reward, texts.samples(prompts, recipe.num_standardization, seed=seed + 2))
     mean, std = initial.mean().item(), initial.std().item()
@@ -143,10 +144,6 @@ class _RewardTexts:
         return [score(text) for text in self.tokenizer.batch_decode(rows, skip_special_tokens=True)]
 
 
-def _limited(corpus: Corpus, max_sentences: int | None) -> Corpus:
-    return corpus if max_sentences is None else replace(corpus, train=corpus.train[:max_sentences])
-
-
 def _encode(tokenizer: "PreTrainedTokenizerFast", sentences: Sequence[str]) -> list[list[int]]:
     """Return the token ids of each sentence, with EOS at the end."""
     return [[*ids, tokenizer.eos_token_id] for ids in tokenizer(list(sentences))["input_ids"]]
@@ -183,18 +180,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a tiny version that takes seconds and hardly learns")
     arguments = parse_or_complete(parser, argv)
-    built = _prepare(arguments.recipe, arguments.out, arguments.seed, arguments.quick)
+    if arguments.recipe == "reasoning":
+        built = reasoning.prepare(arguments.out)
+    elif arguments.recipe == "chat":
+        from tools.demo import llm  # imports `import_torch` from here
+
+        built = llm.prepare(arguments.out, arguments.seed, arguments.quick)
+    else:
+        built = prepare(arguments.out, arguments.seed, arguments.quick)
     print(json.dumps(built.figures, indent=2))
     return 0
-
-
-def _prepare(recipe: str, out: Path, seed: int, quick: bool) -> Built:
-    from tools.demo import llm as demo_llm
-    from tools.demo import reasoning as demo_reasoning
-
-    if recipe == "reasoning":
-        return demo_reasoning.prepare(out)
-    return (demo_llm.prepare if recipe == "chat" else prepare)(out, seed, quick)
 
 
 if __name__ == "__main__":

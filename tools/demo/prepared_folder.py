@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from python_backend.errors import RlhfError
 
 Log = Callable[[str], None]
@@ -74,26 +76,14 @@ def _remove_abandoned(out_dir: Path) -> None:
     """Remove the temporary folders of killed preparations of `out_dir`; keep those of running processes."""
     for path in out_dir.parent.glob(f".{out_dir.name}.*-*"):
         pid = path.name.rpartition("-")[2]
-        if pid == str(os.getpid()) or not _is_running(int(pid)):
+        if pid == str(os.getpid()) or not psutil.pid_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # it is running, but belongs to another user
-    return True
 
 
 def _move_into_place(building: Path, out_dir: Path) -> None:
     """Rename `building` to `out_dir`; move an older one away first: a rename cannot replace a non-empty folder."""
+    aside = building.with_name(building.name.replace(".building-", ".replaced-"))
     if out_dir.exists():
-        aside = building.with_name(building.name.replace(".building-", ".replaced-"))
         out_dir.rename(aside)
-        building.rename(out_dir)
-        shutil.rmtree(aside)
-    else:
-        building.rename(out_dir)
+    building.rename(out_dir)
+    shutil.rmtree(aside, ignore_errors=True)
