@@ -16,7 +16,7 @@ from actor.run.lock import RUN_LOCK_FILE, in_progress
 from python_backend.config import RunConfig, load_config
 from python_backend.config.command_line import add_run_arguments, interrupt_on_signals, reporting
 from python_backend.config.live_models import live_models
-from python_backend.monitoring.log_lines import parsed
+from python_backend.monitoring.log_lines import as_text
 from python_backend.store.durable import numbers_in, read_json
 from python_backend.store.journal import Journal
 from python_backend.store.weights import WeightsStore
@@ -155,12 +155,8 @@ def _last_line(path: Path) -> dict[str, Any] | None:
 
 
 def _last_problem(path: Path) -> str | None:
-    lines = (_shown(line) for line in reversed(_tail(path).splitlines()))
+    lines = (as_text(line.strip()) for line in reversed(_tail(path).splitlines()))
     return next((line for line in lines if PROBLEM.search(line) and not is_noise(line)), None)
-
-
-def _shown(line: str) -> str:
-    return " ".join(parsed(line) or [line.strip()])
 
 
 def _tail(path: Path) -> str:

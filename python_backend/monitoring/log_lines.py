@@ -86,3 +86,8 @@ def parsed(line: str) -> tuple[str, str] | None:
         return str(fields["level"]), str(fields["message"])
     except (ValueError, TypeError, LookupError):
         return None
+
+
+def as_text(line: str) -> str:
+    """Return a line of a log as text, also one that `JsonFormatter` wrote."""
+    return " ".join(parsed(line) or [line])

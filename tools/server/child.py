@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO
 
 from python_backend.errors import RlhfError
-from python_backend.monitoring.log_lines import parsed
+from python_backend.monitoring.log_lines import as_text, parsed
 from python_backend.stop_signal import how_ended
-from tools.server.log import LOG_LIMIT_BYTES, set_aside_if_large, tail
+from tools.server.log import LOG_LIMIT_BYTES, NewLines, set_aside_if_large, tail
 
 # prctl(PR_SET_PDEATHSIG): if the parent is killed, the kernel sends SIGTERM to the child. A small process sets this and
 # then execs the child, because Python code between fork and exec (preexec_fn) can deadlock with threads. The parent may
@@ -60,7 +60,7 @@ class Child:
         self.name = name
         self.log_path = log_path
         self._stopping = False
-        self._reported_bytes = 0
+        self._new_lines = NewLines(log_path)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log_path.write_bytes(b"")
         with log_path.open("ab") as log:  # append mode: `bound_log` truncates the file while the child writes
@@ -76,30 +76,20 @@ class Child:
 
     def new_messages(self) -> list[str]:
         """Return the warnings, errors and "resuming ..." messages that were logged since the last call."""
-        with self.log_path.open("rb") as log:
-            if log.seek(0, os.SEEK_END) < self._reported_bytes:  # truncated by `bound_log`
-                self._reported_bytes = 0
-            log.seek(self._reported_bytes)
-            text, end, _ = log.read().rpartition(b"\n")
-        self._reported_bytes += len(text) + len(end)
-        lines = map(_level_and_message, text.decode(errors="replace").splitlines())
+        lines = [_level_and_message(line.decode(errors="replace")) for line in self._new_lines.read()]
         return [message for level, message in lines if level in _RELAYED or message.startswith("resuming ")]
 
     def raise_if_failed(self) -> None:
         """Raise ChildDied if the process ended with an exit code other than 0."""
         code = self.poll()
         if code not in (None, 0):
-            raise self.death()
-
-    def death(self) -> ChildDied:
-        """Return the error of a process that has ended."""
-        return ChildDied(self.obituary())
+            raise ChildDied(self.obituary())
 
     def obituary(self) -> str:
         """Return how the process ended, with the last lines of its log."""
         code = self.process.wait()
         why = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        lines = (_readable(line) for line in tail(self.log_path).splitlines())
+        lines = map(as_text, tail(self.log_path).splitlines())
         return "\n".join(
             [f"the {self.name} {how_ended(code)}{why}; its log is {self.log_path}", "the log ends with:", *lines]
         )
@@ -119,11 +109,6 @@ class Child:
         if self.poll() is None:
             self.process.kill()
         return self.process.wait()
-
-
-def _readable(line: str) -> str:
-    """Return a line of a log as text, also one that was logged as JSON."""
-    return " ".join(parsed(line) or [line])
 
 
 def _level_and_message(line: str) -> tuple[str, str]:

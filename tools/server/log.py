@@ -41,20 +41,34 @@ _STUB_FAILURES = (
 )
 
 
+class NewLines:
+    """Reads the lines that a process adds to its log, also after `set_aside_if_large` has truncated it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[bytes]:
+        """Return the complete lines that were added since the last call."""
+        with self._path.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < self._offset:
+                self._offset = 0
+            log.seek(self._offset)
+            text, end, _ = log.read().rpartition(b"\n")
+        self._offset += len(text) + len(end)
+        return text.split(b"\n")
+
+
 def follow(path: Path, ended: Callable[[], bool], log: Callable[[str], None]) -> None:
     """Pass each readable line of the file to `log`; return once `ended()` is true and the whole file has been read."""
-    with path.open("rb") as file:
-        pending = b""
-        while True:
-            last = ended()  # before reading, so that nothing written up to the end is missed
-            if os.fstat(file.fileno()).st_size < file.tell():  # the log was rotated
-                file.seek(0)
-            *lines, pending = (pending + file.read()).split(b"\n")
-            for text in filter(None, map(readable, lines)):
-                log(text)
-            if last:
-                return
-            time.sleep(FOLLOW_INTERVAL_S)
+    lines = NewLines(path)
+    while True:
+        last = ended()  # before reading, so that nothing written up to the end is missed
+        for text in filter(None, map(readable, lines.read())):
+            log(text)
+        if last:
+            return
+        time.sleep(FOLLOW_INTERVAL_S)
 
 
 def set_aside_if_large(path: Path, limit_bytes: int = LOG_LIMIT_BYTES) -> None:

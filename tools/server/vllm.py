@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from python_backend.config import ConfigError, RunConfig
-from tools.server.child import Child
+from tools.server.child import Child, ChildDied
 from tools.server.health import get_page
 from tools.server.ports import free_port
 
@@ -71,7 +71,7 @@ class VllmServer:
         while get_page(self.url, "/health") != "OK":
             while_waiting()
             if self._child.poll() is not None:
-                raise self._child.death()
+                raise ChildDied(self._child.obituary())
 
     def look(self) -> None:
         """Restart the server if it has died, at once or after a pause; bound its log."""
