@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from pydantic import ValidationError
 
@@ -161,12 +162,9 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
     reward_head(info)  # raises CheckpointError if the checkpoint has no reward head
     if not try_out:
         return
-    from python_backend.models.modeling import load_reward, quiet_transformers
+    from python_backend.models.modeling import load_reward
 
-    quiet_transformers()
-    model = load_reward(info.folder, dtype=suggested_dtype(info))
-    (score,) = model.score([_trial_row(model.limits.vocab_size)])
-    _expect_finite(info, score)
+    _, score = _try_out(info, load_reward, "score")
     say(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {', '.join(f'{x:.4f}' for x in score)}")
     if info.tokenizer is not None:
         say(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(_tokens_of(info.folder, TRIAL_TEXT))}")
@@ -179,26 +177,23 @@ def _tokens_of(folder: Path, text: str) -> list[str]:
 
 
 def _try_critic(info: CheckpointInfo, say: Callable[[str], None]) -> None:
-    from python_backend.models.modeling import load_critic, quiet_transformers
+    from python_backend.models.modeling import load_critic
 
-    quiet_transformers()
-    model = load_critic(info.folder, dtype=suggested_dtype(info))
-    (values,) = model.values([_trial_row(model.limits.vocab_size)])
-    _expect_finite(info, values)
+    model, values = _try_out(info, load_critic, "values")
     say(f"  {'as a critic':<13} loads; {model.note}; the value after {TRIAL_TOKENS} tokens is {values[-1]:.4f}")
 
 
-def _trial_row(vocab_size: int) -> Any:
-    import numpy as np
+def _try_out(info: CheckpointInfo, load: Callable[..., Any], method: str) -> tuple[Any, Any]:
+    """Load the model; return it and the outputs of its `method` for one row. Raises CheckpointError if not finite."""
+    from python_backend.models.modeling import quiet_transformers
 
-    return np.arange(1, TRIAL_TOKENS + 1, dtype=np.int64) % vocab_size
-
-
-def _expect_finite(info: CheckpointInfo, outputs: Any) -> None:
-    import numpy as np
-
+    quiet_transformers()
+    model = load(info.folder, dtype=suggested_dtype(info))
+    row = np.arange(1, TRIAL_TOKENS + 1, dtype=np.int64) % model.limits.vocab_size
+    (outputs,) = getattr(model, method)([row])
     if not np.isfinite(outputs).all():
         raise CheckpointError(f"{info.folder} outputs {outputs.tolist()}: its weights are damaged; copy it again")
+    return model, outputs
 
 
 def _compare_tokenizers(reward: CheckpointInfo, critic: CheckpointInfo, say: Callable[[str], None]) -> None:

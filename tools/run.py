@@ -67,7 +67,6 @@ class Run:
         self._accepts_changes = accepts_changes
         self._started = time.monotonic()
         self._peak_rss = 0
-        self._failures_at_start = 0
         self._supervisor: Supervisor | None = None
         self._sidecar: Child | None = None
         self._actor: Child | None = None
@@ -77,8 +76,9 @@ class Run:
     def execute(self) -> None:
         """Run everything, from demo preparation to the report. Raises ConfigError, ServerStartError, ChildDied."""
         if self.config.demo is not None:
-            self._prepare()
-        self._fix_ports()
+            self._prepare_demo()
+        section = with_free_ports(self.config.server)
+        self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
         check_ports(self.config.server)
         self._display.phase("choosing serving settings")
         for change in check_changes(self.config, accepted=self._accepts_changes):
@@ -95,7 +95,7 @@ class Run:
             lambda: start_server(self.config, log=log, check=check), log=log, folder=self.config.server_dir
         )
         check()
-        self._failures_at_start = self._server_failures()
+        failures_at_start = self._server_failures()
         arguments = ["--config", str(self._path), *self._overrides]
         logs = self.config.run.logs_dir
         if self.config.serves_critic:
@@ -117,7 +117,7 @@ class Run:
             self._display.phase("stopping the sidecar, which writes its last checkpoint")
             if self._sidecar.stop(signal.SIGTERM, SIDECAR_STOP_S, self._look_outside) != 0:
                 raise ChildDied(self._sidecar.obituary())
-        failures = max(0, self._server_failures() - self._failures_at_start)  # a restarted server counts from 0
+        failures = max(0, self._server_failures() - failures_at_start)  # a restarted server counts from 0
         self.stop()
         with self._signals.raising():
             self._report(failures)
@@ -148,7 +148,7 @@ class Run:
             self._supervisor.stop()
             self._supervisor = None
 
-    def _prepare(self) -> None:
+    def _prepare_demo(self) -> None:
         self._display.phase("preparing checkpoints and prompts")
         arguments, overrides = demo_preparation(self.config)
         log_path = self.config.run.logs_dir / "prepare.log"
@@ -170,10 +170,6 @@ class Run:
         for line in text.splitlines():
             if line.strip() and line[0] not in '{} "':  # skip the JSON at the end, which is also in prepared.json
                 self._display.log(f"  | {line}")
-
-    def _fix_ports(self) -> None:
-        section = with_free_ports(self.config.server)
-        self._override(*(f"server.{key}={getattr(section, key)}" for key in PORT_KEYS))
 
     def _override(self, *overrides: str) -> None:
         self._overrides += overrides
@@ -205,9 +201,12 @@ class Run:
         self._signals.check()
 
     def _server_failures(self) -> int:
+        """Return the sum of `nv_inference_request_failure` over all models and reasons in Triton's metrics."""
         assert self._supervisor is not None
         # If the server does not answer, it is being restarted, and its counters will start from 0 again.
-        return count_failures(get_page(self._supervisor.server.section.metrics_url, "/metrics"))
+        metrics = get_page(self._supervisor.server.section.metrics_url, "/metrics")
+        counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)
+        return int(sum(map(float, counts)))
 
     def _report(self, failures: int) -> None:
         from tools.report.curves import write_curves
@@ -225,12 +224,6 @@ class Run:
         )
         write_curves(run_dir, run_dir / "curves.png")
         write_report(run_dir)
-
-
-def count_failures(metrics: str) -> int:
-    """Return the sum of `nv_inference_request_failure` over all models and reasons in a page of Triton's metrics."""
-    counts = re.findall(r"^nv_inference_request_failure\{[^}]*\} ([\d.e+]+)", metrics, re.MULTILINE)
-    return int(sum(map(float, counts)))
 
 
 def tree_rss_bytes() -> int:

@@ -15,7 +15,7 @@ from python_backend.config.command_line import add_run_arguments, reporting
 from python_backend.config.live_models import LIVE_MODELS, LiveModel, live_model
 from python_backend.errors import RlhfError
 from python_backend.store.journal import Journal
-from python_backend.store.weights import MANIFEST_FILE, Manifest, WeightsError, WeightsStore
+from python_backend.store.weights import MANIFEST_FILE, WeightsError, WeightsStore
 from tools.arguments import parse_or_complete
 
 PATIENCE_S = 60.0  # how long to wait until all instances serve the rolled-back version
@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     store = WeightsStore(model.store)
     if store.current() is None and not store.versions():
         raise WeightsError(f"the weights store {store.root} is empty; `python -m tools serve` creates version 0")
+    if args.action in ("verify", "rollback", "publish"):  # which load models
+        from python_backend.models.modeling import quiet_transformers
+
+        quiet_transformers()
     match args.action:
         case "list":
             show(store)
@@ -102,10 +106,8 @@ def show(store: WeightsStore) -> None:
 
 def verify(config: RunConfig, model: LiveModel, store: WeightsStore, versions: Sequence[int]) -> int:
     """Verify all `versions`, continuing after a bad one; return 1 if any is bad, else 0."""
-    from python_backend.models.modeling import quiet_transformers  # deferred: they import torch
-    from trainer.verification import VersionRejected, verify_alone
+    from trainer.verification import VersionRejected, verify_alone  # deferred: imports torch
 
-    quiet_transformers()
     bad = 0
     for version in versions:
         try:
@@ -126,11 +128,9 @@ def rollback(config: RunConfig, model: LiveModel, store: WeightsStore, to: int |
         WeightsError: version `to` does not exist or is damaged.
         NotServed: some instance does not serve the new version in time, although CURRENT names it.
     """
-    from python_backend.models.modeling import quiet_transformers
     from trainer.publish import Publisher
     from trainer.verification import VersionRejected, verify_alone
 
-    quiet_transformers()
     target, load = _parent_of_current(store) if to is None else to, _loader(config, model)
     try:
         manifest = verify_alone(store, target, load)
@@ -155,12 +155,10 @@ def publish(config: RunConfig, model: LiveModel, store: WeightsStore, checkpoint
     Raises:
         RlhfError: the checkpoint was refused, and the old version serves; or NotServed, as in `rollback`.
     """
-    from python_backend.models.modeling import quiet_transformers
     from trainer.live.reward import publish_reward
 
     if model.name != "reward":
         raise WeightsError("only the sidecar publishes versions of the critic; give --model reward")
-    quiet_transformers()
     reload = publish_reward(config, checkpoint, beat=_Patience(store))
     print(f"version {reload.version} is served, with the weights of {checkpoint}")
 
@@ -219,8 +217,7 @@ def _parent_of_current(store: WeightsStore) -> int:
 
 def _epoch(store: WeightsStore) -> int:
     current = store.current()
-    manifest: Manifest | None = None if current is None else store.manifest(current)
-    return 0 if manifest is None else manifest.epoch
+    return 0 if current is None else store.manifest(current).epoch
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -10,12 +10,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ParamSpec
 
 from python_backend.config.sections import RunSection
 from python_backend.errors import REPORTED
 from python_backend.monitoring.log_lines import log_json, say
+
+Arguments = ParamSpec("Arguments")
 
 
 def run_parser(description: str, *, prog: str | None = None, default: Path | None = None) -> argparse.ArgumentParser:
@@ -67,13 +70,13 @@ def report(error: BaseException, code: int = 2) -> int:
     return code
 
 
-def reporting(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+def reporting(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Make the `main` of a command print a `REPORTED` error and return 2, instead of raising it."""
 
     @functools.wraps(main)
-    def run(argv: Sequence[str] | None = None) -> int:
+    def run(*args: Arguments.args, **keywords: Arguments.kwargs) -> int:
         try:
-            return main(argv)
+            return main(*args, **keywords)
         except REPORTED as error:
             return report(error)
 

@@ -124,13 +124,16 @@ def _remembered(role: str, section: ModelSection, cores: int, log: Callable[[str
 
 
 def _cache_file(role: str, section: ModelSection, cores: int) -> Path:
-    return _cache_folder() / f"{role}-{_identity(section, cores)}.json"
+    chosen = os.environ.get(CACHE_VARIABLE)
+    general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(chosen) if chosen else general / "rlhf-on-triton"
+    return folder / f"{role}-{_identity(section, cores)}.json"
 
 
 def _cores_of(config: RunConfig, section: ModelSection) -> int:
     """Return the cores of one instance: models on the CPU share them equally, and so do the instances of a model."""
     on_cpu = sum(other.device == "cpu" for other in config.served_sections.values())
-    return max(1, _cores() // max(1, on_cpu) // section.instances)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, on_cpu) // section.instances)
 
 
 def _read(path: Path) -> Settled | None:
@@ -194,13 +197,3 @@ def _identity(section: ModelSection, cores: int) -> str:
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line for line in lines if line.startswith("model name")), "unknown")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _cache_folder() -> Path:
-    chosen = os.environ.get(CACHE_VARIABLE)
-    general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(chosen) if chosen else general / "rlhf-on-triton"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from tools.arguments import parse_or_complete
 from tools.doctor import machine
@@ -37,42 +35,21 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
     yield from installed
     checks = {"devices": machine.devices, "shared memory": machine.shared_memory, "open files": machine.open_files}
     yield from run_checks(checks.items())
-    config: Any = None
+    explicit, folder, needed = None, Path("runs"), 0
+    further: dict[str, Check] = {}
+
+    def configuration() -> Iterator[Finding]:
+        nonlocal explicit, folder, needed
+        checks = importlib.import_module("tools.doctor.configuration")  # needs the packages that were checked above
+        config = checks.load(path, overrides)
+        explicit, folder, needed = config.server.tritonserver, config.run.dir, checks.disk_bytes(config)
+        further.update({name: functools.partial(check, config) for name, check in checks.CHECKS.items()})
+        yield Finding("configuration", f"{path}: run {config.run.identity} in {config.run.dir}")
+
     if path is not None and any(each.level is Level.FAILED for each in installed if each.name in machine.PACKAGES):
         yield warning("configuration", "not checked: install the packages above first")
     elif path is not None:
-        loaded: list[Any] = []
-        yield from run_checks([("configuration", functools.partial(_load, path, overrides, loaded))])
-        config = loaded[0] if loaded else None
-    explicit = None if config is None else config.server.tritonserver
+        yield from run_checks([("configuration", configuration)])
     yield from run_checks([("tritonserver", functools.partial(machine.tritonserver, explicit))])
-    folder = Path("runs") if config is None else config.run.dir
-    needed = 0 if config is None else _checks_of_runs().disk_bytes(config)
     yield from run_checks([("disk", functools.partial(machine.disk, folder, needed))])
-    if config is not None:
-        yield from run_checks(_of(config))
-
-
-def _checks_of_runs() -> ModuleType:
-    """Import the checks that need the installed packages, once these have been checked."""
-    return importlib.import_module("tools.doctor.configuration")
-
-
-def _load(path: Path, overrides: Sequence[str], into: list[Any]) -> Iterable[Finding]:
-    config = _checks_of_runs().load(path, overrides)
-    into.append(config)
-    yield Finding("configuration", f"{path}: run {config.run.identity} in {config.run.dir}")
-
-
-def _of(config: Any) -> list[tuple[str, Check]]:
-    checks = _checks_of_runs()
-    named = {
-        "files": checks.files,
-        "devices": checks.devices,
-        "rendering": checks.rendering,
-        "server.dir": checks.server_dir,
-        "ports": checks.ports,
-        "monitoring": checks.monitoring,
-        "server": checks.server,
-    }
-    return [(name, functools.partial(check, config)) for name, check in named.items()]
+    yield from run_checks(further.items())

@@ -174,3 +174,15 @@ def disk_bytes(config: RunConfig) -> int:
 
 def _weights_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.exists())  # a link may dangle
+
+
+CHECKS = {
+    "files": files,
+    "devices": devices,
+    "rendering": rendering,
+    "server.dir": server_dir,
+    "ports": ports,
+    "monitoring": monitoring,
+    "server": server,
+}
+"""The checks of a configuration by name, in the order in which they run."""

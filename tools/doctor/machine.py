@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from tools.doctor.finding import Finding, failed, warning
 from tools.server.shared_memory import SHARED_MEMORY
-from tools.server.triton_home import find_tritonserver, libpython_dir, server_environment
+from tools.server.triton_home import find_tritonserver, libpython_dir, usage
 
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"  # not in a wheel
 PACKAGES = {  # what every run needs: distribution -> module
@@ -32,7 +31,6 @@ MIN_SHM, ENOUGH_SHM = 64 * MIB, 512 * MIB
 MIN_DISK = GIB
 MIN_FILES, ENOUGH_FILES = 256, 4096
 LARGE_SKEW_S = 5.0
-START_S = 60.0
 
 
 def python() -> Iterator[Finding]:
@@ -100,10 +98,7 @@ def devices() -> Iterator[Finding]:
 def tritonserver(explicit: Path | None) -> Iterator[Finding]:
     """Check that a tritonserver is found which works with this Python, and that its libraries load."""
     home = find_tritonserver(explicit)
-    command = [str(home.binary), "--help"]
-    answer = subprocess.run(
-        command, env=server_environment(home), capture_output=True, text=True, errors="replace", timeout=START_S
-    )
+    answer = usage(home)
     if "--model-repository" not in answer.stdout + answer.stderr:
         why = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
         yield failed("tritonserver", f"{home.binary} does not start: {why}; install nvidia-pytriton again")

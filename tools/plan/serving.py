@@ -56,18 +56,16 @@ def served_role(config: RunConfig, key: str) -> Role:
 
 def _batching(config: RunConfig, key: str, section: ModelSection) -> tuple[int, int, tuple[str, ...]]:
     """Return the workers and the token budget, measured before if they are `auto`, and a note if they were not."""
-    if "auto" not in (section.workers, section.token_budget):
-        return int(section.workers), int(section.token_budget), ()
-    known = cached(config, key)
-    values = (section.settled(name) for name in ("workers", "token_budget"))
-    if known is None:
-        workers, budget = values
-        return workers, budget, (f"{key}.workers and {key}.token_budget are auto: defaults until they are measured",)
-    workers, budget = (
-        getattr(known, name) if getattr(section, name) == "auto" else value
-        for name, value in zip(("workers", "token_budget"), values, strict=True)
-    )
-    return workers, budget, ()
+    if "auto" in (section.workers, section.token_budget):
+        known = cached(config, key)
+        if known is None:
+            note = f"{key}.workers and {key}.token_budget are auto: defaults until they are measured"
+            return section.settled("workers"), section.settled("token_budget"), (note,)
+        measured = {
+            name: value for name, value in dataclasses.asdict(known).items() if getattr(section, name, "") == "auto"
+        }
+        section = section.model_copy(update=measured)
+    return int(section.workers), int(section.token_budget), ()
 
 
 def _model(key: str, section: ModelSection) -> Any:

@@ -49,18 +49,12 @@ def shown(number: float) -> str:
 def _publish(config: RunConfig, trainer: Role, critic: Role) -> list[str]:
     if trainer.unknown:
         return []
-    size = version_bytes(config, trainer)
-    every = config.trainer.publish.every
+    publish = config.trainer.publish
+    size = FLOAT * (trainer.trained if publish.format == "adapter" else trainer.parameters)
     return [
-        f"each publish (every {every} steps): {shown(size)} written to the weights store, read once to verify it and "
-        f"once by each of {critic.processes} serving processes; {config.trainer.publish.keep} versions stay on disk"
+        f"each publish (every {publish.every} steps): {shown(size)} written to the weights store, read once to verify "
+        f"it and once by each of {critic.processes} serving processes; {publish.keep} versions stay on disk"
     ]
-
-
-def version_bytes(config: RunConfig, trainer: Role) -> int:
-    """Return the size of a weights version, which is stored in float32."""
-    adapters_only = config.trainer.publish.format == "adapter"
-    return FLOAT * (trainer.trained if adapters_only else trainer.parameters)
 
 
 def _checkpoint(key: str, role: Role, every: int) -> list[str]:

@@ -111,13 +111,18 @@ def server_environment(home: TritonHome) -> dict[str, str]:
     }
 
 
-def accepts(home: TritonHome, option: str) -> bool:
-    """Return whether this release of the server lists `option` in its usage text."""
+def usage(home: TritonHome) -> subprocess.CompletedProcess[str]:
+    """Run the server with `--help` and return its usage text, which some releases print to stderr."""
     command = [str(home.binary), "--help"]
-    usage = subprocess.run(
+    return subprocess.run(
         command, env=server_environment(home), capture_output=True, text=True, errors="replace", check=False, timeout=60
     )
-    return option in (usage.stdout + usage.stderr).split()
+
+
+def accepts(home: TritonHome, option: str) -> bool:
+    """Return whether this release of the server lists `option` in its usage text."""
+    text = usage(home)
+    return option in (text.stdout + text.stderr).split()
 
 
 def _binary(explicit: Path | None) -> Path:
