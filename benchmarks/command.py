@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks.support.benchmark import Benchmark, Record, Result, Target
 from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from python_backend.config import command_line
-from python_backend.errors import REPORTED
 from tools.arguments import SHELL_ASKS, command_to_complete, parse_or_complete
 
 BENCHMARKS = {
@@ -50,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
+@command_line.reporting
 def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
     """Measure and report, or only report with `--report-only`.
 
@@ -63,8 +63,6 @@ def run(name: str, benchmark: Benchmark, argv: Sequence[str]) -> int:
         if settings.report_only is None:
             _measure(benchmark, settings, out)
         print(report(benchmark, json.loads((out / "result.json").read_text()), out))
-    except REPORTED as error:
-        return command_line.report(error)
     except KeyboardInterrupt:
         print(f"stopped; `--report-only {out}` reports on the samples in {out}/result.json so far", file=sys.stderr)
         return 130

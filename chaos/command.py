@@ -32,8 +32,7 @@ from chaos.stopping import freeze_models, stop_accepting
 from chaos.summary import kills_with_recovery, outages, summary
 from chaos.system import ChaosSystem, shape_of, write_config
 from chaos.traffic import RequestRecord, Traffic
-from python_backend.config.command_line import report
-from python_backend.errors import REPORTED
+from python_backend.config.command_line import reporting
 from python_backend.store.journal import Entry, Journal, Result
 from tools.arguments import parse_or_complete
 
@@ -42,6 +41,7 @@ STEPS_AFTER = 6  # steps trained after the last kill
 Log = Callable[[str], None]
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the crash test, print its verdicts, and return the exit code, which is 130 after a second signal."""
     parser = argparse.ArgumentParser(description="Kill processes; check every guarantee.")
@@ -89,8 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
                 actor_rounds=args.actor_rounds, ranks=args.ranks, freezes=args.freezes,
             )  # fmt: skip
-    except REPORTED as error:
-        return report(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

@@ -26,6 +26,7 @@ from tools.run import LIBRARY_ENV
 from tools.serve import ensure_first_version, start_server
 from tools.server.child import Child
 from tools.server.health import is_alive
+from tools.server.log import tail
 from tools.server.ports import PORT_KEYS, with_free_ports
 from tools.server.shared_memory import SHARED_MEMORY
 from tools.server.supervisor import Supervisor
@@ -110,7 +111,7 @@ class ChaosSystem:
             self._ready.clear()
         self._supervisor.look()
         if self._supervisor.failed_starts > len(self._failed_starts):
-            self._failed_starts.append(f"the server did not start: {self._supervisor.server.log_tail()}")
+            self._failed_starts.append(f"the server did not start: {tail(self._supervisor.server.log_path)}")
             self.troubles.append(self._failed_starts[-1])
             if len(self._failed_starts) == FAILED_STARTS:
                 raise ServerStartError(self._failed_starts[-1])
@@ -136,7 +137,7 @@ class ChaosSystem:
                 return [psutil.Process(self._supervisor.server.pid)]
         except psutil.NoSuchProcess:
             return []
-        return self._supervisor.server.processes_of(victim)
+        return self._supervisor.server.processes()[victim]
 
     def ranks(self) -> list[psutil.Process]:
         """Return the processes that train the critic: those of the ranks, or the sidecar itself if it trains alone."""

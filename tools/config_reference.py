@@ -62,7 +62,8 @@ def render(schema: Schema) -> str:
     common = _common_keys(schema, definitions)
     for name, field in schema["properties"].items():
         if name == SHARED[0]:
-            parts.append(f"## Settings of every served model\n\nKeys of {_listed(SHARED)}.\n\n{_table(common, [])}")
+            of = "Keys of `reward`, `critic` and `reference`."
+            parts.append(f"## Settings of every served model\n\n{of}\n\n{_table(common, [])}")
         parts += _section(name, field, definitions, without=common if name in SHARED else {}, level=2)
     return "\n".join(parts)
 
@@ -153,11 +154,6 @@ def _definition(field: Schema, definitions: Schema) -> Schema:
 def _sentence(text: str) -> str:
     """Return a docstring as one line that a Markdown table can hold."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
-def _listed(names: Sequence[str]) -> str:
-    quoted = [f"`{name}`" for name in names]
-    return f"{', '.join(quoted[:-1])} and {quoted[-1]}"
 
 
 if __name__ == "__main__":

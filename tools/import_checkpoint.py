@@ -167,13 +167,9 @@ def _import_reward(info: CheckpointInfo, try_out: bool, say: Callable[[str], Non
     _, score = _try_out(info, load_reward, "score")
     say(f"  {'trial':<13} loads; the row of tokens 1 to {TRIAL_TOKENS} scores {', '.join(f'{x:.4f}' for x in score)}")
     if info.tokenizer is not None:
-        say(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(_tokens_of(info.folder, TRIAL_TEXT))}")
-
-
-def _tokens_of(folder: Path, text: str) -> list[str]:
-    """Return the tokens, special tokens included, that the reward model receives for a text. Raises CheckpointError."""
-    tokenizer = load_tokenizer(folder)
-    return tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+        tokenizer = load_tokenizer(info.folder)
+        tokens = tokenizer.convert_ids_to_tokens(tokenizer(TRIAL_TEXT)["input_ids"])  # special tokens included
+        say(f"  {'sentences':<13} {TRIAL_TEXT!r} is tokenised as: {' '.join(tokens)}")
 
 
 def _try_critic(info: CheckpointInfo, say: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from python_backend.checkpoints.inspection import CheckpointError, inspect_checkpoint
-from python_backend.config import ConfigError, ModelSection, RewardSection, RunConfig, load_config
+from python_backend.config import ConfigError, ModelSection, RunConfig, load_config
 from python_backend.config.command_line import reporting, run_parser
 from python_backend.config.live_models import reward_is_live
 from python_backend.config.sections import UNMEASURED
@@ -149,10 +149,10 @@ def _rewards(config: RunConfig, place: Any, render: Render) -> dict[str, str]:
     """Render reward_model and, if the YAML has `rewards`, the models that it combines."""
 
     def checkpoint(name: str) -> str:
-        section = config.reward
+        section, scale = config.reward, config.reward.standardization
         parameters = {
             **_scoring_parameters(section, place),
-            "standardization": _standardization(section),
+            "standardization": scale if isinstance(scale, str) else json.dumps(scale.model_dump()),
             "pooling": section.pooling,
             "attribute_weights": json.dumps(section.attribute_weights),
             "merge_attributes": json.dumps(section.merge_attributes),
@@ -305,11 +305,6 @@ def _tokenizer_fingerprint(folder: Path) -> str:
         return fingerprint(load_tokenizer(folder.absolute()))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def _standardization(reward: RewardSection) -> str:
-    setting = reward.standardization
-    return setting if isinstance(setting, str) else json.dumps(setting.model_dump())
 
 
 def _training_key_hash(variable: str | None) -> str:

@@ -31,11 +31,6 @@ from tools.server.tritonserver import TritonServer
 
 WATCH_INTERVAL_S = 0.2
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MADE_FOR_ACTOR = {
-    "actor.policy.checkpoint": "policy",
-    "actor.prompts.path": "prompts.jsonl",
-    "actor.validation.prompts": "validation.jsonl",
-}
 SAFE_VERSION = (2, 69)  # version in the 26.05 container; older releases have published vulnerabilities
 
 
@@ -104,26 +99,22 @@ def demo_preparation(config: RunConfig) -> tuple[list[str], list[str]]:
 
     Both lists are empty if the configuration has no demo.
     """
-    if config.demo is None:
+    demo = config.demo
+    if demo is None:
         return [], []
-    if config.demo.recipe == "reasoning":
-        out = config.demo.cache_dir / "reasoning"
-        made = [f"{key}={out / file}" for key, file in MADE_FOR_ACTOR.items()]
-        return ["tools.demo.prepare", "--recipe", "reasoning", "--out", str(out)], made
-    is_llm = config.demo.recipe == "chat"
-    name = f"{'chat-' if is_llm else ''}seed-{config.run.seed}{'-quick' if config.demo.quick else ''}"
-    out = config.demo.cache_dir / name
-    recipe = ["--recipe", config.demo.recipe]
-    arguments = ["tools.demo.prepare", *recipe, "--out", str(out), "--seed", str(config.run.seed)]
-    shared = config.demo.cache_dir / PRETRAINED if is_llm else out
+    seeded = f"seed-{config.run.seed}{'-quick' if demo.quick else ''}"
+    names = {"sentences": seeded, "chat": f"chat-{seeded}", "reasoning": "reasoning"}
+    out = demo.cache_dir / names[demo.recipe]
+    shared = demo.cache_dir / PRETRAINED if demo.recipe == "chat" else out
+    trained = {"reward.checkpoint": out / "reward", "critic.checkpoint": shared / "critic"}
     paths = {
-        "reward.checkpoint": out / "reward",
-        "critic.checkpoint": shared / "critic",
-        **{key: out / file for key, file in MADE_FOR_ACTOR.items()},
+        **(trained if demo.recipe != "reasoning" else {}),
         "actor.policy.checkpoint": shared / "policy",
+        "actor.prompts.path": out / "prompts.jsonl",
+        "actor.validation.prompts": out / "validation.jsonl",
     }
-    quick = ["--quick"] if config.demo.quick else []
-    return [*arguments, *quick], [f"{key}={path}" for key, path in paths.items()]
+    arguments = ["tools.demo.prepare", "--recipe", demo.recipe, "--out", str(out), "--seed", str(config.run.seed)]
+    return [*arguments, *(["--quick"] if demo.quick else [])], [f"{key}={path}" for key, path in paths.items()]
 
 
 def ensure_first_version(config: RunConfig, path: Path, overrides: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from python_backend.store.weights import WeightsStore
 from tools.arguments import parse_or_complete, seconds
 from tools.report.data import SETTINGS_FILE
 from tools.server.health import is_triton
-from tools.server.log import is_noise
+from tools.server.log import is_noise, last_lines
 
 PROBLEM = re.compile(r"\b(?:WARNING|ERROR|CRITICAL|Traceback|error:)")
 TAIL_BYTES = 1 << 16  # of a log or JSONL file; a line of metrics has some kilobytes
@@ -145,27 +145,18 @@ def _versions(name: str, store: WeightsStore) -> Iterator[str]:
 
 
 def _last_line(path: Path) -> dict[str, Any] | None:
-    for line in reversed(_tail(path).splitlines()):
+    for line in reversed(last_lines(path, TAIL_BYTES)):
         try:
             found: dict[str, Any] = json.loads(line)
-        except ValueError:  # cut off at the beginning, or still being written
+        except ValueError:  # still being written
             continue
         return found
     return None
 
 
 def _last_problem(path: Path) -> str | None:
-    lines = (as_text(line.strip()) for line in reversed(_tail(path).splitlines()))
+    lines = (as_text(line.strip()) for line in reversed(last_lines(path, TAIL_BYTES)))
     return next((line for line in lines if PROBLEM.search(line) and not is_noise(line)), None)
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return ""
 
 
 def _ago(seconds: float) -> str:

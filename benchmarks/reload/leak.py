@@ -67,7 +67,7 @@ def look(running: TritonServer, weights: Path) -> dict[str, float]:
 def _only_stub(server: TritonServer) -> psutil.Process:
     """Wait until the critic's previous process, which outlives Triton's load call, has ended; return the new one."""
     deadline = time.monotonic() + ENDING_TIMEOUT_S
-    while len(stubs := server.processes_of(CRITIC)) != 1:
+    while len(stubs := server.processes()[CRITIC]) != 1:
         if time.monotonic() > deadline:
             raise BenchError(f"the critic has {len(stubs)} processes {ENDING_TIMEOUT_S:g} s after a reload, expected 1")
         time.sleep(0.05)

@@ -29,8 +29,7 @@ from chaos.fuzz.gateway import HEADERS, GatewayProcess, make_attack
 from chaos.fuzz.models import KEY, KEY_VARIABLE, STAGES, make_models, write_config
 from chaos.fuzz.requests import VOCAB_SIZE, Request, make_request
 from python_backend.config import RunConfig
-from python_backend.config.command_line import report
-from python_backend.errors import REPORTED
+from python_backend.config.command_line import reporting
 from python_backend.wire.contract import CRITIC_INFER
 from tools.arguments import parse_or_complete
 from tools.serve import start_server
@@ -70,6 +69,7 @@ class StageOutcome:
         return is_quick and not (self.hangs or self.wrong or self.restarts or self.outages)
 
 
+@reporting
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all stages, print their findings; return 1 if one failed (not with `--kill-server`), 2 after an error."""
     parser = argparse.ArgumentParser(description="Send bad requests while a client scores valid rows.")
@@ -80,10 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kill-server", action="store_true", help="also send requests that are known to kill tritonserver 2.51 itself"
     )
     args = parse_or_complete(parser, argv)
-    try:
-        outcomes = _run_stages(args)
-    except REPORTED as error:
-        return report(error)
+    outcomes = _run_stages(args)
     return 0 if all(outcome.passed for outcome in outcomes) or args.kill_server else 1
 
 

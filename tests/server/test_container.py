@@ -174,7 +174,7 @@ def test_the_server_that_it_starts_serves_and_the_healthcheck_infers(
         assert healthcheck(tmp_path / "repository", url) == 1
         assert "critic serves version 0, but CURRENT is 1" in capsys.readouterr().err
         make_current(tmp_path, 0)
-        for stub in server.processes_of("reward_model"):
+        for stub in server.processes()["reward_model"]:
             stub.kill()
         assert healthcheck(tmp_path / "repository", url) == 1
 

@@ -22,7 +22,7 @@ from tiny_models import (
     write_scoring_model,
 )
 
-from tools.server.log import readable, stub_failure
+from tools.server.log import readable, stub_failure, tail
 from tools.server.ports import check_ports, free_port
 from tools.server.triton_home import ServerStartError, find_tritonserver, lay_out_backends
 from trainer.control_plane import ControlPlane, ControlPlaneError
@@ -198,7 +198,7 @@ def test_a_log_that_is_no_text(tmp_path: Path) -> None:
         server.wait_ready()
         while not any("caf\\xe9 \\xff" in line for line in lines):
             time.sleep(0.02)
-        assert "caf\\xe9 \\xff" in server.log_tail(40)
+        assert "caf\\xe9 \\xff" in tail(server.log_path, 40)
 
 
 @pytest.mark.parametrize(

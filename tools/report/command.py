@@ -26,7 +26,6 @@ class ReportPage:
         # Beside the runs, it would be among the folders that `runs/*` names.
         self.path = out or self._run_dirs[0] / ("report.html" if len(self._run_dirs) == 1 else "comparison.html")
         self._written: list[tuple[int, int] | None] = []
-        self._refreshes = False
 
     def write(self, *, every_s: float | None = None) -> None:
         """Write the page; with `every_s`, a browser reloads it as long as a run is in progress.
@@ -39,7 +38,6 @@ class ReportPage:
             write_report(self._run_dirs[0], self.path, refresh_s=refresh_s)
         else:
             write_comparison(self._run_dirs, self.path, refresh_s=refresh_s)
-        self._refreshes = refresh_s is not None
 
     def follow(self, every_s: float) -> None:
         """Rewrite the page every `every_s` seconds, if there is anything new, until no run is in progress."""
@@ -49,8 +47,7 @@ class ReportPage:
                 if self._state_of_files() != self._written:
                     self.write(every_s=every_s)
         finally:
-            if self._refreshes:
-                self.write()
+            self.write()  # a page that no browser reloads any more
 
     def _in_progress(self) -> bool:
         return any(in_progress(run_dir) for run_dir in self._run_dirs)

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from actor.run.lock import RUN_LOCK_FILE
@@ -171,19 +171,14 @@ class RunDisplay:
         return Panel(Group(*lines), title="RLHF on Triton", title_align="left", border_style="blue", padding=(0, 1))
 
     def _head(self) -> RenderableType:
-        head = Table.grid(padding=(0, 1, 0, 0), expand=True)
-        head.add_column(no_wrap=True)
-        head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        head.add_column(no_wrap=True)
+        phase = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        head = Table.grid(Column(no_wrap=True), phase, Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)
         head.add_row(self._mark, Text(self._phase), Text(_clock(time.monotonic() - self._start), style="dim"))
         return head
 
     def _progress(self) -> RenderableType:
         step = self._last()["step"]
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
+        bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
         bar.add_row(f"step {step}/{self._total}", ProgressBar(self._total, step), f"ETA {self._eta()}")
         return bar
 
@@ -199,9 +194,7 @@ class RunDisplay:
         for name, text in self._figures(row):
             style = "bold red" if name == "failed requests" and text != "0" else "bold"
             cells.append((Text(name, style="dim"), Text(text, style=style), extras.get(name, Text())))
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for _ in range(6):
-            grid.add_column(no_wrap=True)
+        grid = Table.grid(*(Column(no_wrap=True) for _ in range(6)), padding=(0, 2, 0, 0))
         rows = (len(cells) + 1) // 2
         for left, right in zip_longest(cells[:rows], cells[rows:], fillvalue=()):
             grid.add_row(*left, *right)

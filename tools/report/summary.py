@@ -92,7 +92,6 @@ def write_summary(
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged, or a text has no partner.
     """
-    run_dir = Path(run_dir)
     summary = _known(
         {
             **_actor_figures(run_dir, gold=gold),

@@ -26,6 +26,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent process is gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+LONGEST_PAUSE_S = 60.0
 _TEXT_LINE = re.compile(r"[\d:]{8} ([A-Z]+) (.*)")
 _RELAYED = ("WARNING", "ERROR", "CRITICAL")
 
@@ -43,6 +44,11 @@ def start_bound(
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(env), start_new_session=True,
         pass_fds=inherits,
     )  # fmt: skip
+
+
+def restart_pause_s(short_lives: int) -> float:
+    """Return the pause before the next start of a process: 0 s after at most one short life, then 1, 2, 4 … 60 s."""
+    return min(LONGEST_PAUSE_S, 2.0 ** (short_lives - 2)) if short_lives > 1 else 0.0
 
 
 class ChildDied(RlhfError):

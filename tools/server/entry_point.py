@@ -44,7 +44,8 @@ def main() -> int:
     if server.poll() is None:
         drain(give_up=lambda: stop.count > 1)
         server.terminate()
-    return _exit_code(server.wait())
+    code = server.wait()
+    return code if code >= 0 else 128 - code  # as shells do: 128 + N after signal N
 
 
 def _command() -> list[str]:
@@ -56,11 +57,6 @@ def _command() -> list[str]:
         address=os.environ.get("TRITON_ADDRESS", "127.0.0.1"),
         control_address=os.environ.get("TRITON_CONTROL_ADDRESS", "127.0.0.1"),
     )
-
-
-def _exit_code(code: int) -> int:
-    """Return the exit code as shells do, 128 + N after signal N."""
-    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from tools.server.child import restart_pause_s
 from tools.server.model_loading import SCORING_OUTPUTS, probe
 from tools.server.tritonserver import TritonServer
 from trainer.control_plane import ControlPlaneError, LoadRefused, ModelLostRank, ModelProcessDied
@@ -37,7 +38,6 @@ PULSE_POLL_S = 0.02
 SILENT_S = 60.0  # no answer, no forward pass, and its process hardly uses the CPU: the model hangs
 COMPUTING_SILENT_S = 600.0  # no answer and no forward pass, but its process computes, perhaps on one very long row
 COMPUTING_CPU_SHARE = 0.2  # of one core, since the model stopped answering; above it, the process counts as computing
-LONGEST_PAUSE_S = 60.0  # between attempts to reload a model
 STOP_S = 1.0  # longest wait for the thread of the checks to end
 WAITING = "nv_inference_pending_request_count"
 FORWARDS = "rlhf_forwards_total"
@@ -218,7 +218,7 @@ class ServerHealth:
             return
         self._log(f"{reason}: reloading the model")
         watched.replacements += 1
-        pause_s = min(LONGEST_PAUSE_S, 2.0 ** (watched.replacements - 1))
+        pause_s = restart_pause_s(watched.replacements + 1)
         try:
             timeout_s = self._server.section.load_timeout_s
             self._control.load(model, parameters={"replaced": uuid.uuid4().hex[:8]}, unload=unload, timeout_s=timeout_s)

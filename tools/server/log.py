@@ -114,13 +114,19 @@ def readable(line: bytes) -> str | None:
 
 def tail(path: Path, num_lines: int = 12) -> str:
     """Return the last `num_lines` lines of the log that are not part of a table."""
-    start = max(0, path.stat().st_size - num_lines * BYTES_PER_LINE)
+    lines = last_lines(path, num_lines * BYTES_PER_LINE)
+    return "\n".join([line for line in lines if not _TABLE.search(line)][-num_lines:])
+
+
+def last_lines(path: Path, num_bytes: int) -> list[str]:
+    """Return the complete lines in the last `num_bytes` of a file, invalid UTF-8 escaped; [] if there is no file."""
+    if not path.is_file():
+        return []
     with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
         file.seek(start)
         lines = file.read().decode("utf-8", "backslashreplace").splitlines()
-    if start:
-        del lines[0]  # incomplete
-    return "\n".join([line for line in lines if not _TABLE.search(line)][-num_lines:])
+    return lines[1:] if start else lines
 
 
 def poll_failure(path: Path) -> str:

@@ -98,15 +98,12 @@ def too_slow(section: ServerSection) -> str:
 
 def load_order(models: set[str]) -> list[set[str]]:
     """Return groups of models, in load order; a group can load in parallel, and ensembles come after their models."""
-    parts = {model for model in models if _is_function(model) or model in (REWARD_CHECKPOINT, REWARD_MIXTURE)}
+    components = (REWARD_CHECKPOINT, REWARD_MIXTURE)
+    parts = {model for model in models if model.startswith(REWARD_FUNCTION_PREFIX) or model in components}
     first = {CRITIC, REFERENCE, *(parts or {REWARD_MODEL})}
     order = [first, {REWARD_MODEL} - first, {CRITIC_INFER}, {CRITIC_TRAIN}, {CRITIC_SAVE}]
     others = models.difference(*order)
     return [models & group for group in [*order, others] if models & group]
-
-
-def _is_function(model: str) -> bool:
-    return model.startswith(REWARD_FUNCTION_PREFIX)
 
 
 def compile_ahead(repository: Path) -> None:
@@ -138,7 +135,7 @@ def probe(control: ControlPlane, model: str, timeout_s: float) -> None:
     """Send the model a request without side effects and wait for its answer. Raises ControlPlaneError."""
     if model in SCORING_OUTPUTS:
         control.probe_scoring(model, SCORING_OUTPUTS[model], timeout_s)
-    elif _is_function(model):  # the sample is made up: NaN is a valid answer
+    elif model.startswith(REWARD_FUNCTION_PREFIX):  # the sample is made up: NaN is a valid answer
         control.probe_scoring(model, (REWARD_COMPONENT, REWARD_ERROR), timeout_s)
     elif model in (CRITIC_TRAIN, CRITIC_SAVE):
         control.probe_rejection(model, timeout_s)

@@ -26,7 +26,7 @@ class Regions:
 
     def lock(self) -> int:
         """Mark the regions as in use; return the file descriptor of the lock, which the server must inherit."""
-        path = self._owner_file
+        path = SHARED_MEMORY / f".{self.prefix}owner"
         fresh = path.with_name(f"{path.name}.{os.getpid()}")
         self._lock = os.open(fresh, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -39,10 +39,6 @@ class Regions:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    @property
-    def _owner_file(self) -> Path:
-        return SHARED_MEMORY / f".{self.prefix}owner"
 
 
 def remove_abandoned() -> list[str]:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from actor.run.lock import only_server
+from tools.server.child import restart_pause_s
 from tools.server.health import ServerHealth
 from tools.server.triton_home import ServerStartError
 from tools.server.tritonserver import TritonServer
 
 STEADY_S = 10.0  # if a server ran for less time, its start counts as failed, and restarts back off
-LONGEST_PAUSE_S = 60.0  # upper limit of the back-off
 
 
 class Supervisor:
@@ -80,7 +80,7 @@ class Supervisor:
     def _take_down(self, reason: str) -> None:
         self._down_at = time.monotonic()
         self._short_lives = 0 if self._down_at - self._ready_at > STEADY_S else self._short_lives + 1
-        self._start_at = self._down_at + self._pause_s()
+        self._start_at = self._down_at + restart_pause_s(self._short_lives)
         self._log(f"{reason}\nrestarting the server")
         self.server.kill()  # a hung server would only let SIGTERM time out
         self._health.stop()
@@ -92,17 +92,13 @@ class Supervisor:
         except ServerStartError as error:
             self.failed_starts += 1
             self._short_lives += 1
-            pause_s = self._pause_s()
+            pause_s = restart_pause_s(self._short_lives)
             self._log(f"error: {error}\ntrying again in {pause_s:g} s")
             self._start_at = time.monotonic() + pause_s
             return
         self._start_at = None
         self._log(f"serving again after {time.monotonic() - self._down_at:.1f} s")
         self._watch()
-
-    def _pause_s(self) -> float:
-        """Return the pause before the next start: 0 s after at most one failed start, then 1, 2, 4 … s."""
-        return min(LONGEST_PAUSE_S, 2.0 ** (self._short_lives - 2)) if self._short_lives > 1 else 0.0
 
     def _watch(self) -> None:
         self._ready_at = time.monotonic()

@@ -78,7 +78,12 @@ def find_tritonserver(explicit: Path | None = None) -> TritonHome:
         )
     libraries = [libpython_dir()]
     if from_wheel:
-        _refuse_numpy_2()
+        version = importlib.metadata.version("numpy")
+        if int(version.split(".", 1)[0]) >= 2:
+            raise ServerStartError(
+                f"NumPy {version} is installed, but with NumPy 2 the models of this tritonserver return "
+                'empty tensors: run `pip install "numpy<2"`'
+            )
         libraries.insert(0, root.parents[1] / "nvidia_pytriton.libs")
     stub = _stub(stubs / _PYTHON / STUB if from_wheel else backends / "python" / STUB)
     return TritonHome(binary, backends, stub, tuple(libraries), from_wheel)
@@ -184,12 +189,3 @@ def _stub(path: Path) -> Path:
             f"run the command with Python {other}, or reinstall nvidia-pytriton"
         )
     return path
-
-
-def _refuse_numpy_2() -> None:
-    version = importlib.metadata.version("numpy")
-    if int(version.split(".", 1)[0]) >= 2:
-        raise ServerStartError(
-            f"NumPy {version} is installed, but with NumPy 2 the models of this tritonserver return "
-            'empty tensors: run `pip install "numpy<2"`'
-        )

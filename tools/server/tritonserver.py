@@ -124,7 +124,8 @@ class TritonServer:
 
         def look() -> None:
             check()
-            self._raise_if_stub_failed()
+            if failure := stub_failure(self.log_path):
+                raise ServerStartError(f"{failure} (the whole log is in {self.log_path})")
 
         try:
             with self.control() as control:
@@ -157,12 +158,8 @@ class TritonServer:
         """Return the names of the models that have their own processes: all models but ensembles."""
         return sorted(path.parents[1].name for path in self.repository.glob("*/[1-9]*/model.py"))
 
-    def processes_of(self, model: str) -> list[psutil.Process]:
-        """Return the processes of the model; there are two during a reload."""
-        return self.processes()[model]
-
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """Return the processes of each model."""
+        """Return the processes of each model; there are two of a model during its reload."""
         stubs = [(stub, " ".join(stub.info["cmdline"])) for stub in self._stubs()]
         return {m: [stub for stub, command in stubs if f"{os.sep}{m}{os.sep}" in command] for m in self.models()}
 
@@ -176,15 +173,13 @@ class TritonServer:
         if code is None:
             return
         kind = ServerAborted if -code in FAULTS else ServerStartError
-        raise kind(f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{self.log_tail()}")
+        raise kind(
+            f"tritonserver {how_ended(code)}; its log is {self.log_path}\nthe log ends with:\n{tail(self.log_path)}"
+        )
 
     def bound_log(self) -> None:
         """Rotate the log if it is large."""
         set_aside_if_large(self.log_path)
-
-    def log_tail(self, num_lines: int = 12) -> str:
-        """Return the last lines of the log; invalid UTF-8 is escaped."""
-        return tail(self.log_path, num_lines)
 
     def drain(self, give_up: Callable[[], bool]) -> None:
         """Refuse further requests and wait up to `drain_s` for those in flight; return early if `give_up()` is true.
@@ -255,11 +250,6 @@ class TritonServer:
             f"--backend-config=python,shm-region-prefix-name={self._regions.prefix}",
             "--exit-on-error=false",  # `load_and_probe` then finds out why a model does not load
         ]
-
-    def _raise_if_stub_failed(self) -> None:
-        failure = stub_failure(self.log_path)
-        if failure:
-            raise ServerStartError(f"{failure} (the whole log is in {self.log_path})")
 
     def _raise_if_dying(self) -> None:
         assert self._process is not None

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from python_backend.config import ConfigError, RunConfig
-from tools.server.child import Child, ChildDied
+from tools.server.child import Child, ChildDied, restart_pause_s
 from tools.server.health import get_page
 from tools.server.ports import free_port
 
 HOST = "127.0.0.1"
 STOP_S = 20.0
-LONGEST_PAUSE_S = 60.0
 RANK_LIMITS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 STEADY_S = 60.0  # a server that ran for less time is restarted after a pause
 ENVIRONMENT = {
@@ -81,8 +80,7 @@ class VllmServer:
         now = time.monotonic()
         if not self._start_at:
             self._short_lives = self._short_lives + 1 if now - self._started < STEADY_S else 0
-            pause_s = min(LONGEST_PAUSE_S, 2.0**self._short_lives) if self._short_lives else 0.0
-            self._start_at = now + pause_s
+            self._start_at = now + restart_pause_s(self._short_lives)
             self._log(f"{self._child.obituary()}\nrestarting vLLM")
             self._kill_group()
         elif now >= self._start_at:
