@@ -35,14 +35,17 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
     yield from installed
     checks = {"devices": machine.devices, "shared memory": machine.shared_memory, "open files": machine.open_files}
     yield from run_checks(checks.items())
-    explicit, folder, needed = None, Path("runs"), 0
-    further: dict[str, Check] = {}
+    further: dict[str, Check] = {
+        "tritonserver": functools.partial(machine.tritonserver, None),
+        "disk": functools.partial(machine.disk, Path("runs"), 0),
+    }
 
     def configuration() -> Iterator[Finding]:
-        nonlocal explicit, folder, needed
+        """Load the configuration, and check further what it says."""
         checks = importlib.import_module("tools.doctor.configuration")  # needs the packages that were checked above
         config = checks.load(path, overrides)
-        explicit, folder, needed = config.server.tritonserver, config.run.dir, checks.disk_bytes(config)
+        further["tritonserver"] = functools.partial(machine.tritonserver, config.server.tritonserver)
+        further["disk"] = functools.partial(machine.disk, config.run.dir, checks.disk_bytes(config))
         further.update({name: functools.partial(check, config) for name, check in checks.CHECKS.items()})
         yield Finding("configuration", f"{path}: run {config.run.identity} in {config.run.dir}")
 
@@ -50,6 +53,4 @@ def findings(path: Path | None, overrides: Sequence[str] = ()) -> Iterator[Findi
         yield warning("configuration", "not checked: install the packages above first")
     elif path is not None:
         yield from run_checks([("configuration", configuration)])
-    yield from run_checks([("tritonserver", functools.partial(machine.tritonserver, explicit))])
-    yield from run_checks([("disk", functools.partial(machine.disk, folder, needed))])
     yield from run_checks(further.items())
