@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ from actor.policy.checkpoint import saved_steps
 from benchmarks.learning import configuration, make_checkpoints
 from chaos.verdict import Verdict, verdict
 from python_backend.checkpoints.inspection import WEIGHTS_FILE
+from python_backend.monitoring.log_lines import say
 from python_backend.store.weights import sha256_of
 from tools.server.log import tail
 
@@ -32,9 +32,7 @@ LOOK_EVERY_S = 0.02
 PROMISE = "an actor whose newest checkpoint is damaged resumes from the newest intact one and ends with the same policy"
 
 
-def damage_actor_checkpoints(
-    folder: Path, rounds: int, generator: random.Random, log: Callable[[str], None]
-) -> Verdict:
+def damage_actor_checkpoints(folder: Path, rounds: int, generator: random.Random) -> Verdict:
     """Compare an undisturbed run with one whose actor is killed `rounds` times; return the verdict.
 
     After each kill the newest checkpoint is damaged. Both runs are in `folder`.
@@ -48,7 +46,7 @@ def damage_actor_checkpoints(
         if not found:
             _kill_actor(disturbed, generator.randint(2, STEPS_A_ROUND))
             what, found = _damage_newest(disturbed, generator)
-            log(f"{number + 1:>3}/{rounds}  {what}")
+            say(f"{number + 1:>3}/{rounds}  {what}")
     if not found and _finish(disturbed) != 0:
         found.append(f"the disturbed run failed:\n{tail(disturbed.with_suffix('.log'))}")
     if not found and _policy_of(calm) != _policy_of(disturbed):

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
+from benchmarks.support.benchmark import Record
 from benchmarks.support.machine import describe_machine, describe_versions, now_utc
 from chaos import verdict
 from chaos.killer import Killer
@@ -30,15 +30,15 @@ from chaos.points import plan_kills
 from chaos.reference import Reference, run_reference
 from chaos.stopping import freeze_models, stop_accepting
 from chaos.summary import kills_with_recovery, outages, summary
-from chaos.system import ChaosSystem, shape_of, write_config
+from chaos.system import ChaosSystem, write_config
 from chaos.traffic import RequestRecord, Traffic
 from python_backend.config.command_line import reporting
-from python_backend.store.journal import Entry, Journal, Result
+from python_backend.monitoring.log_lines import say
+from python_backend.store.journal import Entry, Journal
 from tools.arguments import parse_or_complete
 
 LOOK_EVERY_S = 0.05
 STEPS_AFTER = 6  # steps trained after the last kill
-Log = Callable[[str], None]
 
 
 @reporting
@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out", type=Path, required=True, metavar="DIR", help="a new or empty folder, which also holds the run"
     )
     parser.add_argument("--seed", type=_count, default=1, help="seed of batches, victims and kill points; default: 1")
-    parser.add_argument("--config", type=Path, help="a YAML whose reward and critic replace the small default models")
     parser.add_argument(
         "--actor-rounds",
         type=int,
@@ -71,32 +70,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--ranks", type=_count, default=1, metavar="N", help="ranks that train the critic; default: 1")
     args = parse_or_complete(parser, argv)
-    if args.minutes is not None and (args.config or args.actor_rounds or args.hung or args.freezes or args.ranks > 1):
+    if args.minutes is not None and (args.actor_rounds or args.hung or args.freezes or args.ranks > 1):
         parser.error("--minutes takes no other arguments than --out and --seed")
     if args.out.exists() and any(args.out.iterdir()):
         print(f"error: --out {args.out} is not empty; name a new or empty folder", file=sys.stderr)
         return 2
     enough = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: _enough(enough, number, frame))
+        signal.signal(number, functools.partial(_enough, enough))
+    about = {"date": now_utc(), "seed": args.seed, "machine": describe_machine(), "versions": describe_versions()}
+    record = Record(args.out.resolve(), about)
     try:
         if args.minutes is not None:
             from chaos.soak.command import run_soak  # torch: slow to import
 
-            verdicts = run_soak(args.out, args.minutes, args.seed, log=_say, enough=enough)
+            verdicts = run_soak(args.minutes, args.seed, enough, record)
         else:
-            verdicts = run_chaos(
-                args.out, args.kills, args.seed, args.config, log=_say, enough=enough, hung=args.hung,
-                actor_rounds=args.actor_rounds, ranks=args.ranks, freezes=args.freezes,
-            )  # fmt: skip
+            verdicts = run_chaos(args, enough, record)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    for item in verdicts:
+        say(item.sentence())
     return 0 if all(item.kept for item in verdicts) else 1
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _enough(event: threading.Event, number: int, frame: FrameType | None) -> None:
@@ -106,82 +102,73 @@ def _enough(event: threading.Event, number: int, frame: FrameType | None) -> Non
     event.set()
 
 
-def run_chaos(
-    out: Path, num_kills: int, seed: int, given: Path | None, *, log: Log, enough: threading.Event, hung: bool = False,
-    actor_rounds: int = 0, ranks: int = 1, freezes: int = 0,
-) -> list[verdict.Verdict]:  # fmt: skip
-    """Run the system in `out`, kill its processes, compare it with a reference run, and return the verdicts.
+def run_chaos(args: argparse.Namespace, enough: threading.Event, record: Record) -> list[verdict.Verdict]:
+    """Run the system in `record.out`, kill its processes, compare it with a reference run, and return the verdicts.
 
     Call it from the main thread.
 
     Args:
-        num_kills: number of kills; `seed` determines their plan.
-        given: a YAML whose reward and critic are used, or None.
-        log: receives the progress.
+        args: the command's options.
         enough: once set, no more processes are killed, and the verdicts cover the run so far.
-        hung: also stop (SIGSTOP) servers and models permanently; the supervisor must replace them.
-        actor_rounds: how many times a checkpoint of a small actor is damaged, in a separate run.
-        ranks: number of ranks that train the critic; any of them may be killed.
-        freezes: how many times a model's process is stopped for some seconds afterwards; none may be replaced.
 
     Raises:
         ServerStartError: the server did not start at the beginning, or FAILED_STARTS restarts failed.
-        ConfigError: `given` is invalid.
     """
-    out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    about = {"date": now_utc(), "seed": seed, "machine": describe_machine(), "versions": describe_versions()}
+    out, seed = record.out, args.seed
     started = time.monotonic()
-    plan = plan_kills(num_kills, seed, ranks=ranks)
-    path = write_config(out, given, ranks)
-    system = ChaosSystem(path, random.Random(seed + 1), log)
+    plan = plan_kills(args.kills, seed, ranks=args.ranks)
+    path = write_config(out, args.ranks)
+    system = ChaosSystem(path, random.Random(seed + 1))
     config = system.config
-    accepting = functools.partial(stop_accepting, system)
-    traffic = Traffic(config.server.http_url, config.run.identity, seed, shape_of(config), accepting)
-    killer = Killer(system, traffic, plan, random.Random(seed + 2), log, hung=hung)
+    traffic = Traffic(config.server.http_url, config.run.identity, seed, functools.partial(stop_accepting, system))
+    killer = Killer(system, traffic, plan, random.Random(seed + 2), hung=args.hung)
     try:
-        log(f"{num_kills} kills, seed {seed}, in {out}")
+        say(f"{args.kills} kills, seed {seed}, in {out}")
         _drive(system, traffic, killer, enough)
-        system.stop_sidecar()  # it may still reload a model, and a frozen process would then end the server
-        freeze_models(system, freezes, random.Random(seed + 4), enough)
+        system.stop_program("sidecar")  # it may still reload a model, and a frozen process would then end the server
+        freeze_models(system, args.freezes, random.Random(seed + 4), enough)
     finally:
-        killer.give_up()  # first, so that nothing is killed while the system stops
-        traffic.give_up()
+        killer.thread.give_up()  # first, so that nothing is killed while the system stops
+        traffic.thread.give_up()
         system.stop()
-    log(f"{traffic.last_step} steps in {traffic.record.now():.0f} s; running the same steps without faults …")
-    reference = run_reference(config, path, seed, shape_of(config), traffic.last_step, out / "reference")
-    verdicts = _verdicts(system, traffic.record, reference, killer)
-    if actor_rounds:
+    requests = traffic.record
+    say(f"{traffic.last_step} steps in {requests.now():.0f} s; running the same steps without faults …")
+    reference = run_reference(config, path, seed, traffic.last_step, out / "reference")
+    verdicts = _verdicts(system, requests, reference, killer)
+    if args.actor_rounds:
         from chaos.actor_damage import damage_actor_checkpoints  # torch: not for --help
 
-        verdicts.append(damage_actor_checkpoints(out / "actor", actor_rounds, random.Random(seed + 3), log))
-    kills = kills_with_recovery(killer.kills, traffic.record)
-    totals = summary(traffic.record, kills) | {"seconds": time.monotonic() - started}
-    _write(out, about, totals, kills, traffic.record, verdicts)
-    draw(out / "chaos.png", traffic.record, kills)
+        verdicts.append(damage_actor_checkpoints(out / "actor", args.actor_rounds, random.Random(seed + 3)))
+    kills = kills_with_recovery(killer.kills, requests)
+    totals = summary(requests, kills) | {"seconds": time.monotonic() - started}
+    failures = [{"time_s": when, "who": who, "why": why} for when, who, why in requests.failures]
+    record.result |= {
+        "summary": totals, "kills": kills, "outages": outages(requests), "failures": failures,
+        "verdicts": [asdict(item) for item in verdicts],
+    }  # fmt: skip
+    record.save()
+    draw(out / "chaos.png", requests, kills)
     for name, value in totals.items():
-        log(f"  {name:<28}{value:.3g}" if isinstance(value, float) else f"  {name:<28}{value}")
-    for item in verdicts:
-        log(item.sentence())
+        say(f"  {name:<28}{value:.3g}" if isinstance(value, float) else f"  {name:<28}{value}")
     return verdicts
 
 
 def _drive(system: ChaosSystem, traffic: Traffic, killer: Killer, enough: threading.Event) -> None:
     """Restart killed processes until all kills and STEPS_AFTER more steps are done."""
-    traffic.start()
-    killer.start()
+    traffic.thread.start()
+    killer.thread.start()
     ending = False
-    while traffic.running:
+    while traffic.thread.is_alive():
         system.look()
-        if enough.is_set() and killer.running:
-            killer.give_up()
-        if not killer.running and not ending:
+        if enough.is_set():
+            killer.thread.give_up()
+        if not killer.thread.is_alive() and not ending:
             ending = True
             traffic.finish(STEPS_AFTER)
         time.sleep(LOOK_EVERY_S)
-    for name, error in (("traffic", traffic.error), ("killer", killer.error)):
-        if error is not None:
-            system.troubles.append(f"the {name} failed: {error!r}")
+    for thread in (traffic.thread, killer.thread):
+        if thread.error is not None:
+            system.troubles.append(f"the {thread.name} failed: {thread.error!r}")
 
 
 def _verdicts(
@@ -189,10 +176,12 @@ def _verdicts(
 ) -> list[verdict.Verdict]:
     store, config = system.store, system.config
     manifests = [store.manifest(version) for version in store.versions()]
+    results = Journal(config.run.journal_dir, config.run.identity).results()
+    trained = {Entry.parse(result.entry).step: result for result in results if result.entry.endswith(".train")}
     last = config.run.dir / "checkpoints" / "critic" / str(len(reference.steps) - 1)
     return [
         verdict.check_coverage(killer.kills, killer.done),
-        verdict.check_steps(record, _results(Journal(config.run.journal_dir, config.run.identity)), reference),
+        verdict.check_steps(record, trained, reference),
         verdict.check_repeats(record),
         verdict.check_versions(manifests, store.current(), reference, {step for step, _, _ in record.rewound}),
         verdict.check_whole(store),
@@ -201,24 +190,6 @@ def _verdicts(
         verdict.check_checkpoint(last, reference),
         verdict.check_order(system.leftovers(), system.troubles),
     ]
-
-
-def _results(journal: Journal) -> dict[int, Result]:
-    """Return the journal's results of the training steps, by step."""
-    parsed = [(Entry.parse(result.entry), result) for result in journal.results()]
-    return {entry.step: result for entry, result in parsed if entry.kind == "train"}
-
-
-def _write(
-    out: Path, about: dict[str, Any], totals: dict[str, Any], kills: list[dict[str, Any]], record: RequestRecord,
-    verdicts: Sequence[verdict.Verdict],
-) -> None:  # fmt: skip
-    failures = [{"time_s": when, "who": who, "why": why} for when, who, why in record.failures]
-    result = {
-        **about, "summary": totals, "kills": kills, "outages": outages(record), "failures": failures,
-        "verdicts": [{"promise": v.promise, "checked": v.checked, "violations": v.violations} for v in verdicts],
-    }  # fmt: skip
-    (out / "result.json").write_text(json.dumps(result, indent=1))
 
 
 def _minutes(text: str) -> float:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 
+from chaos.background import Background
 from chaos.points import NOTHING, RANK, Points
 from chaos.stopping import HUNG_S, STOP_S, stop_for, stop_for_good, ways_of
 from chaos.system import ChaosSystem
 from chaos.traffic import Traffic
+from python_backend.monitoring.log_lines import say
 from tools.server.shared_memory import SHARED_MEMORY
 
 RECOVERY_S = 300.0  # time limit for the system to recover
@@ -30,7 +31,7 @@ class GaveUp(Exception):
 
 
 class Killer:
-    """Kills processes in a background thread and records each kill in `kills`."""
+    """Kills processes in its `thread`, and records each kill in `kills`."""
 
     def __init__(
         self,
@@ -38,35 +39,18 @@ class Killer:
         traffic: Traffic,
         plan: Sequence[tuple[str, str]],
         generator: random.Random,
-        log: Callable[[str], None],
         *,
         hung: bool = False,
     ) -> None:
         self.kills: list[dict[str, Any]] = []
         self.done: list[tuple[str, str]] = []
         """(victim, kill point) of each kill that was carried out or given up after its last attempt."""
-        self.error: BaseException | None = None
         self._system, self._traffic, self._plan = system, traffic, plan
         self._ways = ways_of(len(plan), hung=hung)
-        self._random, self._log = generator, log
+        self._random = generator
         self._points = Points(system.config, SHARED_MEMORY, system.region_prefix, generator)
-        self._give_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
-
-    def start(self) -> None:
-        """Start the background thread."""
-        self._thread.start()
-
-    def give_up(self) -> None:
-        """Stop killing, and wait for the thread."""
-        self._give_up.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    @property
-    def running(self) -> bool:
-        """Whether the plan is still being carried out."""
-        return self._thread.is_alive()
+        self.thread = Background("killer", self._run)
+        self._give_up = self.thread.given_up
 
     def _run(self) -> None:
         try:
@@ -81,8 +65,6 @@ class Killer:
             self._until(self._system.is_whole, "the system did not recover after the last kill")
         except GaveUp:
             return
-        except BaseException as error:  # thread edge: the main thread reports it
-            self.error = error
         finally:
             self._traffic.hold.clear()
 
@@ -112,7 +94,7 @@ class Killer:
             kill["ranks_gone_s"] = self._system.await_end(ranks)
         self._traffic.hold.clear()
         self.kills.append(kill)
-        self._log(
+        say(
             f"{kill['number']:>3}/{len(self._plan)}  {kill['time_s']:>6.1f} s  step {kill['step']:>3}  "
             f"{victim:<12} {way:<7} at {point:<13} {seen}{'' if hit else '  (missed)'}"
         )
@@ -134,7 +116,7 @@ class Killer:
     def _until(self, condition: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + RECOVERY_S
         while not condition():
-            if self._give_up.is_set() or not self._traffic.running:
+            if self._give_up.is_set() or not self._traffic.thread.is_alive():
                 raise GaveUp
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{otherwise} within {RECOVERY_S:g} s")

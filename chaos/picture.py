@@ -35,8 +35,10 @@ def _draw_kills(axes: Axes, kills: Sequence[dict[str, Any]]) -> None:
             marker=mark, color=colour, s=52, label=point, zorder=3,
         )  # fmt: skip
     axes.set_yticks(range(len(victims)), victims)
-    axes.set_ylim(len(victims) - 0.5, -0.5)
-    axes.set_title(f"{sum(kill['hit'] for kill in kills)} processes killed or stopped, by victim and kill point")
+    axes.set(
+        ylim=(len(victims) - 0.5, -0.5),
+        title=f"{sum(kill['hit'] for kill in kills)} processes killed or stopped, by victim and kill point",
+    )
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), title="killed at")
 
 
@@ -50,9 +52,9 @@ def _draw_latency(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, A
         [when for when, _ in record.latencies], [seconds * 1e3 for _, seconds in record.latencies],
         s=3, color="#0072B2", alpha=0.35, lw=0, label="an answer", rasterized=True,
     )  # fmt: skip
-    axes.set_yscale("log")
-    axes.set_ylabel("ms")
-    axes.set_title("scoring (critic_infer), from sending to the answer, retries included")
+    axes.set(
+        yscale="log", ylabel="ms", title="scoring (critic_infer), from sending to the answer, retries included"
+    )  # fmt: skip
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), markerscale=3)
 
 
@@ -66,8 +68,7 @@ def _draw_steps(axes: Axes, record: RequestRecord, kills: Sequence[dict[str, Any
         [when for _, when, _ in record.saved], [step for step, _, _ in record.saved],
         color="#D55E00", marker="|", s=70, zorder=3, label="critic_save acknowledged",
     )  # fmt: skip
-    axes.set_ylabel("step")
-    axes.set_title("training steps: each acknowledged once its version is served")
+    axes.set(ylabel="step", title="training steps: each acknowledged once its version is served")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0))
 
 

@@ -14,8 +14,8 @@ import psutil
 
 from chaos.points import VICTIMS
 from chaos.system import ChaosSystem
+from tools.server.health import is_alive
 
-WAYS = ("killed", "stopped", "hung")
 STOP_S = 3.0  # longest temporary stop: too short for the supervisor to replace the process
 HUNG_S = 120.0  # time limit for a hung process to be replaced
 LONGEST_FREEZE_S = 5.0
@@ -47,13 +47,12 @@ def stop_for_good(process: psutil.Process, give_up: threading.Event) -> bool:
 
     In that case the process continues, so that the run can end.
     """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + HUNG_S
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > deadline or give_up.wait(GONE_POLL_S):
-                process.send_signal(signal.SIGCONT)
-                return give_up.is_set()
+    deadline = time.monotonic() + HUNG_S
+    _signal([process], signal.SIGSTOP)
+    while is_alive(process):
+        if time.monotonic() > deadline or give_up.wait(GONE_POLL_S):
+            _signal([process], signal.SIGCONT)
+            return give_up.is_set()
     return True
 
 

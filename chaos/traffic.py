@@ -14,10 +14,13 @@ from typing import TypeVar
 import numpy as np
 
 from actor.scoring.client import RequestFailed, TrainAnswer, TritonClient
+from benchmarks.support.workload import VOCAB_SIZE
+from chaos.background import Background
 from python_backend.config import ClientSection
 from python_backend.wire.contract import REWARDS, VALUES, WEIGHTS_VERSION
 
 T = TypeVar("T")
+ROWS, LONGEST = 48, 96  # of a batch: its rows, and the tokens of a row
 SAVE_EVERY = 10  # steps; each save makes the server load the critic anew, which takes seconds
 SCORERS = 3
 SCORER_PAUSE_S = 0.06
@@ -33,15 +36,6 @@ SCORING = ClientSection(retries=1, backoff_s=0.1, deadline_s=5.0, max_outage_s=0
 
 StopAccepting = Callable[[], Callable[[], None]]
 """Stops (SIGSTOP) critic_train during a write to the journal, if one comes; returns a function that continues it."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Bounds of token ids and row lengths, and the number of rows in a batch."""
-
-    vocab_size: int
-    longest: int
-    rows: int = 48
 
 
 @dataclass(frozen=True)
@@ -94,16 +88,16 @@ class RequestRecord:
         self.saved = [item for item in self.saved if item[0] <= step]
 
 
-def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
+def batch(seed: int, step: int) -> dict[str, np.ndarray]:
     """Return the padded training payload of `step`: ragged rows of several micro-batches, the same on every machine."""
     generator = np.random.default_rng([seed, step])
-    rows = shape.rows * (LARGE if step % LARGE_EVERY == 0 else 1)
-    lengths = generator.integers(shape.longest // 8, shape.longest, rows, endpoint=True)
+    rows = ROWS * (LARGE if step % LARGE_EVERY == 0 else 1)
+    lengths = generator.integers(LONGEST // 8, LONGEST, rows, endpoint=True)
     width = int(lengths.max())
     targets = (rows, width - 1)
     scored = np.arange(width - 1)[None] < lengths[:, None] - 1
     return {
-        "tokens": generator.integers(3, shape.vocab_size, (rows, width), dtype=np.int64),
+        "tokens": generator.integers(3, VOCAB_SIZE, (rows, width), dtype=np.int64),
         "sequence_lengths": lengths.astype(np.int64)[:, None],
         "returns": generator.normal(size=targets).astype(np.float32),
         "prev_values": generator.normal(size=targets).astype(np.float32) * np.float32(0.1),
@@ -111,19 +105,19 @@ def batch(seed: int, step: int, shape: Shape) -> dict[str, np.ndarray]:
     }
 
 
-def probes(seed: int, shape: Shape) -> list[list[np.ndarray]]:
+def probes(seed: int) -> list[list[np.ndarray]]:
     """Return the requests that are sent repeatedly: four requests, with one to four rows."""
     generator = np.random.default_rng([seed, 0])
     return [
-        [generator.integers(3, shape.vocab_size, length) for length in generator.integers(2, shape.longest // 2, rows)]
+        [generator.integers(3, VOCAB_SIZE, length) for length in generator.integers(2, LONGEST // 2, rows)]
         for rows in (1, 2, 3, 4)
     ]
 
 
 class Traffic:
-    """Runs the writer and the scorers in a background thread, until the writer ends or `give_up` is called."""
+    """Runs the writer, which begins with step 1, and the scorers in its `thread`, until the writer ends."""
 
-    def __init__(self, url: str, run_id: str, seed: int, shape: Shape, stop_accepting: StopAccepting) -> None:
+    def __init__(self, url: str, run_id: str, seed: int, stop_accepting: StopAccepting) -> None:
         """`stop_accepting`: see `StopAccepting`."""
         self.record = RequestRecord()
         self.hold = threading.Event()
@@ -132,45 +126,24 @@ class Traffic:
         """Once set, the writer saves after its next step."""
         self.rewind_now = threading.Event()
         """Once set, the writer rewinds before its next large step, while that step is being accepted."""
-        self.error: BaseException | None = None
-        self._url, self._run_id, self._seed, self._shape = url, run_id, seed, shape
+        self._url, self._run_id, self._seed = url, run_id, seed
         self._stop_accepting = stop_accepting
-        self._probes = probes(seed, shape)
+        self._probes = probes(seed)
         self._choice = np.random.default_rng([seed, 1, 1])
         self._promised = 0
         self._last_step: int | None = None
-        self._give_up = threading.Event()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
-
-    def start(self) -> None:
-        """Start the background thread; the writer begins with step 1."""
-        self._thread.start()
+        self.thread = Background("traffic", lambda: asyncio.run(self._converse()))
+        self._give_up = self.thread.given_up
 
     def finish(self, more_steps: int) -> None:
         """Let the writer send `more_steps` further steps and a save, and then end."""
         self._last_step = self.last_step + more_steps
 
-    def give_up(self) -> None:
-        """Stop without sending the remaining steps, and wait for the thread."""
-        self._give_up.set()
-        self._thread.join()
-
     @property
     def last_step(self) -> int:
         """The last step that the server acknowledged; 0 if there is none."""
         return self.record.trained[-1][0] if self.record.trained else 0
-
-    @property
-    def running(self) -> bool:
-        """Whether requests are still sent."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._converse())
-        except BaseException as error:  # thread edge: the main thread reports it
-            self.error = error
 
     async def _converse(self) -> None:
         async with TritonClient(self._url, SCORING) as scoring, TritonClient(self._url, WRITING) as writing:
@@ -197,7 +170,8 @@ class Traffic:
                 await self._repeat(client, int(self._choice.integers(max(1, step - 8), step, endpoint=True)))
             if step % SAVE_EVERY == 0 or self.save_now.is_set() or step == self._last_step:
                 self.save_now.clear()
-                version = await self._until_answered(f"save at {step}", self._saving(client, step))
+                ask = functools.partial(client.save, run_id=self._run_id, step=step)
+                version = await self._until_answered(f"save at {step}", ask)
                 if version is not None:
                     self.record.saved.append((step, self.record.now(), version))
             await asyncio.sleep(self._choice.uniform(0, WRITER_PAUSE_S))
@@ -209,8 +183,7 @@ class Traffic:
         saved = max((saved for saved, _, _ in self.record.saved), default=0)
         target = int(self._choice.integers(max(saved, step - REWIND_BY), step, endpoint=True))
         async with TritonClient(self._url, WRITING) as earlier:
-            payload = batch(self._seed, step + 1, self._shape)
-            sent = asyncio.create_task(earlier.train(payload, run_id=self._run_id, step=step + 1))
+            sent = asyncio.ensure_future(self._training(earlier, step + 1)())
             resume = await asyncio.to_thread(self._stop_accepting)
             try:
                 ask = functools.partial(client.rewind, run_id=self._run_id, step=target)
@@ -230,11 +203,7 @@ class Traffic:
             self.record.repeated.append((step, answer))
 
     def _training(self, client: TritonClient, step: int) -> Callable[[], Awaitable[TrainAnswer]]:
-        payload = batch(self._seed, step, self._shape)
-        return lambda: client.train(payload, run_id=self._run_id, step=step)
-
-    def _saving(self, client: TritonClient, step: int) -> Callable[[], Awaitable[int]]:
-        return lambda: client.save(run_id=self._run_id, step=step)
+        return functools.partial(client.train, batch(self._seed, step), run_id=self._run_id, step=step)
 
     async def _until_answered(self, what: str, ask: Callable[[], Awaitable[T]]) -> T | None:
         """Retry until answered; return the answer, or None if rejected, after STEP_PATIENCE_S, or when traffic ends."""

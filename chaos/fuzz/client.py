@@ -1,27 +1,22 @@
-"""Sends the fuzz test's requests over HTTP or gRPC exactly as built: no client library validates or corrects them.
-
-`GoodClient` meanwhile scores the same valid rows repeatedly, and measures how long the answers take.
-"""
+"""Sends the fuzz test's requests over HTTP or gRPC exactly as built: no client library validates or corrects them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import http.client
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from chaos.fuzz.requests import Request, Tensor
+from chaos.fuzz.requests import Request
 
 HANG_S = 30.0
-PAUSE_S = 0.05
-TOLERANCE = 1e-4
 LARGEST_MESSAGE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -42,19 +37,22 @@ class Answer:
 
 
 def send_http(url: str, request: Request) -> Answer:
-    """Send a request over HTTP; a status of None means that the connection broke or no answer came."""
+    """Send a request over HTTP; return the answer as `post` does."""
     body, headers = _http_body(request)
     version = f"/versions/{request.version}" if request.version else ""
+    return post(url, f"/v2/models/{request.model}{version}/infer", body, {**headers, **request.headers})
+
+
+def post(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    """Send a POST request; a status of None means that the connection broke or no answer came."""
     begin = time.monotonic()
-    connection = http.client.HTTPConnection(url, timeout=HANG_S)
-    try:
-        connection.request("POST", f"/v2/models/{request.model}{version}/infer", body, {**headers, **request.headers})
-        answer = connection.getresponse()
-        content = answer.read()
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return Answer(None, f"{type(error).__name__}: {error}", time.monotonic() - begin)
-    finally:
-        connection.close()
+    with contextlib.closing(http.client.HTTPConnection(url, timeout=HANG_S)) as connection:
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return Answer(None, f"{type(error).__name__}: {error}", time.monotonic() - begin)
     length = int(answer.headers.get("Inference-Header-Content-Length") or len(content))
     text = content[:length].decode("utf-8", "replace")
     outputs = {}
@@ -82,34 +80,28 @@ def _http_body(request: Request) -> tuple[bytes, dict[str, str]]:
     return encoded + b"".join(parts), {"Inference-Header-Content-Length": str(len(encoded))}
 
 
-class GrpcSender:
-    """Sends requests over one gRPC channel; each thread needs its own sender."""
+@contextlib.contextmanager
+def grpc_sender(url: str) -> Iterator[Callable[[Request], Answer]]:
+    """Yield a function that sends a request over one gRPC channel; each thread needs its own."""
+    with grpc.insecure_channel(url, options=[*LARGEST_MESSAGE, ("grpc.enable_http_proxy", 0)]) as channel:
+        yield functools.partial(_send_grpc, service_pb2_grpc.GRPCInferenceServiceStub(channel))
 
-    def __init__(self, url: str) -> None:
-        self._channel = grpc.insecure_channel(url, options=[*LARGEST_MESSAGE, ("grpc.enable_http_proxy", 0)])
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
-    def send(self, request: Request) -> Answer:
-        """Send a request and return the answer."""
-        begin = time.monotonic()
-        try:
-            message = _message(request)
-            metadata = [(name.lower(), value) for name, value in request.headers.items() if value.isprintable()]
-            answer = self._stub.ModelInfer(message, timeout=HANG_S, metadata=metadata)
-        except grpc.RpcError as error:
-            return Answer(error.code().name, str(error.details()), time.monotonic() - begin)
-        shapes = {output.name: list(output.shape) for output in answer.outputs}
-        return Answer("200", "", time.monotonic() - begin, shapes)
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+def _send_grpc(stub: Any, request: Request) -> Answer:
+    begin = time.monotonic()
+    try:
+        metadata = [(name.lower(), value) for name, value in request.headers.items() if value.isprintable()]
+        answer = stub.ModelInfer(_message(request), timeout=HANG_S, metadata=metadata)
+    except grpc.RpcError as error:
+        return Answer(error.code().name, str(error.details()), time.monotonic() - begin)
+    shapes = {output.name: list(output.shape) for output in answer.outputs}
+    return Answer("200", "", time.monotonic() - begin, shapes)
 
 
 def _message(request: Request) -> Any:
     message = service_pb2.ModelInferRequest(model_name=request.model, model_version=request.version)
     for tensor in request.tensors:
-        message.inputs.append(_grpc_input(tensor))
+        message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         message.raw_input_contents.append(tensor.data)
     for name in request.outputs:
         message.outputs.add(name=name)
@@ -121,77 +113,3 @@ def _message(request: Request) -> Any:
         else:
             message.parameters[name].string_param = str(value)
     return message
-
-
-def _grpc_input(tensor: Tensor) -> Any:
-    return service_pb2.ModelInferRequest.InferInputTensor(
-        name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
-    )
-
-
-def scored_tokens(rows: np.ndarray) -> dict[str, Any]:
-    """Return the body of an inference request of token rows `[B, S]`."""
-    tensor = {"name": "tokens", "datatype": "INT64", "shape": list(rows.shape), "data": rows.ravel().tolist()}
-    return {"inputs": [tensor]}
-
-
-def numbers_of(answer: Any) -> dict[str, Any]:
-    """Return the outputs of an inference request that are numbers, by name."""
-    return {item["name"]: item["data"] for item in answer["outputs"] if item["datatype"] == "FP32"}
-
-
-class GoodClient:
-    """Scores the same rows repeatedly in a background thread, as an actor would."""
-
-    def __init__(
-        self, url: str, path: str, body: Any, read: Callable[[Any], dict[str, Any]], headers: Mapping[str, str]
-    ) -> None:
-        """`read`: returns the numbers of a reply, by name."""
-        self.longest_s = 0.0
-        self.answered = 0
-        self.wrong: list[str] = []
-        self.outages: list[str] = []
-        self._url, self._path, self._body, self._headers = url, path, json.dumps(body).encode(), {**headers}
-        self._read, self._expected = read, dict[str, Any]()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="good-client", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread; the first answer is the reference for all others."""
-        self._ask()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(PAUSE_S):
-            self._ask()
-
-    def _ask(self) -> None:
-        begin = time.monotonic()
-        connection = http.client.HTTPConnection(self._url, timeout=HANG_S)
-        try:
-            connection.request("POST", self._path, self._body, self._headers)
-            answer = connection.getresponse()
-            content = answer.read()
-        except (OSError, http.client.HTTPException) as error:
-            self.outages.append(f"{type(error).__name__}: {error}")
-            return
-        finally:
-            connection.close()
-            self.longest_s = max(self.longest_s, time.monotonic() - begin)
-        if answer.status != 200:
-            self.outages.append(f"HTTP {answer.status}: {content[:200]!r}")
-            return
-        self._compare(json.loads(content))
-
-    def _compare(self, answer: dict[str, Any]) -> None:
-        found = {name: np.asarray(values, np.float64) for name, values in self._read(answer).items()}
-        self._expected = self._expected or found
-        self.answered += 1
-        for name, array in self._expected.items():
-            if name not in found or not np.allclose(found[name], array, atol=TOLERANCE, rtol=0, equal_nan=True):
-                self.wrong.append(f"{name}: {found.get(name)} instead of {array}")

@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
+from benchmarks.support.children import free_ports
 from chaos.fuzz.gateway import KEY_VARIABLE as GATEWAY_KEY_VARIABLE
 from chaos.fuzz.requests import POSITIONS, VOCAB_SIZE
 from python_backend.config import RunConfig, load_config
 from python_backend.config.sections import UNMEASURED
 from tools.demo.random_models import random_llama, train_bpe
-from tools.server.ports import with_free_ports
 
 KEY_VARIABLE, KEY = "FUZZ_TRAINING_KEY", "open sesame"
 STAGES: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def write_config(out: Path, stage: str) -> RunConfig:
     folder, checkpoints = out / stage, out / "checkpoints"
     data: dict[str, Any] = {
         "run": {"dir": str(folder)},
-        "server": {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "exit_timeout_s": 1},
+        "server": {**free_ports(), "exit_timeout_s": 1},
         **{name: {"checkpoint": str(checkpoints / name), **UNMEASURED} for name in ("reward", "critic")},
         "reference": dict(UNMEASURED),
         "actor": {"policy": {"checkpoint": str(checkpoints / "policy")}},
@@ -50,10 +50,8 @@ def write_config(out: Path, stage: str) -> RunConfig:
     path = folder / "fuzz.yaml"
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     config = load_config(path)
-    store = WeightsStore(config.run.weights_dir)
-    if store.current() is None:
-        initialise_store(store, config.critic, run_id=config.run.identity)
-    return config.model_copy(update={"server": with_free_ports(config.server)})
+    initialise_store(WeightsStore(config.run.weights_dir), config.critic, run_id=config.run.identity)
+    return config
 
 
 def make_models(folder: Path) -> None:

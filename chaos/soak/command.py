@@ -6,22 +6,23 @@ measured. The results are in DIR/result.json and DIR/soak.png.
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from actor.policy.checkpoint import saved_steps
-from benchmarks.support.machine import describe_machine, describe_versions, now_utc
+from benchmarks.support.benchmark import Record
+from chaos.soak.config import write_soak_config
 from chaos.soak.picture import draw
-from chaos.soak.system import SoakSystem, write_soak_config
 from chaos.soak.usage import UsageSample, take_sample
 from chaos.soak.verdict import Ended, check_disk, check_processes, check_responses, check_survival, check_updates
+from chaos.system import ChaosSystem
 from chaos.verdict import Verdict
+from python_backend.monitoring.log_lines import say
 from python_backend.store.jsonl import JsonlTail
+from python_backend.store.sealed_folder import read_state
 
 KILLS_UNTIL = 0.6  # of the duration
 SETTLED_AFTER = 0.7  # of the duration: from here on growth is measured
@@ -31,17 +32,17 @@ LEAST_PAUSE_S = 10.0  # between the step after a kill and the next kill
 NUM_SAMPLES = 600
 LOOK_EVERY_S = 0.1
 LONGEST_UNTIL_S = 600.0  # until the next step after a kill
-Log = Callable[[str], None]
 
 
 class Soak:
     """One soak test: kills processes and takes samples while the system runs."""
 
-    def __init__(self, system: SoakSystem, minutes: float, generator: random.Random, log: Log) -> None:
+    def __init__(self, system: ChaosSystem, minutes: float, generator: random.Random) -> None:
         self.kills: list[dict[str, Any]] = []
         self.samples: list[UsageSample] = []
-        self._system, self._seconds, self._random, self._log = system, minutes * 60, generator, log
-        self._started, self._steps, self._step = time.monotonic(), _StepCount(system), 0
+        self._system, self._seconds, self._random = system, minutes * 60, generator
+        self._metrics = system.config.run.dir / "metrics.jsonl"
+        self._started, self._new_lines, self._step = time.monotonic(), JsonlTail(self._metrics), 0
         self._victims: list[str] = []
         self._next_kill_s = 0.0  # set once the first step is complete
         self._next_sample_s = 0.0
@@ -57,14 +58,15 @@ class Soak:
         """Run for the whole duration, longer if growth was not measured for long enough, or until `enough` is set."""
         while not self._is_over(now := time.monotonic() - self._started) and not enough.is_set():
             self._system.look()
-            self._step = self._steps.now()
+            for line in self._new_lines.read_new():
+                self._step = line["step"]
             if now >= self._next_sample_s:
                 self._next_sample_s = now + max(1.0, self._seconds / NUM_SAMPLES)
                 self.samples.append(take_sample(self._system, now, self._step))
             self._look_at_kills(now)
             if now - self._said_s >= 60.0:
                 self._said_s = now
-                self._log(f"{now / 60:6.1f} min  step {self._step}  {len(self.kills)} kills")
+                say(f"{now / 60:6.1f} min  step {self._step}  {len(self.kills)} kills")
             time.sleep(LOOK_EVERY_S)  # within `enough.wait`, the signal handler that sets it would deadlock
 
     def _is_over(self, now: float) -> bool:
@@ -81,7 +83,7 @@ class Soak:
     def _look_at_kills(self, now: float) -> None:
         pending = self._pending
         if pending is not None:
-            if self._system.is_whole() and self._system.progress_time() > pending["wall_time"]:
+            if self._system.is_whole() and self._metrics.stat().st_mtime > pending["wall_time"]:
                 pending["until_s"] = round(now - pending["time_s"], 2)
                 self._plan_kill(now)
         elif not self._next_kill_s:
@@ -100,52 +102,28 @@ class Soak:
         victim = self._victims.pop()
         processes = self._system.processes_of(victim)
         if processes and self._system.kill(self._random.choice(processes)):
-            self.kills.append(
-                {
-                    "time_s": round(now, 2),
-                    "wall_time": time.time(),
-                    "victim": victim,
-                    "step": self._step,
-                    "until_s": None,
-                }
-            )
-            self._log(f"{now / 60:6.1f} min  step {self._step}  killed the {victim}")
+            kill = {"time_s": round(now, 2), "wall_time": time.time(), "victim": victim, "step": self._step}
+            self.kills.append(kill | {"until_s": None})
+            say(f"{now / 60:6.1f} min  step {self._step}  killed the {victim}")
 
 
-class _StepCount:
-    """The newest step in metrics.jsonl, read incrementally."""
-
-    def __init__(self, system: SoakSystem) -> None:
-        self._tail = JsonlTail(system.config.run.dir / "metrics.jsonl")
-        self._last = 0
-
-    def now(self) -> int:
-        for line in self._tail.read_new():
-            self._last = line["step"]
-        return self._last
-
-
-def run_soak(out: Path, minutes: float, seed: int, *, log: Log, enough: threading.Event) -> list[Verdict]:
-    """Run the soak test in `out`, print and return its verdicts. Call it from the main thread.
+def run_soak(minutes: float, seed: int, enough: threading.Event, record: Record) -> list[Verdict]:
+    """Run the soak test in `record.out`, and return its verdicts. Call it from the main thread.
 
     Args:
         seed: seed of weights, prompts, victims and times.
-        log: receives the progress.
         enough: once set, the test ends early, and the verdicts cover the run so far.
 
     Raises:
         ServerStartError: the server did not start at the beginning, or FAILED_STARTS restarts failed.
     """
-    out = out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    about = {"date": now_utc(), "seed": seed, "machine": describe_machine(), "versions": describe_versions()}
-    log(f"{minutes:g} minutes, seed {seed}, in {out}")
-    system = SoakSystem(write_soak_config(out, seed), random.Random(seed + 1), log)
-    soak = Soak(system, minutes, random.Random(seed + 2), log)
+    say(f"{minutes:g} minutes, seed {seed}, in {record.out}")
+    system = ChaosSystem(write_soak_config(record.out, seed), random.Random(seed + 1), ("actor", "sidecar"))
+    soak = Soak(system, minutes, random.Random(seed + 2))
     try:
         soak.run(enough)
-        system.stop_actor()
-        system.stop_sidecar()
+        system.stop_program("actor")
+        system.stop_program("sidecar")
     finally:
         system.stop()
     calm = [sample for sample in soak.samples if sample.time_s >= soak.calm_from_s]
@@ -159,21 +137,20 @@ def run_soak(out: Path, minutes: float, seed: int, *, log: Log, enough: threadin
         check_disk(calm),
     ]
     totals = {"minutes": minutes, "steps": ended.actor["step"], "kills": len(soak.kills), "calm_samples": len(calm)}
-    result = {
-        **about, "summary": totals, "kills": soak.kills, "samples": [sample.to_json() for sample in soak.samples],
-        "verdicts": [{"promise": v.promise, "checked": v.checked, "violations": v.violations} for v in verdicts],
+    record.result |= {
+        "summary": totals, "kills": soak.kills, "samples": [asdict(sample) for sample in soak.samples],
+        "verdicts": [asdict(item) for item in verdicts],
     }  # fmt: skip
-    (out / "result.json").write_text(json.dumps(result, indent=1))
-    draw(out / "soak.png", soak.samples, soak.kills, soak.calm_from_s)
-    for item in verdicts:
-        log(item.sentence())
+    record.save()
+    draw(record.out / "soak.png", soak.samples, soak.kills, soak.calm_from_s)
     return verdicts
 
 
-def _ended(system: SoakSystem) -> Ended:
+def _ended(system: ChaosSystem) -> Ended:
     """Return the state of a stopped system. A run that never completed a step is at step 0."""
-    last = max(saved_steps(system.config.run.dir / "checkpoints" / "actor"), default=0)
-    current = system.store.current()
+    checkpoints, current = system.config.run.dir / "checkpoints", system.store.current()
+    last = max(saved_steps(checkpoints / "actor"), default=0)
     if not last or current is None:
         return Ended({"step": 0, "masked_samples": 0}, {"step": 0, "optimizer_step": 0}, 0)
-    return Ended(system.state_of("actor", last), system.state_of("critic", last), system.store.manifest(current).step)
+    actor, critic = (read_state(checkpoints / role / str(last)) for role in ("actor", "critic"))
+    return Ended(actor, critic, system.store.manifest(current).step)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from chaos.soak.system import SoakSystem
+from chaos.system import ChaosSystem
 from tools.server.shared_memory import SHARED_MEMORY
 
 
@@ -43,12 +42,8 @@ class UsageSample:
     disk_mb: float
     """Of versions, journal entries and checkpoints; metrics and logs grow with the number of steps."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the sample as JSON values."""
-        return asdict(self)
 
-
-def take_sample(system: SoakSystem, time_s: float, step: int) -> UsageSample:
+def take_sample(system: ChaosSystem, time_s: float, step: int) -> UsageSample:
     """Return what the system uses now; a process that ends meanwhile is left out."""
     run, journal = system.config.run, system.config.run.journal_dir / system.config.run.identity
     folders = [run.weights_dir, journal / "entries", run.dir / "checkpoints"]

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from chaos.soak.system import MOST_REQUESTS, ROWS
+from chaos.soak.config import MOST_REQUESTS, ROWS
 from chaos.soak.usage import UsageSample
 from chaos.verdict import Verdict, verdict
 from python_backend.store.jsonl import read_jsonl

@@ -19,14 +19,14 @@ from chaos.picture import draw
 from chaos.points import NOTHING, POINTS, VICTIMS, Points, plan_kills
 from chaos.stopping import stop_for, stop_for_good, ways_of
 from chaos.summary import kills_with_recovery, outages, summary
-from chaos.system import shape_of, write_config
-from chaos.traffic import RequestRecord, Shape, batch, probes
+from chaos.system import write_config
+from chaos.traffic import LONGEST, VOCAB_SIZE, RequestRecord, batch, probes
 from python_backend.config import RunConfig, load_config
 from python_backend.store.journal import Heartbeat, Journal
 from python_backend.wire.contract import Limits
 from python_backend.wire.training_payload import train_payload
 
-SHAPE = Shape(vocab_size=50, longest=24, rows=9)
+LIMITS = Limits(VOCAB_SIZE, LONGEST)
 SHORT_FORM_KILLS = 6
 
 
@@ -43,7 +43,9 @@ def test_each_of_several_ranks_is_a_victim(tmp_path: Path):
     victims = {*VICTIMS, "rank 0", "rank 1"}
     plan = plan_kills(56, 1, ranks=2)
     assert set(plan) == {(victim, point) for victim in victims for point in POINTS}
-    assert load_config(write_config(tmp_path, None, 2)).trainer.ranks == 2
+    config = load_config(write_config(tmp_path, 2))
+    assert (config.trainer.ranks, config.critic.reload) == (2, "swap")
+    assert 0 not in (config.server.http_port, config.server.grpc_port, config.server.metrics_port)
     kills = [{"victim": victim, "point": point, "hit": True, "time_s": 1.0} for victim, point in plan]
     draw(tmp_path / "chaos.png", RequestRecord(latencies=[(0.5, 0.01)]), kills)
     assert (tmp_path / "chaos.png").stat().st_size
@@ -78,50 +80,18 @@ def test_a_stopped_process_goes_on_and_one_that_hangs_is_waited_for():
         child.communicate()
 
 
-# ---- the run ----
-
-
-def model_folder(folder: Path, **config: int) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def test_reward_and_critic_may_be_given(tmp_path: Path):
-    reward = model_folder(tmp_path / "reward", vocab_size=90, n_positions=40)
-    critic = model_folder(tmp_path / "critic", vocab_size=70, max_position_embeddings=60)
-    given = {
-        "run": {"dir": "elsewhere"},
-        "reward": {"checkpoint": reward, "threads": 1},
-        "critic": {"checkpoint": critic, "reload": "triton", "threads": 9},
-        "trainer": {"optimizer": {"weight_decay": 0.25, "lr": 0.5}},
-    }
-    (tmp_path / "given.yaml").write_text(json.dumps(given))
-    (tmp_path / "out").mkdir()
-    config = load_config(write_config(tmp_path / "out", tmp_path / "given.yaml"))
-    assert (str(config.reward.checkpoint), str(config.critic.checkpoint)) == (reward, critic)
-    assert (config.critic.threads, config.critic.reload) == (9, "swap")
-    assert config.trainer.optimizer.weight_decay == 0.25
-    assert config.run.dir == tmp_path / "out"
-    assert 0 not in (config.server.http_port, config.server.grpc_port, config.server.metrics_port)
-    assert shape_of(config) == Shape(vocab_size=70, longest=40)
-    assert not (tmp_path / "out" / "checkpoints").exists()
-
-
 # ---- the traffic ----
 
 
 def test_a_batch_is_the_same_again_ragged_and_valid():
-    first, again, other = batch(3, 7, SHAPE), batch(3, 7, SHAPE), batch(3, 8, SHAPE)
-    payload = train_payload(first, Limits(SHAPE.vocab_size, SHAPE.longest))
-    assert payload.digest() == train_payload(again, Limits(50, 24)).digest()
-    assert payload.digest() != train_payload(other, Limits(50, 24)).digest()
+    payload, again, other = (train_payload(batch(3, step), LIMITS) for step in (7, 7, 8))
+    assert payload.digest() == again.digest() != other.digest()
     assert len(set(payload.lengths.tolist())) > 1
     assert payload.mask.sum() == (payload.lengths - 1).sum()
 
 
 def test_some_batches_are_large():
-    assert len(batch(3, 5, SHAPE)["tokens"]) == 8 * len(batch(3, 6, SHAPE)["tokens"])
+    assert len(batch(3, 5)["tokens"]) == 8 * len(batch(3, 6)["tokens"])
 
 
 def test_a_rewind_takes_back_the_answers_to_later_steps():
@@ -132,7 +102,7 @@ def test_a_rewind_takes_back_the_answers_to_later_steps():
 
 
 def test_probes_are_the_same_rows_for_ever():
-    first, again = probes(3, SHAPE), probes(3, SHAPE)
+    first, again = probes(3), probes(3)
     assert [len(rows) for rows in first] == [1, 2, 3, 4]
     for ours, theirs in zip(first, again, strict=True):
         assert all(map(np.array_equal, ours, theirs))

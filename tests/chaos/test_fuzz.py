@@ -10,8 +10,8 @@ import pytest
 
 from chaos.fuzz import command as fuzz
 from chaos.fuzz.client import Answer
-from chaos.fuzz.command import GATEWAY_MB, LONGEST_WAIT_S, StageOutcome
 from chaos.fuzz.gateway import ATTACKS
+from chaos.fuzz.outcome import GATEWAY_MB, LONGEST_WAIT_S, StageOutcome
 from chaos.fuzz.requests import CHANGES, KILLING, make_request
 
 MODELS = ["critic", "critic_infer", "critic_save", "critic_train", "reference", "reward_model"]
@@ -64,9 +64,10 @@ def test_what_kills_the_server_itself_is_a_switch() -> None:
 )
 def test_answers_are_judged(answer: Answer, found: list[str]) -> None:
     outcome = StageOutcome("plain")
-    fuzz._judge(fuzz._Sent(1, make_request(random.Random(0), MODELS, None, kills=False), False), answer, outcome)
+    outcome.judge("1: critic over HTTP", answer)
     assert [name for name in ("wrong", "hangs") if getattr(outcome, name)] == found
     assert outcome.passed == (not found)
+    assert outcome.sent == {str(answer.status): 1}
 
 
 @pytest.mark.slow

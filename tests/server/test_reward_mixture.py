@@ -30,7 +30,7 @@ from live_system import (
 from settled import settled_statistics
 from tiny_models import stub_of, tiny_server
 
-from chaos.fuzz.client import GrpcSender, send_http
+from chaos.fuzz.client import grpc_sender, send_http
 from chaos.fuzz.requests import Request, array_tensor
 from python_backend.config import RunConfig
 from python_backend.wire.contract import (
@@ -296,14 +296,13 @@ def test_bad_rows_over_grpc_do_not_lock_the_server_up(mixed: System) -> None:
     statuses: collections.Counter[str | None] = collections.Counter()
 
     def send() -> None:
-        sender = GrpcSender(at.grpc_url)
-        for _ in range(NUM_BAD // NUM_SENDERS):
-            for model in (REWARD_MODEL, CRITIC_INFER):
-                answer = sender.send(dataclasses.replace(bad, model=model))
-                statuses[answer.status] += 1
-                if answer.hung:
-                    return
-        sender.close()
+        with grpc_sender(at.grpc_url) as send_grpc:
+            for _ in range(NUM_BAD // NUM_SENDERS):
+                for model in (REWARD_MODEL, CRITIC_INFER):
+                    answer = send_grpc(dataclasses.replace(bad, model=model))
+                    statuses[answer.status] += 1
+                    if answer.hung:
+                        return
 
     with ThreadPoolExecutor(NUM_SENDERS) as executor:
         for sent in [executor.submit(send) for _ in range(NUM_SENDERS)]:
