@@ -9,7 +9,8 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,22 +116,22 @@ def make_request(generator: random.Random, models: Sequence[str], key: str | Non
     request = _good(generator, generator.choice(models))
     if key is not None and generator.random() < 0.5:
         request.headers[KEY_HEADER] = key
-    changes = [*CHANGES, *(KILLING if kills else ())]
-    for change in generator.sample(changes, generator.randint(0, 3)):
-        change(generator, request)
-        request.wrong.append(change.__name__.strip("_"))
+    changes = {**CHANGES, **(KILLING if kills else {})}
+    request.wrong = generator.sample([*changes], generator.randint(0, 3))
+    for name in request.wrong:
+        changes[name](generator, request)
     return request
 
 
 def array_tensor(name: str, array: np.ndarray) -> Tensor:
-    """Return a tensor with the content of an int64, float32 or bytes array."""
-    if array.dtype == np.object_:
-        return Tensor(name, "BYTES", list(array.shape), _encode(array.ravel().tolist()))
+    """Return a tensor with the content of an int64 or float32 array."""
     return Tensor(name, {"i": "INT64", "f": "FP32"}[array.dtype.kind], list(array.shape), array.tobytes())
 
 
-def _encode(texts: Sequence[bytes]) -> bytes:
-    return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+def texts_tensor(name: str, texts: Sequence[bytes]) -> Tensor:
+    """Return a tensor of texts, one in each row."""
+    data = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+    return Tensor(name, "BYTES", [len(texts), 1], data)
 
 
 def _good(generator: random.Random, model: str) -> Request:
@@ -144,8 +145,7 @@ def _good(generator: random.Random, model: str) -> Request:
         parts = [array_tensor(name, part) for name, part in zip((RETURNS, PREV_VALUES), targets[:2], strict=True)]
         return Request(model, [tokens, *parts, array_tensor(MASK, np.ones((rows, width - 1), np.float32))])
     if model != REFERENCE and generator.random() < 0.4:
-        texts = np.asarray([[b"A list of words"]] * rows, dtype=np.object_)
-        return Request(model, [array_tensor(SENTENCES, texts)])
+        return Request(model, [texts_tensor(SENTENCES, [b"A list of words"] * rows)])
     lengths = array_tensor(SEQUENCE_LENGTHS, numbers.integers(1, width + 1, (rows, 1), dtype=np.int64))
     return Request(model, [tokens, lengths])
 
@@ -197,76 +197,31 @@ def _scramble_data(generator: random.Random, request: Request) -> None:
 
 
 def _edge_values(generator: random.Random, request: Request) -> None:
-    tensor = _pick(generator, request)
-    if tensor.datatype == "INT64" and tensor.data and len(tensor.data) % 8 == 0:
-        array = np.frombuffer(tensor.data, np.int64).copy()
-        array[generator.randrange(array.size)] = generator.choice(EDGES)
-        tensor.data = array.tobytes()
+    _change_one_number(generator, _pick(generator, request), "INT64", np.dtype(np.int64), EDGES)
 
 
 def _bad_floats(generator: random.Random, request: Request) -> None:
     for tensor in request.tensors:
-        if tensor.datatype == "FP32" and tensor.data and len(tensor.data) % 4 == 0:
-            array = np.frombuffer(tensor.data, np.float32).copy()
-            array[generator.randrange(array.size)] = generator.choice((np.nan, np.inf, -np.inf, 3e38, -1.0))
-            tensor.data = array.tobytes()
+        _change_one_number(generator, tensor, "FP32", np.dtype(np.float32), (np.nan, np.inf, -np.inf, 3e38, -1.0))
 
 
-def _odd_sentences(generator: random.Random, request: Request) -> None:
-    rows = generator.randint(1, 3)
-    texts = np.asarray([[generator.choice(TEXTS)] for _ in range(rows)], dtype=np.object_)
-    request.tensors = [array_tensor(SENTENCES, texts)]
+def _change_one_number(
+    generator: random.Random, tensor: Tensor, datatype: str, dtype: np.dtype, values: Sequence[float]
+) -> None:
+    if tensor.datatype == datatype and tensor.data and len(tensor.data) % dtype.itemsize == 0:
+        array = np.frombuffer(tensor.data, dtype).copy()
+        array[generator.randrange(array.size)] = generator.choice(values)
+        tensor.data = array.tobytes()
 
 
-def _odd_pairs(generator: random.Random, request: Request) -> None:
+def _replace_tensors(make: Callable[[random.Random], list[Tensor]], generator: random.Random, request: Request) -> None:
+    request.tensors = make(generator)
+
+
+def _add_tensor(make: Callable[[random.Random, int], Tensor], generator: random.Random, request: Request) -> None:
+    """Add what `make` returns for the number of rows of the request's first tensor, between 1 and 8."""
     rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
-    texts = [[generator.choice(TEXTS)] for _ in range(min(8, max(1, rows)))]
-    request.tensors.append(array_tensor(TEXT_PAIRS, np.asarray(texts, dtype=np.object_)))
-
-
-def _odd_metadata(generator: random.Random, request: Request) -> None:
-    rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
-    texts = [[generator.choice(METADATA_TEXTS)] for _ in range(min(8, max(1, rows)))]
-    request.tensors = [tensor for tensor in request.tensors if tensor.name != METADATA]
-    request.tensors.append(array_tensor(METADATA, np.asarray(texts, dtype=np.object_)))
-
-
-def _many_rows(generator: random.Random, request: Request) -> None:
-    rows = generator.choice((2000, 8192, 8193, 100_000))
-    request.tensors = [array_tensor(TOKENS, np.ones((rows, 1), np.int64))]
-
-
-def _many_sentences(generator: random.Random, request: Request) -> None:
-    texts = [[b"a"]] * generator.choice((2000, 8192, 20_000)) + [[b"word " * 100]]
-    request.tensors = [array_tensor(SENTENCES, np.asarray(texts, dtype=np.object_))]
-
-
-def _long_sentences(generator: random.Random, request: Request) -> None:
-    texts = [[b"word " * 190_000]] * generator.choice((4, 12, 30))
-    request.tensors = [array_tensor(SENTENCES, np.asarray(texts, dtype=np.object_))]
-
-
-def _wide_rows(generator: random.Random, request: Request) -> None:
-    rows = generator.choice((1, 64, 4000))
-    request.tensors = [
-        array_tensor(TOKENS, np.ones((rows, 1100), np.int64)),
-        array_tensor(SEQUENCE_LENGTHS, np.full((rows, 1), generator.choice((1, 100, 1100)), np.int64)),
-    ]
-
-
-def _prompt_lengths(generator: random.Random, request: Request) -> None:
-    values = [[generator.choice(EDGES)] for _ in range(generator.randint(1, 4))]
-    request.tensors.append(array_tensor(PROMPT_LENGTHS, np.asarray(values, np.int64)))
-
-
-def _odd_run_id(generator: random.Random, request: Request) -> None:
-    texts = np.asarray([generator.choice(TEXTS[:9])], dtype=np.object_)
-    request.tensors.append(array_tensor(RUN_ID, texts))
-
-
-def _odd_step(generator: random.Random, request: Request) -> None:
-    name = generator.choice((STEP, "rewind_to", "keep_steps"))
-    request.tensors.append(array_tensor(name, np.asarray([generator.choice(EDGES)], np.int64)))
+    request.tensors.append(make(generator, min(8, max(1, rows))))
 
 
 def _odd_outputs(generator: random.Random, request: Request) -> None:
@@ -323,10 +278,36 @@ def _kill_by_brackets(generator: random.Random, request: Request) -> None:
     request.body = b"[" * 400_000
 
 
-CHANGES: tuple[Callable[[random.Random, Request], None], ...] = (
-    _drop_tensor, _repeat_tensor, _rename_tensor, _change_datatype, _change_shape, _empty, _cut_data, _extend_data,
-    _scramble_data, _edge_values, _bad_floats, _odd_sentences, _odd_pairs, _odd_metadata, _many_rows, _many_sentences,
-    _long_sentences, _wide_rows, _prompt_lengths, _odd_run_id, _odd_step, _odd_outputs, _odd_parameters, _odd_version,
-    _as_json, _odd_body, _odd_headers,
-)  # fmt: skip
-KILLING = (_kill_by_shape, _kill_by_brackets)
+def _wide_rows(rows: int, length: int) -> list[Tensor]:
+    tokens = array_tensor(TOKENS, np.ones((rows, 1100), np.int64))
+    return [tokens, array_tensor(SEQUENCE_LENGTHS, np.full((rows, 1), length, np.int64))]
+
+
+NEW_TENSORS: dict[str, Callable[[random.Random], list[Tensor]]] = {
+    "odd_sentences": lambda g: [texts_tensor(SENTENCES, [g.choice(TEXTS) for _ in range(g.randint(1, 3))])],
+    "many_rows": lambda g: [array_tensor(TOKENS, np.ones((g.choice((2000, 8192, 8193, 100_000)), 1), np.int64))],
+    "many_sentences": lambda g: [texts_tensor(SENTENCES, [b"a"] * g.choice((2000, 8192, 20_000)) + [b"word " * 100])],
+    "long_sentences": lambda g: [texts_tensor(SENTENCES, [b"word " * 190_000] * g.choice((4, 12, 30)))],
+    "wide_rows": lambda g: _wide_rows(g.choice((1, 64, 4000)), g.choice((1, 100, 1100))),
+}
+MORE_TENSORS: dict[str, Callable[[random.Random, int], Tensor]] = {
+    "odd_pairs": lambda g, rows: texts_tensor(TEXT_PAIRS, [g.choice(TEXTS) for _ in range(rows)]),
+    "odd_metadata": lambda g, rows: texts_tensor(METADATA, [g.choice(METADATA_TEXTS) for _ in range(rows)]),
+    "prompt_lengths": lambda g, rows: array_tensor(
+        PROMPT_LENGTHS, np.asarray([[g.choice(EDGES)] for _ in range(g.randint(1, 4))], np.int64)
+    ),
+    "odd_run_id": lambda g, rows: replace(texts_tensor(RUN_ID, [g.choice(TEXTS[:9])]), shape=[1]),
+    "odd_step": lambda g, rows: array_tensor(
+        g.choice((STEP, "rewind_to", "keep_steps")), np.asarray([g.choice(EDGES)], np.int64)
+    ),
+}
+CHANGES: dict[str, Callable[[random.Random, Request], None]] = {
+    "drop_tensor": _drop_tensor, "repeat_tensor": _repeat_tensor, "rename_tensor": _rename_tensor,
+    "change_datatype": _change_datatype, "change_shape": _change_shape, "empty": _empty, "cut_data": _cut_data,
+    "extend_data": _extend_data, "scramble_data": _scramble_data, "edge_values": _edge_values,
+    "bad_floats": _bad_floats, "odd_outputs": _odd_outputs, "odd_parameters": _odd_parameters,
+    "odd_version": _odd_version, "as_json": _as_json, "odd_body": _odd_body, "odd_headers": _odd_headers,
+    **{name: partial(_replace_tensors, make) for name, make in NEW_TENSORS.items()},
+    **{name: partial(_add_tensor, make) for name, make in MORE_TENSORS.items()},
+}  # fmt: skip
+KILLING = {"kill_by_shape": _kill_by_shape, "kill_by_brackets": _kill_by_brackets}
