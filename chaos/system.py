@@ -139,10 +139,10 @@ class ChaosSystem:
     def ranks(self) -> list[psutil.Process]:
         """Return the processes that train the critic: those of the ranks, or the sidecar itself if it trains alone."""
         try:
-            (sidecar,) = self.processes_of("sidecar")
+            sidecar = psutil.Process(self._children["sidecar"][-1].process.pid)
             children = sidecar.children() if self.config.trainer.ranks > 1 else [sidecar]
             return [process for process in children if process.status() != psutil.STATUS_ZOMBIE]
-        except (psutil.NoSuchProcess, ValueError):
+        except psutil.NoSuchProcess:
             return []
 
     def await_end(self, ranks: Sequence[psutil.Process]) -> float:

@@ -219,7 +219,7 @@ def _replace_tensors(make: Callable[[random.Random], list[Tensor]], generator: r
 
 
 def _add_tensor(make: Callable[[random.Random, int], Tensor], generator: random.Random, request: Request) -> None:
-    """Add what `make` returns for the number of rows of the request's first tensor, between 1 and 8."""
+    """Add what `make` returns for the number of rows of the request's first tensor, at least 1 and at most 8."""
     rows = request.tensors[0].shape[0] if request.tensors and request.tensors[0].shape else 1
     request.tensors.append(make(generator, min(8, max(1, rows))))
 
@@ -283,6 +283,7 @@ def _wide_rows(rows: int, length: int) -> list[Tensor]:
     return [tokens, array_tensor(SEQUENCE_LENGTHS, np.full((rows, 1), length, np.int64))]
 
 
+# Changes that replace all tensors of a request.
 NEW_TENSORS: dict[str, Callable[[random.Random], list[Tensor]]] = {
     "odd_sentences": lambda g: [texts_tensor(SENTENCES, [g.choice(TEXTS) for _ in range(g.randint(1, 3))])],
     "many_rows": lambda g: [array_tensor(TOKENS, np.ones((g.choice((2000, 8192, 8193, 100_000)), 1), np.int64))],
@@ -290,6 +291,7 @@ NEW_TENSORS: dict[str, Callable[[random.Random], list[Tensor]]] = {
     "long_sentences": lambda g: [texts_tensor(SENTENCES, [b"word " * 190_000] * g.choice((4, 12, 30)))],
     "wide_rows": lambda g: _wide_rows(g.choice((1, 64, 4000)), g.choice((1, 100, 1100))),
 }
+# Changes that add a tensor to a request; called with its number of rows.
 MORE_TENSORS: dict[str, Callable[[random.Random, int], Tensor]] = {
     "odd_pairs": lambda g, rows: texts_tensor(TEXT_PAIRS, [g.choice(TEXTS) for _ in range(rows)]),
     "odd_metadata": lambda g, rows: texts_tensor(METADATA, [g.choice(METADATA_TEXTS) for _ in range(rows)]),
