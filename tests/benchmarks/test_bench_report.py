@@ -172,7 +172,7 @@ def test_every_benchmark_has_the_parts_that_the_runner_calls(name: str, capsys: 
     assert any(getattr(settings, key) != getattr(quick, key) for key in benchmark.OPTIONS)
     with pytest.raises(SystemExit, match="0"):
         parse_arguments(name, benchmark, ["--help"])
-    assert re.match(rf"usage: .* {name} ", capsys.readouterr().out)
+    assert re.match(rf"usage: .* {name}\s", capsys.readouterr().out, re.DOTALL)
 
 
 @pytest.mark.parametrize(
