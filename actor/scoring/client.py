@@ -134,6 +134,11 @@ class TritonClient(AbstractAsyncContextManager["TritonClient"]):
         return await self._servers.why_not_ready(model)
 
     @property
+    def num_servers(self) -> int:
+        """Number of servers known now, healthy or not; none before the first request."""
+        return len(self._servers.servers)
+
+    @property
     def outage(self) -> str:
         """Why requests wait, with one cause per server; empty if they do not."""
         return self._servers.outage

@@ -26,6 +26,7 @@ from python_backend.wire.printable import printable
 from tools.gateway.bodies import max_rows
 from tools.gateway.json_api import json_router
 from tools.gateway.openrlhf import openrlhf_router
+from tools.gateway.room import Room
 from tools.gateway.rows import GatewayError
 from tools.gateway.scoring import RewardSource
 from tools.gateway.slime import slime_router
@@ -40,7 +41,6 @@ HEADERS = {
 }
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
-COLLECTED_BYTES = 1_000_000  # of a body after which garbage is collected, which takes some 50 ms
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
 NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
@@ -92,8 +92,7 @@ class RequestGuard:
 
     def __init__(self, app: ASGIApp, *, settings: GatewaySection, key: str | None) -> None:
         self._app, self._key, self._max_rows = app, key, settings.max_rows
-        self._max_body_bytes = self._room = settings.max_body_bytes
-        self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        self._max_body_bytes, self._room = settings.max_body_bytes, Room(settings.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -130,26 +129,12 @@ class RequestGuard:
             if max(size, len(body)) > limit:
                 raise GatewayError(413, f"the body exceeds {limit} bytes (gateway.max_body_bytes)")
             if len(body) > SMALL_BODY_BYTES and not has_room:
-                await reserved.enter_async_context(self._reserved(size or limit))
+                await reserved.enter_async_context(self._room.reserved(size or limit))
+                reserved.callback(gc.collect)  # what was parsed is in cycles, and would stay beside the next body
                 has_room, deadline = True, clock() + BODY_S
         if len(body) > MAX_ITEMS and _num_items(body) > MAX_ITEMS:
             raise GatewayError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
         return bytes(body)
-
-    @contextlib.asynccontextmanager
-    async def _reserved(self, size: int) -> AsyncIterator[None]:
-        async with self._turn:  # first come, first served
-            while self._room < size:
-                self._freed.clear()
-                await self._freed.wait()
-            self._room -= size
-        try:
-            yield
-        finally:
-            if size > COLLECTED_BYTES:  # what was parsed is in reference cycles, and would stay beside the next body
-                gc.collect()
-            self._room += size
-            self._freed.set()
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -44,11 +44,13 @@ from python_backend.wire.contract import (
     TOKENS,
     sentence_texts,
 )
+from tools.gateway.room import Room
 from tools.gateway.rows import GatewayError, Row, RowResult, check_number
 
 # Rows of requests that arrive at about the same time share a request to Triton, which costs a third per row. It is
 # answered when its slowest row is, so with reward functions, which may hang, each caller has requests of its own.
 GATHER_S = 0.002
+ROWS_IN_FLIGHT = 256  # of one caller, at each server: more would wait there, encoded, before the rows of other callers
 ASK_AGAIN_S = 0.5  # pause before the servers' declaration is requested again, while none is up
 OUR_NAMES = {
     SENTENCES: "text",
@@ -90,7 +92,6 @@ class _Kind:
 
     are_tokens: bool
     extra: frozenset[str]  # outputs in addition to those of every request
-    caller: object = None  # whose rows they are; None: of all callers
 
 
 @dataclass(eq=False)
@@ -174,39 +175,29 @@ class RewardSource:
             )
         extra = frozenset([*([PROBABILITIES] if probabilities else ()), *((QUEUE_US, COMPUTE_US) if timing else ())])
         served = await self.served()
-        if served.groupwise:
-            return await self._score_groups(rows, extra)
-        caller = object() if served.components else None
-        return list(await asyncio.gather(*(self._result(row, extra, caller) for row in rows)))
-
-    async def _score_groups(self, rows: Sequence[Row], extra: frozenset[str]) -> list[RowResult]:
-        groups: dict[Hashable, list[int]] = {}
-        for i, row in enumerate(rows):
-            try:
-                groups.setdefault(group_key(row.metadata), []).append(i)
-            except BadGroup:  # sent alone, so that the server explains it
-                groups[i] = [i]
         deadline = asyncio.get_running_loop().time() + self._deadline_s
-        parts = await asyncio.gather(
-            *(self._group([rows[i] for i in each], extra, deadline) for each in groups.values())
-        )
-        results = dict(zip([i for each in groups.values() for i in each], itertools.chain(*parts), strict=True))
+        room = Room(ROWS_IN_FLIGHT * self._client.num_servers)
+        failures = [_unscorable(row) for row in rows]
+        parts = _groups(rows) if served.groupwise else _requests(rows, failures, self._rows_per_request)
+
+        async def score_part(part: list[int]) -> list[RowResult]:
+            failed = next((failures[i] for i in part if failures[i]), None)
+            if len({rows[i].tokens is None for i in part}) > 1:
+                failed = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
+            if failed:
+                return [failed] * len(part)
+            kind = _Kind(rows[part[0]].tokens is not None, extra)
+            if not (served.groupwise or served.components) and len(part) < self._rows_per_request:
+                return await asyncio.gather(*(self._shared(rows[i], kind) for i in part))
+            async with room.reserved(len(part)):
+                return await self._results([rows[i] for i in part], kind, deadline, divisible=not served.groupwise)
+
+        scored = await asyncio.gather(*map(score_part, parts))
+        results = dict(zip(itertools.chain(*parts), itertools.chain(*scored), strict=True))
         return [results[i] for i in range(len(rows))]
 
-    async def _group(self, rows: list[Row], extra: frozenset[str], deadline: float) -> list[RowResult]:
-        if len({row.tokens is None for row in rows}) > 1:
-            failure = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
-        elif found := next(filter(None, map(_unscorable, rows)), None):
-            failure = found
-        else:
-            kind = _Kind(rows[0].tokens is not None, extra)
-            return await self._results(rows, kind, deadline, divisible=False)
-        return [failure] * len(rows)
-
-    async def _result(self, row: Row, extra: frozenset[str], caller: object) -> RowResult:
-        if failure := _unscorable(row):
-            return failure
-        kind = _Kind(row.tokens is not None, extra, caller)
+    async def _shared(self, row: Row, kind: _Kind) -> RowResult:
+        """Score a row in a request that the rows of other callers may join."""
         batch = self._open.get(kind)
         if batch is None:
             batch = self._open[kind] = _Batch()
@@ -221,7 +212,7 @@ class RewardSource:
 
     async def _send(self, batch: _Batch, kind: _Kind) -> list[RowResult]:
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(batch.full.wait(), 0 if kind.caller else GATHER_S)
+            await asyncio.wait_for(batch.full.wait(), GATHER_S)
         if self._open.get(kind) is batch:
             del self._open[kind]
         return await self._results(batch.rows, kind, asyncio.get_running_loop().time() + self._deadline_s)
@@ -290,6 +281,26 @@ class RewardSource:
 
 def _failure(status: HTTPStatus, message: str) -> RowResult:
     return RowResult(error=message, status=status)
+
+
+def _requests(rows: Sequence[Row], failures: Sequence[RowResult | None], most: int) -> list[list[int]]:
+    """Return the indices of the rows of each request: of one kind, at most `most`. Failures are alone."""
+    parts = [[i] for i, failure in enumerate(failures) if failure]
+    for are_tokens in (False, True):
+        found = [i for i, row in enumerate(rows) if (row.tokens is not None) == are_tokens and not failures[i]]
+        parts += [found[start : start + most] for start in range(0, len(found), most)]
+    return parts
+
+
+def _groups(rows: Sequence[Row]) -> list[list[int]]:
+    """Return the indices of the rows of each group."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, row in enumerate(rows):
+        try:
+            groups.setdefault(group_key(row.metadata), []).append(i)
+        except BadGroup:  # sent alone, so that the server explains it
+            groups[i] = [i]
+    return [*groups.values()]
 
 
 def _unscorable(row: Row) -> RowResult | None:
