@@ -132,7 +132,7 @@ class RequestGuard:
                 await reserved.enter_async_context(self._room.reserved(size or limit))
                 reserved.callback(gc.collect)  # what was parsed is in cycles, and would stay beside the next body
                 has_room, deadline = True, clock() + BODY_S
-        if len(body) > MAX_ITEMS and _num_items(body) > MAX_ITEMS:
+        if _num_items(body) > MAX_ITEMS:
             raise GatewayError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")
         return bytes(body)
 
@@ -147,7 +147,10 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def _num_items(body: bytearray) -> int:
-    """Return how many texts, objects and arrays there are in JSON, at most MAX_ITEMS + 1."""
+    """Return how many texts, objects and arrays there are in JSON; a larger number if it is at most MAX_ITEMS, too."""
+    most = sum(map(body.count, (b'"', b"{", b"[")))
+    if most <= MAX_ITEMS:  # which is faster to find, and needs no copy
+        return most
     found = _ITEM.finditer(body.replace(b"\\\\", b"").replace(b'\\"', b""))
     return sum(1 for _ in itertools.islice(found, MAX_ITEMS + 1))
 

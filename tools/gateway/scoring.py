@@ -19,7 +19,7 @@ from http import HTTPStatus
 import numpy as np
 
 from actor.scoring.client import TritonClient
-from actor.scoring.connection import Config, parameters_of
+from actor.scoring.connection import Config, parameters_of, timeout
 from actor.scoring.retry import RequestFailed, RequestRefused, ServerFailed, ServersDiffer
 from python_backend.config import GatewaySection
 from python_backend.rewards.groups import BadGroup, group_key
@@ -224,17 +224,13 @@ class RewardSource:
 
         A group is not `divisible`: a part of it would get other rewards, so none of its rows has one.
         """
-        left_s = deadline - asyncio.get_running_loop().time()
         try:
-            return self._read(await asyncio.wait_for(self._ask(rows, kind), left_s), len(rows))
-        except (RequestRefused, RecursionError) as error:  # RecursionError: metadata is nested too deeply for JSON
-            if len(rows) == 1 or not divisible:
-                why = error.why if isinstance(error, RequestRefused) else "metadata: nested too deeply"
-                return [_failure(HTTPStatus.BAD_REQUEST, _in_our_words(why))] * len(rows)
-            half = len(rows) // 2
-            halves = (self._results(part, kind, deadline) for part in (rows[:half], rows[half:]))
-            parts = await asyncio.gather(*halves)
-            return [*parts[0], *parts[1]]
+            async with timeout(deadline - asyncio.get_running_loop().time()):
+                return self._read(await self._ask(rows, kind), len(rows))
+        except RecursionError:  # of JSON
+            failure = _failure(HTTPStatus.BAD_REQUEST, "metadata: nested too deeply")
+        except RequestRefused as error:
+            failure = _failure(HTTPStatus.BAD_REQUEST, _in_our_words(error.why))
         except asyncio.TimeoutError:
             cause = f": {self._client.outage}" if self._client.outage else ""
             failure = _failure(
@@ -244,7 +240,11 @@ class RewardSource:
             failure = _failure(HTTPStatus.BAD_GATEWAY, str(error))
         except RequestFailed as error:
             failure = _failure(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        return [failure] * len(rows)
+        if failure.status != HTTPStatus.BAD_REQUEST or len(rows) == 1 or not divisible:
+            return [failure] * len(rows)
+        half = len(rows) // 2  # not within `except`, where the error would keep the encoded request in memory
+        parts = await asyncio.gather(*(self._results(part, kind, deadline) for part in (rows[:half], rows[half:])))
+        return [*parts[0], *parts[1]]
 
     async def _ask(self, rows: list[Row], kind: _Kind) -> Answer:
         served = await self.served()
