@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_reward import Caller, FakeReward, gateway
 
-from tools.gateway import app, connections
+from tools.gateway import app, connections, scoring
 
 DEADLINE_S = 20.0
 LONG = "x" * 200_000
@@ -67,6 +67,62 @@ def test_large_bodies_wait_for_each_other_and_small_ones_for_none() -> None:
             assert server.in_flight == 2
             server.go.set()
             assert [reply["rewards"] for _, reply in await asyncio.gather(*posts)] == [[len(text)] for text in texts]
+
+    asyncio.run(play())
+
+
+KINDS_OF_SERVER: list[dict[str, Any]] = [{}, {"terms": ("length",)}, {"groupwise": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_SERVER, ids=["shared requests", "reward functions", "groups"])
+def test_many_rows_of_a_caller_keep_no_other_caller_waiting(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 4)
+
+    async def play() -> None:
+        async with FakeReward(**kind) as server, gateway(server.url, rows_per_request=2) as caller:
+            await caller.post("/get_reward", {"query": ["a"]})
+            server.behaviour, server.most_in_flight = (lambda model, number: "wait"), 0
+            rows = [{"prompt": str(i // 2), "response": "a" * i} for i in range(20)]
+            large = asyncio.create_task(caller.post("/v1/rewards", {"inputs": rows}))
+            while server.in_flight < 2:
+                await asyncio.sleep(0)
+            other = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"]}))
+            while server.in_flight < 3:
+                await asyncio.sleep(0)
+            server.go.set()
+            assert (await other)[1]["rewards"] == [3]
+            assert (await large)[1]["rewards"] == [1 + i for i in range(20)]
+            assert server.most_in_flight == 3
+            assert len(server.received) == 12
+
+    asyncio.run(play())
+
+
+def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "ROWS_IN_FLIGHT", 2)
+
+    async def play() -> None:
+        async with (
+            FakeReward(terms=("length",)) as server,
+            gateway(server.url, rows_per_request=1, deadline_s=0.3) as caller,
+        ):
+            await caller.post("/get_reward", {"query": ["a"]})
+            server.behaviour = lambda model, number: "hang"
+            await caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504)
+            assert len(server.asked) == 3
+
+    asyncio.run(play())
+
+
+def test_only_what_is_parsed_counts_as_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_ITEMS", 10)
+
+    async def play() -> None:
+        async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
+            for text in ("[{" * 100, '"\\' * 100, "a"):
+                assert (await caller.post("/get_reward", {"query": [text] * 7}))[1]["rewards"] == [len(text)] * 7
+            for body in ({"query": ["a"] * 9}, {"query": ["a"], "labels": [[[]] * 6]}):
+                assert "more than 10 texts" in await caller.error("/get_reward", body, 413)
 
     asyncio.run(play())
 

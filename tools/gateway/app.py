@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actor.scoring.client import TritonClient
@@ -59,14 +60,20 @@ def create_app(client: TritonClient, settings: GatewaySection, key: str | None =
             yield
 
     source = RewardSource(client, settings)
-    app = FastAPI(title="Reward gateway", description=DESCRIPTION, lifespan=lifespan, redoc_url=None)
-    for router in (json_router, openrlhf_router, slime_router):
-        app.include_router(router(source))
-    app.include_router(vllm_router(source, settings.model))
-    app.add_middleware(RequestGuard, settings=settings, key=key)
-    app.add_exception_handler(GatewayError, _gateway_error)
-    app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app = FastAPI(
+        title="Reward gateway", description=DESCRIPTION, lifespan=lifespan, redoc_url=None,
+        middleware=[Middleware(RequestGuard, settings=settings, key=key)],
+        exception_handlers={
+            GatewayError: _gateway_error, StarletteHTTPException: _http_error, RequestValidationError: _invalid_body,
+        },
+    )  # fmt: skip
+    for router in (
+        json_router(source),
+        openrlhf_router(source),
+        slime_router(source),
+        vllm_router(source, settings.model),
+    ):
+        app.include_router(router)
 
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
@@ -170,21 +177,18 @@ def error_reply(status: HTTPStatus, message: str) -> JSONResponse:
     return JSONResponse({"error": error}, status.value, HEADERS.get(status))
 
 
-async def _gateway_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, GatewayError)
+async def _gateway_error(_: Request, error: GatewayError) -> JSONResponse:
     return error_reply(error.status, str(error))
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, StarletteHTTPException)
+async def _http_error(_: Request, error: StarletteHTTPException) -> JSONResponse:
     detail = str(error.detail)
     if detail == "There was an error parsing the body":  # FastAPI's, for any exception in there
         detail = f"body: {NOT_JSON}"
     return error_reply(HTTPStatus(error.status_code), detail)
 
 
-async def _invalid_body(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
+async def _invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
     problems = error.errors()
     lines = [_problem(item) for item in problems[:MOST_PROBLEMS]]
     more = f"; {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""

@@ -26,7 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         log_to_stderr("gateway", config.run)
-        check_key(config.gateway)
         asyncio.run(serve(config))
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from pydantic import Field, model_validator
 from python_backend.rewards.function import PROMPT_KEY, RESPONSE_KEY
 from python_backend.wire.contract import MESSAGES
 from tools.gateway.bodies import Body, Chat, Rows, TokenIds, plain
-from tools.gateway.rows import GatewayError, Row, RowResult, chat_row, check_all, reply_row
+from tools.gateway.rows import GatewayError, Row, chat_row, check_all, reply_row
 from tools.gateway.scoring import RewardSource
 
 UNAVAILABLE = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
@@ -54,14 +53,12 @@ class RewardInput(Body):
 
     def row(self) -> Row:
         """Return the row to score."""
-        if self.text is not None or self.tokens is not None:
-            return Row((self.text or "",), self.tokens, self.metadata, self.prompt_length)
         if self.messages is not None:
             return chat_row(plain(self.messages), self.metadata)
-        assert self.prompt is not None
-        assert self.response is not None
-        prompt = self.prompt if isinstance(self.prompt, str) else plain(self.prompt)
-        return reply_row(prompt, self.response, self.metadata)
+        if self.prompt is not None and self.response is not None:
+            prompt = self.prompt if isinstance(self.prompt, str) else plain(self.prompt)
+            return reply_row(prompt, self.response, self.metadata)
+        return Row((self.text or "",), self.tokens, self.metadata, self.prompt_length)
 
 
 class RewardsRequest(Body):
@@ -99,7 +96,7 @@ def json_router(source: RewardSource) -> APIRouter:
     """Return the route `/v1/rewards`. It fails with 503 or 504 only if no server could score any row in time."""
     router = APIRouter(tags=["JSON"])
 
-    @router.post("/v1/rewards", response_model_exclude_unset=True)
+    @router.post("/v1/rewards", response_model_exclude_none=True)
     async def rewards(request: RewardsRequest) -> RewardsReply:
         served = await source.served()
         wanted = {"probabilities": request.probabilities, "timing": request.timing}
@@ -111,6 +108,7 @@ def json_router(source: RewardSource) -> APIRouter:
         results = await source.score([item.row() for item in request.inputs], **wanted)
         if all(result.status in UNAVAILABLE for result in results):
             check_all(results, "inputs")
+        times = [result.times_us or (None, None) for result in results]
         return RewardsReply(
             rewards=[
                 result.rewards[0] if len(result.rewards) == 1 else [*result.rewards] or None for result in results
@@ -121,17 +119,10 @@ def json_router(source: RewardSource) -> APIRouter:
                 for i, name in enumerate(served.components)
             },
             weights_versions=[result.weights_version for result in results],
-            **_extras(request, served.labels, results),
+            labels=[*served.labels] if request.probabilities else None,
+            probabilities=[[*result.probabilities] or None for result in results] if request.probabilities else None,
+            queue_us=[queued for queued, _ in times] if request.timing else None,
+            compute_us=[took for _, took in times] if request.timing else None,
         )
 
     return router
-
-
-def _extras(request: RewardsRequest, labels: Sequence[str], results: list[RowResult]) -> dict[str, Any]:
-    extras: dict[str, Any] = {}
-    if request.probabilities:
-        extras |= {"labels": [*labels], "probabilities": [[*result.probabilities] or None for result in results]}
-    if request.timing:
-        times = [result.times_us or (None, None) for result in results]
-        extras |= {"queue_us": [queued for queued, _ in times], "compute_us": [took for _, took in times]}
-    return extras

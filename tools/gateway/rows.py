@@ -41,11 +41,6 @@ class Row:
         return "".join(self.parts)
 
     @property
-    def is_chat(self) -> bool:
-        """Whether the reward model renders this row with its chat template."""
-        return MESSAGES in self.metadata
-
-    @property
     def pair(self) -> tuple[str, str]:
         """Prompt and response, for a reward model of text pairs; a text without a response is the first of them."""
         response = self.metadata.get(RESPONSE_KEY, "")

@@ -7,13 +7,12 @@ or prompt.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import numpy as np
@@ -61,6 +60,7 @@ OUR_NAMES = {
 }
 ROW_IN_MESSAGE = re.compile(rf"({'|'.join(OUR_NAMES)})\[0(?:, (\d+))?\]")
 Answer = dict[str, np.ndarray]
+_Batch = tuple[list[Row], asyncio.Task[list[RowResult]]]
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,6 @@ class ServedReward:
     """Whether a reward function, a template or a process reward reads the metadata; a chat's is always sent."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What the rows of one request to Triton have in common."""
-
-    are_tokens: bool
-    extra: frozenset[str]  # outputs in addition to those of every request
-
-
-@dataclass(eq=False)
-class _Batch:
-    task: asyncio.Task[list[RowResult]] | None = None
-    rows: list[Row] = field(default_factory=list)
-    full: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 class RewardSource:
     """Rewards of texts, chats and token rows. Keeps nothing between requests but what the server declares."""
 
@@ -108,7 +93,7 @@ class RewardSource:
         self._client = client
         self._deadline_s, self._rows_per_request = settings.deadline_s, settings.rows_per_request
         self._max_rows, self._max_bytes = settings.max_rows, settings.max_body_bytes
-        self._open: dict[_Kind, _Batch] = {}
+        self._open: dict[tuple[bool, frozenset[str]], _Batch] = {}  # by kind of row and the further outputs
         self._served: ServedReward | None = None
         self._config: Config = {}  # that `_served` describes
         self._asking = asyncio.Lock()
@@ -186,39 +171,35 @@ class RewardSource:
                 failed = _failure(HTTPStatus.BAD_REQUEST, "tokens: other rows of the group are texts")
             if failed:
                 return [failed] * len(part)
-            kind = _Kind(rows[part[0]].tokens is not None, extra)
             if not (served.groupwise or served.components) and len(part) < self._rows_per_request:
-                return await asyncio.gather(*(self._shared(rows[i], kind) for i in part))
+                return await asyncio.gather(*(self._shared(rows[i], extra) for i in part))
             async with room.reserved(len(part)):
-                return await self._results([rows[i] for i in part], kind, deadline, divisible=not served.groupwise)
+                return await self._results([rows[i] for i in part], extra, deadline, divisible=not served.groupwise)
 
         scored = await asyncio.gather(*map(score_part, parts))
         results = dict(zip(itertools.chain(*parts), itertools.chain(*scored), strict=True))
         return [results[i] for i in range(len(rows))]
 
-    async def _shared(self, row: Row, kind: _Kind) -> RowResult:
-        """Score a row in a request that the rows of other callers may join."""
-        batch = self._open.get(kind)
-        if batch is None:
-            batch = self._open[kind] = _Batch()
-            batch.task = asyncio.create_task(self._send(batch, kind))
-        index = len(batch.rows)
-        batch.rows.append(row)
-        if len(batch.rows) == self._rows_per_request:
+    async def _shared(self, row: Row, extra: frozenset[str]) -> RowResult:
+        """Score a row in a request that rows of other callers may join."""
+        kind = (row.tokens is not None, extra)
+        if kind not in self._open:
+            new: list[Row] = []
+            self._open[kind] = new, asyncio.create_task(self._send(new, extra))
+        rows, task = self._open[kind]
+        rows.append(row)
+        index = len(rows) - 1
+        if len(rows) == self._rows_per_request:
             del self._open[kind]
-            batch.full.set()
-        assert batch.task is not None
-        return (await asyncio.shield(batch.task))[index]  # shared: one caller that leaves must not cancel it
+        return (await asyncio.shield(task))[index]  # shared: one caller that leaves must not cancel it
 
-    async def _send(self, batch: _Batch, kind: _Kind) -> list[RowResult]:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(batch.full.wait(), GATHER_S)
-        if self._open.get(kind) is batch:
-            del self._open[kind]
-        return await self._results(batch.rows, kind, asyncio.get_running_loop().time() + self._deadline_s)
+    async def _send(self, rows: list[Row], extra: frozenset[str]) -> list[RowResult]:
+        await asyncio.sleep(GATHER_S)
+        self._open = {kind: batch for kind, batch in self._open.items() if batch[0] is not rows}
+        return await self._results(rows, extra, asyncio.get_running_loop().time() + self._deadline_s)
 
     async def _results(
-        self, rows: list[Row], kind: _Kind, deadline: float, *, divisible: bool = True
+        self, rows: list[Row], extra: frozenset[str], deadline: float, *, divisible: bool = True
     ) -> list[RowResult]:
         """Send one request. If the server refuses it, send its halves, until only the refused rows have no reward.
 
@@ -226,7 +207,7 @@ class RewardSource:
         """
         try:
             async with timeout(deadline - asyncio.get_running_loop().time()):
-                return self._read(await self._ask(rows, kind), len(rows))
+                return self._read(await self._ask(rows, extra), len(rows))
         except RecursionError:  # of JSON
             failure = _failure(HTTPStatus.BAD_REQUEST, "metadata: nested too deeply")
         except RequestRefused as error:
@@ -243,22 +224,22 @@ class RewardSource:
         if failure.status != HTTPStatus.BAD_REQUEST or len(rows) == 1 or not divisible:
             return [failure] * len(rows)
         half = len(rows) // 2  # not within `except`, where the error would keep the encoded request in memory
-        parts = await asyncio.gather(*(self._results(part, kind, deadline) for part in (rows[:half], rows[half:])))
+        parts = await asyncio.gather(*(self._results(part, extra, deadline) for part in (rows[:half], rows[half:])))
         return [*parts[0], *parts[1]]
 
-    async def _ask(self, rows: list[Row], kind: _Kind) -> Answer:
+    async def _ask(self, rows: list[Row], extra: frozenset[str]) -> Answer:
         served = await self.served()
-        outputs = (*served.outputs, *sorted(kind.extra))
-        sends_metadata = served.reads_metadata or any(row.is_chat for row in rows)
+        outputs = (*served.outputs, *sorted(extra))
+        sends_metadata = served.reads_metadata or any(MESSAGES in row.metadata for row in rows)
         metadata = [row.metadata for row in rows] if sends_metadata else None
-        if not kind.are_tokens and served.takes_pairs:
-            texts, pairs = zip(*(row.pair for row in rows), strict=True)
-            return await self._client.score_sentences([*texts], outputs, metadata, pairs=[*pairs])
-        if not kind.are_tokens:
+        if rows[0].tokens is not None:
+            tokens = [np.asarray(row.tokens, np.int64) for row in rows]
+            lengths = [row.prompt_length for row in rows] if served.is_process else None
+            return await self._client.rewards(tokens, outputs, metadata, prompt_lengths=lengths)
+        if not served.takes_pairs:
             return await self._client.score_sentences([row.text for row in rows], outputs, metadata)
-        tokens = [np.asarray(row.tokens, np.int64) for row in rows]
-        lengths = [row.prompt_length for row in rows] if served.is_process else None
-        return await self._client.rewards(tokens, outputs, metadata, prompt_lengths=lengths)
+        texts, pairs = zip(*(row.pair for row in rows), strict=True)
+        return await self._client.score_sentences([*texts], outputs, metadata, pairs=[*pairs])
 
     def _read(self, answer: Answer, num_rows: int) -> list[RowResult]:
         rewards = answer[REWARDS].astype(np.float64).reshape(num_rows, -1)

@@ -13,12 +13,12 @@ import struct
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal
 
 from fastapi import APIRouter
 from pydantic import AliasChoices, Discriminator, Field, Tag
 
-from tools.gateway.bodies import Body, Chat, Rows, TokenIds, plain
+from tools.gateway.bodies import Body, Chat, Rows, T, TokenIds, plain
 from tools.gateway.rows import GatewayError, Row, chat_row, check_all, text_row
 from tools.gateway.scoring import RewardSource
 
@@ -67,11 +67,8 @@ class PoolingCompletionRequest(PoolingOptions):
 
     def rows(self) -> list[Row]:
         """Return the rows to score."""
-        value: Any = self.input
-        kind = _kind_of(value)
-        if kind in ("text", "tokens"):
-            value = [value]
-        return [Row((item,)) if isinstance(item, str) else Row(tokens=item) for item in value]
+        items: list[Any] = [self.input] if _kind_of(self.input) in ("text", "tokens") else [*self.input]
+        return [Row((item,)) if isinstance(item, str) else Row(tokens=item) for item in items]
 
 
 class PoolingChatRequest(PoolingOptions):
@@ -154,30 +151,15 @@ class PairScore(Body):
     score: float
 
 
-class _Reply(Body):
+class VllmReply(Body, Generic[T]):
+    """A reply, with one entry of `data` per row."""
+
     id: str
     object: str = "list"
     created: int
     model: str
     usage: TokenUsage
-
-
-class ClassificationReply(_Reply):
-    """Reply of `/classify`."""
-
-    data: list[ClassificationData]
-
-
-class PoolingReply(_Reply):
-    """Reply of `/pooling`."""
-
-    data: list[PoolingData]
-
-
-class PairScoresReply(_Reply):
-    """Reply of `/score`."""
-
-    data: list[PairScore]
+    data: list[T]
 
 
 def vllm_router(source: RewardSource, model: str) -> APIRouter:
@@ -187,7 +169,6 @@ def vllm_router(source: RewardSource, model: str) -> APIRouter:
     async def scores_of(request: PoolingOptions, rows: list[Row]) -> list[list[float]]:
         if request.model not in (None, model):
             raise GatewayError(404, f"The model `{request.model}` does not exist; this gateway serves `{model}`.")
-        await _check_special_tokens(source, request)
         return await _scores(source, request, rows)
 
     def common(kind: str, rows: list[Row]) -> dict[str, Any]:
@@ -196,28 +177,28 @@ def vllm_router(source: RewardSource, model: str) -> APIRouter:
         return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model, "usage": usage}
 
     @router.post("/classify")
-    async def classify(request: PoolingRequest) -> ClassificationReply:
+    async def classify(request: PoolingRequest) -> VllmReply[ClassificationData]:
         scores = await scores_of(request, rows := request.rows())
         labels = (await source.served()).labels
         data = [ClassificationData.of(i, row, labels) for i, row in enumerate(scores)]
-        return ClassificationReply(**common("classify", rows), data=data)
+        return VllmReply(**common("classify", rows), data=data)
 
     @router.post("/pooling")
-    async def pooling(request: PoolingRequest) -> PoolingReply:
+    async def pooling(request: PoolingRequest) -> VllmReply[PoolingData]:
         scores = await scores_of(request, rows := request.rows())
         is_binary = request.encoding_format == "base64"
         data = [PoolingData(index=i, data=_base64(row) if is_binary else row) for i, row in enumerate(scores)]
-        return PoolingReply(**common("pool", rows), data=data)
+        return VllmReply(**common("pool", rows), data=data)
 
     @router.post("/score")
-    async def score(request: PairScoresRequest) -> PairScoresReply:
+    async def score(request: PairScoresRequest) -> VllmReply[PairScore]:
         if not (await source.served()).takes_pairs:
             raise GatewayError(501, "the reward model takes one text per row: /score needs reward.text: pair")
         scores = await scores_of(request, rows := request.rows())
         if len(scores[0]) != 1:
             raise GatewayError(501, f"the reward model has {len(scores[0])} labels, /score has one: use /classify")
         data = [PairScore(index=i, score=row[0]) for i, row in enumerate(scores)]
-        return PairScoresReply(**common("score", rows), data=data)
+        return VllmReply(**common("score", rows), data=data)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -236,24 +217,18 @@ def activated(scores: Sequence[float]) -> list[float]:
 
 
 async def _scores(source: RewardSource, request: PoolingOptions, rows: list[Row]) -> list[list[float]]:
+    served = await source.served()
+    asked = request.add_special_tokens if isinstance(request, PoolingCompletionRequest) else None
+    if asked not in (None, served.adds_special_tokens):
+        told = f"but the server tokenises with reward.add_special_tokens {served.adds_special_tokens}"
+        raise GatewayError(400, f"add_special_tokens: {asked}, {told}")
     given = (request.use_activation, request.activation)
     activate = next((value for value in given if value is not None), True)
-    labels = (await source.served()).labels
-    results = await source.score(rows, probabilities=activate and bool(labels))
+    results = await source.score(rows, probabilities=activate and bool(served.labels))
     check_all(results, "input")
     if not activate:
         return [[*result.rewards] for result in results]
-    return [[*result.probabilities] if labels else activated(result.rewards) for result in results]
-
-
-async def _check_special_tokens(source: RewardSource, request: PoolingOptions) -> None:
-    asked = getattr(request, "add_special_tokens", None)
-    if isinstance(request, PoolingCompletionRequest) and asked is not None:
-        served = (await source.served()).adds_special_tokens
-        if asked != served:
-            raise GatewayError(
-                400, f"add_special_tokens: {asked}, but the server tokenises with reward.add_special_tokens {served}"
-            )
+    return [[*result.probabilities] if served.labels else activated(result.rewards) for result in results]
 
 
 def _base64(row: list[float]) -> str:
