@@ -42,6 +42,7 @@ HEADERS = {
 }
 BODY_S = 30.0  # for a body to arrive
 SMALL_BODY_BYTES = 65_536
+COLLECTED_BYTES = 1_000_000  # of a body after which garbage is collected, which takes some 10 ms
 MAX_ITEMS = 250_000  # texts, objects and arrays of a body, each of which takes 50 to 250 bytes once it is parsed
 _ITEM = re.compile(rb'"[^"]*"?|[{[]')
 NO_OBJECT = "must be a JSON object, sent with the header Content-Type: application/json"
@@ -137,7 +138,10 @@ class RequestGuard:
                 raise GatewayError(413, f"the body exceeds {limit} bytes (gateway.max_body_bytes)")
             if len(body) > SMALL_BODY_BYTES and not has_room:
                 await reserved.enter_async_context(self._room.reserved(size or limit))
-                reserved.callback(gc.collect)  # what was parsed is in cycles, and would stay beside the next body
+                if (
+                    size or limit
+                ) > COLLECTED_BYTES:  # what was parsed is in cycles, and would stay beside the next body
+                    reserved.callback(gc.collect)
                 has_room, deadline = True, clock() + BODY_S
         if _num_items(body) > MAX_ITEMS:
             raise GatewayError(413, f"the body has more than {MAX_ITEMS} texts, objects and arrays: send fewer rows")

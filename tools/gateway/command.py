@@ -20,8 +20,7 @@ from python_backend.wire.contract import REWARD_MODEL
 from tools.arguments import parse_or_complete
 from tools.render.rewards import reward_parameters
 
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-MAPPED_BYTES = 65_536
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65_536  # of glibc's malloc.h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +81,7 @@ def free_memory_at_once() -> None:
 
     Otherwise, the first of them raises the size from which glibc maps memory, and 30 to 60 MB stay after it.
     """
-    gc.freeze()  # what was imported: collecting the garbage of a body then takes a few milliseconds instead of 50
+    gc.freeze()  # what was imported: collecting the garbage of a body then takes some 10 ms instead of 50
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
