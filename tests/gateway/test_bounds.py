@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import tracemalloc
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from fake_reward import Caller, FakeReward, gateway
 
+from actor.scoring.connection import Message
 from tools.gateway import app, connections, scoring
 
 DEADLINE_S = 20.0
@@ -110,6 +112,21 @@ def test_rows_that_wait_for_others_of_their_caller_share_its_deadline(monkeypatc
             server.behaviour = lambda model, number: "hang"
             await caller.error("/v1/rewards", {"inputs": [{"text": "a"}] * 20}, 504)
             assert len(server.asked) == 3
+
+    asyncio.run(play())
+
+
+def test_a_refused_request_is_not_kept_while_its_halves_are_scored() -> None:
+    async def play() -> None:
+        async with FakeReward(terms=("length",)) as server, gateway(server.url) as caller:
+            server.behaviour = lambda model, number: "wrong" if number == 1 else "wait"
+            scored = asyncio.create_task(caller.post("/get_reward", {"query": ["abc"] * 8}))
+            while server.in_flight < 2:
+                await asyncio.sleep(0)
+            gc.collect()
+            assert sum(type(found) is Message for found in gc.get_objects()) == 2
+            server.go.set()
+            assert (await scored)[1]["rewards"] == [3] * 8
 
     asyncio.run(play())
 
