@@ -28,11 +28,12 @@ Graph = Mapping[str, set[str]]
 def main() -> None:
     """Write imports.svg beside this file."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    imports = reduced(package_imports())
+    imports = package_imports()
     try:
         order = list(TopologicalSorter(imports).static_order())
     except CycleError as error:
         raise SystemExit(f"remove an import from this circle: {' -> '.join(error.args[1])}") from error
+    imports = reduced(imports)
     layers: dict[str, int] = {}
     for package in order:
         layers[package] = 1 + max((layers[other] for other in imports[package]), default=-1)
