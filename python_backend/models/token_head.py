@@ -170,8 +170,8 @@ def compile_body(model: Any, forward: Callable[[Tensor, Tensor], Any]) -> None:
     except Exception as error:  # dynamo and inductor raise many types; any of them means compilation does not work
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"torch.compile does not work here: {reason[:300]}; install a C++ compiler (g++) and Python's headers, or "
-            "set compile: false"
+            f"torch.compile does not work here: {reason[:300]}; install a C++ compiler (g++) and Python's headers, and "
+            "PyTorch in a folder whose path has no space, or set compile: false"
         ) from error
 
 

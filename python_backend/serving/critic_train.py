@@ -33,7 +33,7 @@ class TritonPythonModel(JournalModel):
         number = store.current()
         if number is None:
             raise RuntimeError(f"the weights store {store.root} is empty; {FIRST_VERSION}")
-        config = json.loads((store.folder(number) / CONFIG_FILE).read_text())
+        config = json.loads((store.folder(number) / CONFIG_FILE).read_bytes())
         self._limits = Limits(int(config["vocab_size"]), max_positions(config))
 
     def accept(self, call: Call) -> Entry:

@@ -68,9 +68,10 @@ def _hide_requests() -> None:
 
     Triton gives it mode 0644, whatever the umask is. A model calls this before it receives its first request.
     """
-    for region in set(re.findall(r"/dev/shm/\S+", Path("/proc/self/maps").read_text())):
+    # Bytes: this process decodes as ASCII, and may have loaded libraries from a folder whose name is not.
+    for region in set(re.findall(rb"/dev/shm/\S+", Path("/proc/self/maps").read_bytes())):
         with contextlib.suppress(OSError):  # a library has removed its file already
-            Path(region).chmod(0o600)
+            Path(os.fsdecode(region)).chmod(0o600)
 
 
 class Unavailable(RlhfError):

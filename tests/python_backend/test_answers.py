@@ -1,9 +1,16 @@
-"""What leaves a model: text that Triton and terminals can take, one answer for each request, no exception."""
+"""What leaves a model: text that Triton and terminals can take, one answer for each request, no exception.
+
+What enters it is hidden from other users.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,3 +95,28 @@ def test_a_key_that_is_no_text_is_no_key(serving: Any, value: object) -> None:
     assert call.header(TRAINING_KEY_HEADER) is None
     call = serving.Call(Request({}, (), json.dumps({TRAINING_KEY_HEADER.title(): "secret"})))
     assert call.header(TRAINING_KEY_HEADER) == "secret"
+
+
+HIDE = """
+import mmap, sys, tempfile
+from pathlib import Path
+from python_backend.serving.triton import _hide_requests
+
+library = Path(sys.argv[1]).open("r+b")
+with tempfile.NamedTemporaryFile(dir="/dev/shm") as region:
+    region.write(bytes(10))
+    region.flush()
+    Path(region.name).chmod(0o644)
+    mapped = [mmap.mmap(file.fileno(), 0) for file in (library, region)]
+    _hide_requests()
+    print(oct(Path(region.name).stat().st_mode & 0o777))
+"""
+
+
+def test_requests_are_hidden_wherever_libraries_were_loaded_from(tmp_path: Path) -> None:
+    """A stub decodes as ASCII, also the names of its libraries' folders."""
+    (tmp_path / "übung").write_bytes(b"a library")
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support" / "stub"), *filter(None, sys.path)])
+    environment = {"PYTHONPATH": paths, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", HIDE, str(tmp_path / "übung")]
+    assert subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout == "0o600\n"
